@@ -1,0 +1,1 @@
+"""The tasks that ship with hybridtrain: ordinary Lightning modules and data modules."""

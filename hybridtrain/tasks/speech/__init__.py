@@ -1,0 +1,1 @@
+"""Speech recognition with CTC: data, acoustic models, decoding."""

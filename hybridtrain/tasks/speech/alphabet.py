@@ -1,0 +1,94 @@
+"""The symbols a speech model writes: text to CTC labels and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from hybridtrain.errors import UserError
+
+ENGLISH = " abcdefghijklmnopqrstuvwxyz'"  # 28 symbols, the order of DeepSpeech's alphabet.txt
+
+
+class Alphabet:
+    """An ordered set of single characters; character i is label i, CTC's blank comes last.
+
+    ``symbols`` is a string of distinct characters (default: space, a to z, apostrophe).
+    Raises ``UserError`` if it is empty or a character occurs twice.
+    """
+
+    def __init__(self, symbols: str = ENGLISH) -> None:
+        if not symbols:
+            raise UserError("the alphabet is empty: give at least one character")
+        twice = sorted({symbol for symbol in symbols if symbols.count(symbol) > 1})
+        if twice:
+            raise UserError(f"the alphabet contains {twice[0]!r} twice: list every character once")
+        self.symbols = symbols
+        self._label = {symbol: label for label, symbol in enumerate(symbols)}
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Alphabet:
+        """Read DeepSpeech's ``alphabet.txt``.
+
+        One character per line, the line number is the label; lines that start with ``#`` are
+        comments, ``\\#`` is the character ``#`` itself.
+        """
+        try:
+            lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the alphabet file {path}: {error}") from error
+        symbols = [line.removeprefix("\\") if line == "\\#" else line for line in lines]
+        for number, (line, symbol) in enumerate(zip(lines, symbols, strict=True), start=1):
+            if len(symbol) != 1 and not line.startswith("#"):
+                raise UserError(
+                    f"{path}, line {number}: {line!r} is not one character"
+                    " (one character per line, '#' begins a comment)"
+                )
+        kept = (s for line, s in zip(lines, symbols, strict=True) if not line.startswith("#"))
+        return cls("".join(kept))
+
+    @classmethod
+    def of(cls, alphabet: Alphabet | str | None) -> Alphabet:
+        """An alphabet from whatever a configuration may hold.
+
+        ``None`` is English, a string that ends in ``.txt`` is a file as DeepSpeech's
+        ``alphabet.txt``, any other string is the characters themselves.
+        """
+        if isinstance(alphabet, Alphabet):
+            return alphabet
+        if alphabet is None:
+            return cls()
+        if alphabet.endswith(".txt"):
+            return cls.from_file(alphabet)
+        return cls(alphabet)
+
+    @property
+    def blank(self) -> int:
+        """The label of CTC's blank: the one after the last symbol."""
+        return len(self.symbols)
+
+    def encode(self, text: str) -> list[int]:
+        """Labels of ``text``; ``UserError`` names the first character outside the alphabet."""
+        try:
+            return [self._label[symbol] for symbol in text]
+        except KeyError as error:
+            raise UserError(
+                f"the character {error.args[0]!r} in {text!r} is not in the alphabet"
+                f" {self.symbols!r}: correct the transcript, or set data.alphabet"
+            ) from None
+
+    def decode(self, labels: Iterable[int]) -> str:
+        """Text of ``labels`` (symbol labels only: collapse repeats and blanks before)."""
+        return "".join(self.symbols[label] for label in labels)
+
+    def __len__(self) -> int:
+        return len(self.symbols)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Alphabet) and self.symbols == other.symbols
+
+    def __hash__(self) -> int:
+        return hash(self.symbols)
+
+    def __repr__(self) -> str:
+        return f"Alphabet({self.symbols!r})"

@@ -1,0 +1,164 @@
+"""Sound to feature frames: MFCC as in DeepSpeech, log-mel, or the 2014 paper's filter banks.
+
+Shapes: N samples, T frames, F features, K frequency bins, M filters.
+
+A frame is ``window_s`` long and begins every ``step_s``; nothing is padded on the left or right, so
+T = 1 + floor((N - window) / step) in samples, and a sound shorter than one window counts as one.
+The three kinds:
+
+- ``mfcc``: what TensorFlow's ``audio_spectrogram`` and ``mfcc`` compute for Mozilla DeepSpeech and
+  Coqui STT: Hann window, *magnitudes* in 40 triangular mel filters from 20 Hz to half the sample
+  rate, log, and the first F coefficients of the orthogonal cosine transform (DCT-II), c0 included.
+- ``logmel``: log of the *power* in F such mel filters.
+- ``paper``: Deep Speech (Hannun et al. 2014): log power in F - 1 linearly spaced filters, then the
+  log energy of the frame. The paper's frames are 20 ms every 10 ms, F = 81.
+
+With ``normalize`` every feature has mean 0 and variance 1 over the utterance. DeepSpeech feeds raw
+MFCC; the normalised ones learn faster, do not depend on the microphone's level, and make 0 the
+natural value of padding and of SpecAugment's masks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridtrain.errors import UserError
+
+KINDS = ("mfcc", "logmel", "paper")
+LOWEST_HZ = 20.0
+MFCC_FILTERS = 40
+FLOOR = 1e-12  # below any 16-bit sound: log of digital silence stays finite
+
+
+class Features:
+    """Callable: float32 mono samples in [-1, 1], (N,), to float32 features, (T, F).
+
+    ``n_features`` is F: coefficients (mfcc), filters (logmel), filters + 1 (paper).
+    Raises ``UserError`` for an unknown kind or sizes that cannot be.
+    """
+
+    def __init__(
+        self,
+        kind: str = "mfcc",
+        sample_rate: int = 16000,
+        n_features: int = 26,
+        window_s: float = 0.032,
+        step_s: float = 0.020,
+        normalize: bool = True,
+    ) -> None:
+        self.kind = kind
+        self.sample_rate = sample_rate
+        self.n_features = n_features
+        self.window_s = window_s
+        self.step_s = step_s
+        self.normalize = normalize
+        self._check()
+        self.window = round(window_s * sample_rate)  # samples
+        self.step = round(step_s * sample_rate)  # samples
+        self._hann = torch.hann_window(self.window, periodic=True)  # (window,)
+        self._filters = self._make_filters()  # (K, M)
+        self._dct = _dct(self._filters.shape[1], n_features)  # (M, F), used by mfcc only
+
+    def _check(self) -> None:
+        if self.kind not in KINDS:
+            raise UserError(f"data.features.kind={self.kind}: use one of {', '.join(KINDS)}")
+        most = MFCC_FILTERS if self.kind == "mfcc" else 512
+        least = 2 if self.kind == "paper" else 1
+        if not least <= self.n_features <= most:
+            raise UserError(
+                f"data.features.n_features={self.n_features}: {self.kind} takes {least} to {most}"
+            )
+        if self.sample_rate < 1000:
+            raise UserError(f"data.features.sample_rate={self.sample_rate}: use 1000 Hz or more")
+        if min(self.window_s, self.step_s) * self.sample_rate < 2:
+            raise UserError(
+                f"data.features.window_s={self.window_s}, step_s={self.step_s}: both must be"
+                " positive times in seconds (DeepSpeech: 0.032 and 0.020)"
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """The constructor's arguments as plain values: ``Features(**f.settings())`` equals f."""
+        names = ("kind", "sample_rate", "n_features", "window_s", "step_s", "normalize")
+        return {name: getattr(self, name) for name in names}
+
+    def frames(self, n_samples: int) -> int:
+        """T, the number of frames of a sound of ``n_samples`` samples at ``sample_rate``."""
+        return 1 + max(0, n_samples - self.window) // self.step
+
+    def __call__(self, samples: Tensor) -> Tensor:
+        """(N,) float32 in [-1, 1] to (T, F) float32."""
+        power = self._power(samples)
+        match self.kind:
+            case "mfcc":
+                frames = (power.sqrt() @ self._filters).clamp_min(FLOOR).log() @ self._dct
+            case "logmel":
+                frames = (power @ self._filters).clamp_min(FLOOR).log()
+            case _:
+                energy = power.sum(1, keepdim=True)
+                frames = torch.cat([power @ self._filters, energy], 1).clamp_min(FLOOR).log()
+        return _normalized(frames) if self.normalize else frames
+
+    def _power(self, samples: Tensor) -> Tensor:
+        """(N,) to the power spectrogram (T, K)."""
+        missing = self.window - samples.shape[0]
+        if missing > 0:
+            samples = torch.nn.functional.pad(samples, (0, missing))
+        framed = samples.unfold(0, self.window, self.step) * self._hann  # (T, window)
+        spectrum = torch.fft.rfft(framed, n=2 * (self._filters.shape[0] - 1))
+        return torch.view_as_real(spectrum).square().sum(-1)
+
+    def _make_filters(self) -> Tensor:
+        """Triangles (K, M) over the bins of the shortest FFT that leaves no filter empty."""
+        count = {"mfcc": MFCC_FILTERS, "logmel": self.n_features, "paper": self.n_features - 1}
+        n_fft = 1 << (self.window - 1).bit_length()
+        while True:
+            filters = self._triangles(n_fft, count[self.kind])
+            if bool((filters.sum(0) > 0).all()):
+                return filters
+            n_fft *= 2
+
+    def _triangles(self, n_fft: int, count: int) -> Tensor:
+        hertz = torch.arange(n_fft // 2 + 1, dtype=torch.float64) * self.sample_rate / n_fft
+        scale = _hertz if self.kind == "paper" else _mel
+        lowest, highest = torch.tensor([LOWEST_HZ, self.sample_rate / 2], dtype=torch.float64)
+        position = scale(hertz)  # (K,)
+        edges = torch.linspace(
+            float(scale(lowest)), float(scale(highest)), count + 2, dtype=torch.float64
+        )
+        width = edges[1] - edges[0]
+        rise = 1 - (position[:, None] - edges[None, 1:-1]).abs() / width  # (K, M)
+        return rise.clamp_min(0).float()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Features) and self.settings() == other.settings()
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.settings().values()))
+
+    def __repr__(self) -> str:
+        return f"Features({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+
+
+def _hertz(hertz: Tensor) -> Tensor:
+    return hertz
+
+
+def _mel(hertz: Tensor) -> Tensor:
+    return 1127.0 * torch.log1p(hertz / 700.0)
+
+
+def _dct(inputs: int, outputs: int) -> Tensor:
+    """DCT-II as TensorFlow's mfcc scales it: every row sqrt(2 / M), (M, F)."""
+    n = torch.arange(inputs, dtype=torch.float64)[:, None] + 0.5
+    k = torch.arange(outputs, dtype=torch.float64)[None, :]
+    return (math.sqrt(2 / inputs) * torch.cos(math.pi / inputs * n * k)).float()
+
+
+def _normalized(frames: Tensor) -> Tensor:
+    """Mean 0, variance 1 per feature over time; a constant feature becomes 0."""
+    centred = frames - frames.mean(0)
+    return centred / (centred.square().mean(0).sqrt() + 1e-5)
