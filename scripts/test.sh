@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Test: bash scripts/test.sh [pytest arguments], for example -m slow, or tests/app -k sweep.
+# Makes the environment when it is missing. Without arguments: everything not marked slow or gpu.
+set -u
+source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
+cd "$root" || exit 2
+exec "$python" -m pytest "$@"
