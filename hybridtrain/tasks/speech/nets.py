@@ -1,0 +1,196 @@
+"""The two DeepSpeech acoustic models: frames of features in, one score per symbol and frame out.
+
+Shapes: B samples, T frames, F features per frame, C context frames on each side, H units
+(``width``), S symbols of the alphabet plus the CTC blank, which is the last.
+
+A sample gets the same scores alone and in a padded batch: beyond its end layer 1 sees zeros,
+the LSTM runs forward only, and the backward direction of the paper's net starts at the true end.
+Inside, time comes first: that is how the recurrences run and how CTC wants it. The LSTM gets padded
+and not packed sequences, as only those have oneDNN's kernel (7 times faster on a CPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.speech.recurrence import BidirectionalClippedRNN
+
+
+class AcousticNet(Protocol):
+    """What ``SpeechModule`` needs of a net."""
+
+    def __call__(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """features (B, T, F), lengths (B,) -> scores (B, T', S)."""
+
+    def output_lengths(self, lengths: Tensor) -> Tensor:
+        """How many of the T' output frames belong to each sample, (B,)."""
+
+
+def context_windows(features: Tensor, lengths: Tensor, context: int, stride: int = 1) -> Tensor:
+    """Put C frames of the past and C of the future beside each ``stride``-th frame.
+
+    features (B, T, F) -> (ceil(T / stride), B, (2C+1) * F), oldest frame first. Beyond the ends of
+    a sample lie zeros, whatever the batch holds there.
+    """
+    inside = torch.arange(features.shape[1], device=features.device) < lengths[:, None]
+    frames = (features * inside[:, :, None]).transpose(0, 1)  # (T, B, F)
+    padded = pad(frames, (0, 0, 0, 0, context, context))
+    windows = padded.unfold(0, 2 * context + 1, stride)  # (T', B, F, 2C+1)
+    return windows.transpose(2, 3).flatten(2)
+
+
+class ClippedDense(nn.Sequential):
+    """Dropout(LayerNorm?(min(max(0, W x + b), clip))), the order of Coqui STT's ``dense``."""
+
+    def __init__(
+        self, n_input: int, n_output: int, clip: float, dropout: float, layer_norm: bool = False
+    ) -> None:
+        """``n_input`` to ``n_output`` units; ``dropout`` is the share of units dropped."""
+        linear = nn.Linear(n_input, n_output)
+        norm = [nn.LayerNorm(n_output)] if layer_norm else []
+        super().__init__(linear, nn.Hardtanh(0.0, clip), *norm, nn.Dropout(dropout))
+
+
+def initialise(net: nn.Module) -> None:
+    """Glorot-uniform weights and zero biases for every dense layer and LSTM (STT's scheme)."""
+    for module in net.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight)
+            nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LSTM):
+            _initialise_lstm(module)
+
+
+def _initialise_lstm(lstm: nn.LSTM) -> None:
+    """TensorFlow holds an LSTM as one (n_input + H, 4H) kernel, and Glorot's fans are its."""
+    fan = lstm.input_size + lstm.hidden_size + 4 * lstm.hidden_size
+    bound = (6.0 / fan) ** 0.5
+    for name, parameter in lstm.named_parameters():
+        nn.init.zeros_(parameter) if "bias" in name else nn.init.uniform_(parameter, -bound, bound)
+
+
+class DeepSpeechSTT(nn.Module):
+    """The model of Mozilla DeepSpeech 0.5+ and Coqui STT: 3 dense layers, an LSTM, 2 dense layers.
+
+    At width 2048 with 28 letters it has 47,233,053 parameters: TensorFlow's 47,224,861 and, as
+    ``nn.LSTM`` keeps two biases where TensorFlow keeps one, 4 * 2048 more.
+    """
+
+    def __init__(
+        self,
+        n_input: int = 26,
+        n_output: int = 29,
+        width: int = 2048,
+        context: int = 9,
+        relu_clip: float = 20.0,
+        dropout: float | Sequence[float] = 0.05,
+        layer_norm: bool = False,
+    ) -> None:
+        """Build the net.
+
+        ``n_input``: features per frame. ``n_output``: letters + 1. ``context``: frames on each
+        side. ``dropout``: one share for layers 1, 2, 3 and 5, or those four (DeepSpeech calls the
+        fourth ``dropout_rate6``; the LSTM has none).
+        """
+        super().__init__()
+        rates = _four_rates(dropout)
+        window = n_input * (2 * context + 1)
+        self.context = context
+        self.dense = nn.Sequential(
+            ClippedDense(window, width, relu_clip, rates[0], layer_norm),
+            ClippedDense(width, width, relu_clip, rates[1], layer_norm),
+            ClippedDense(width, width, relu_clip, rates[2], layer_norm),
+        )
+        self.lstm = nn.LSTM(width, width)
+        self.dense5 = ClippedDense(width, width, relu_clip, rates[3], layer_norm)
+        self.output = nn.Linear(width, n_output)
+        initialise(self)
+
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """features (B, T, F), lengths (B,) -> scores (B, T, S), meaningless past a sample's end."""
+        states, _ = self.lstm(self.dense(context_windows(features, lengths, self.context)))
+        return cast(Tensor, self.output(self.dense5(states)).transpose(0, 1))
+
+    def output_lengths(self, lengths: Tensor) -> Tensor:
+        """One output per frame."""
+        return lengths
+
+
+class DeepSpeechPaper(nn.Module):
+    """Hannun et al., Deep Speech (2014), section 3: a bidirectional plain RNN, no LSTM.
+
+    Layers 1 to 3 are dense, layer 4 runs both ways in time, layer 5 takes the *sum* of the two
+    directions, and only every ``stride``-th frame is looked at (with its context), which halves the
+    recurrent steps. Dropout is on the dense layers only.
+    """
+
+    def __init__(
+        self,
+        n_input: int = 26,
+        n_output: int = 29,
+        width: int = 2048,
+        context: int = 9,
+        relu_clip: float = 20.0,
+        dropout: float | Sequence[float] = 0.05,
+        stride: int = 2,
+    ) -> None:
+        """Build the net: arguments as ``DeepSpeechSTT``; the paper uses context 5, 7 or 9."""
+        super().__init__()
+        rates = _four_rates(dropout)
+        self.context, self.stride = context, stride
+        self.dense = nn.Sequential(
+            ClippedDense(n_input * (2 * context + 1), width, relu_clip, rates[0]),
+            ClippedDense(width, width, relu_clip, rates[1]),
+            ClippedDense(width, width, relu_clip, rates[2]),
+        )
+        self.rnn = BidirectionalClippedRNN(width, width, relu_clip)
+        self.dense5 = ClippedDense(width, width, relu_clip, rates[3])
+        self.output = nn.Linear(width, n_output)
+        initialise(self)
+
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """features (B, T, F), lengths (B,) -> scores (B, ceil(T / stride), S)."""
+        windows = context_windows(features, lengths, self.context, self.stride)
+        states = self.rnn(self.dense(windows), self.output_lengths(lengths))
+        return cast(Tensor, self.output(self.dense5(states)).transpose(0, 1))
+
+    def output_lengths(self, lengths: Tensor) -> Tensor:
+        """One output per ``stride`` frames, rounded up."""
+        return torch.div(lengths + self.stride - 1, self.stride, rounding_mode="floor")
+
+
+NETS: dict[str, type[DeepSpeechSTT] | type[DeepSpeechPaper]] = {
+    "stt": DeepSpeechSTT,
+    "paper": DeepSpeechPaper,
+}
+
+
+def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> nn.Module:
+    """Make the net that ``options`` describe: ``kind`` (a key of ``NETS``) and its arguments.
+
+    Plain data instead of an object, so that a checkpoint can carry it and name no code.
+    """
+    arguments = dict(options)
+    kind = arguments.pop("kind", None)
+    if kind not in NETS:
+        raise UserError(f"model.net.kind={kind!r}: choose one of {', '.join(NETS)}")
+    try:
+        return NETS[kind](n_input=n_input, n_output=n_output, **arguments)
+    except TypeError as error:
+        raise UserError(f"model.net does not fit kind={kind!r}: {error}") from error
+
+
+def _four_rates(dropout: float | Sequence[float]) -> list[float]:
+    """The shares of layers 1, 2, 3 and 5."""
+    rates = list(dropout) if isinstance(dropout, Sequence) else [float(dropout)] * 4
+    if len(rates) != 4 or not all(0.0 <= rate < 1.0 for rate in rates):
+        raise UserError(
+            f"dropout={dropout!r}: give one share in [0, 1), or four, for layers 1, 2, 3 and 5"
+        )
+    return rates
