@@ -13,6 +13,9 @@ The three kinds:
 - ``paper``: Deep Speech (Hannun et al. 2014): log power in F - 1 linearly spaced filters, then the
   log energy of the frame. The paper's frames are 20 ms every 10 ms, F = 81.
 
+The logarithm's floor is the noise of 16-bit rounding (TensorFlow: 1e-12), so that digital silence,
+which no microphone records, does not outweigh everything else.
+
 With ``normalize`` every feature has mean 0 and variance 1 over the utterance. DeepSpeech feeds raw
 MFCC; the normalised ones learn faster, do not depend on the microphone's level, and make 0 the
 natural value of padding and of SpecAugment's masks.
@@ -31,7 +34,7 @@ from hybridtrain.errors import UserError
 KINDS = ("mfcc", "logmel", "paper")
 LOWEST_HZ = 20.0
 MFCC_FILTERS = 40
-FLOOR = 1e-12  # below any 16-bit sound: log of digital silence stays finite
+FLOOR = 1e-4  # magnitude that 16-bit rounding alone has: digital silence counts as such noise
 
 
 class Features:
@@ -96,10 +99,10 @@ class Features:
             case "mfcc":
                 frames = (power.sqrt() @ self._filters).clamp_min(FLOOR).log() @ self._dct
             case "logmel":
-                frames = (power @ self._filters).clamp_min(FLOOR).log()
+                frames = (power @ self._filters).clamp_min(FLOOR**2).log()
             case _:
                 energy = power.sum(1, keepdim=True)
-                frames = torch.cat([power @ self._filters, energy], 1).clamp_min(FLOOR).log()
+                frames = torch.cat([power @ self._filters, energy], 1).clamp_min(FLOOR**2).log()
         return _normalized(frames) if self.normalize else frames
 
     def _power(self, samples: Tensor) -> Tensor:

@@ -1,0 +1,172 @@
+"""The speech data for Lightning: any source, checked, as bucketed batches."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import fields
+from typing import Any
+
+import pytorch_lightning as pl
+from torch.utils.data import DataLoader
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.speech.alphabet import Alphabet
+from hybridtrain.tasks.speech.augment import Augment
+from hybridtrain.tasks.speech.batching import Batch, SpeechBatches
+from hybridtrain.tasks.speech.checks import check_all
+from hybridtrain.tasks.speech.features import Features
+from hybridtrain.tasks.speech.fsdd import Fsdd
+from hybridtrain.tasks.speech.librispeech import LibriSpeech
+from hybridtrain.tasks.speech.manifest import CsvManifest
+from hybridtrain.tasks.speech.synth import SpokenDigits
+from hybridtrain.tasks.speech.utterance import SPLITS, Source
+
+log = logging.getLogger(__name__)
+
+
+class SpeechDataModule(pl.LightningDataModule):
+    """``source`` says what there is, ``features`` how it is seen, the rest how it is dealt out.
+
+    ``alphabet``: characters, an ``alphabet.txt``, or None for English. ``skip_bad`` leaves bad
+    utterances out (``skipped`` lists them by split) instead of raising ``UserError``.
+    ``frames_per_output``: feature frames per output of the model; None asks the trainer's module
+    for an attribute of that name, else 1. ``num_workers`` loader processes start anew each epoch and
+    forget cached features, so they pay off only where reading is slow.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        features: Features | None = None,
+        augment: Augment | None = None,
+        alphabet: Alphabet | str | None = None,
+        batch_size: int = 16,
+        eval_batch_size: int = 32,
+        num_workers: int = 0,
+        skip_bad: bool = False,
+        frames_per_output: int | None = None,
+    ) -> None:
+        super().__init__()
+        if min(batch_size, eval_batch_size) < 1:
+            raise UserError(
+                f"data.batch_size={batch_size}, data.eval_batch_size={eval_batch_size}:"
+                " both must be at least 1"
+            )
+        if num_workers < 0:
+            raise UserError(f"data.num_workers={num_workers}: give 0 or more loader processes")
+        self.source = source
+        self.features = features or Features()
+        self.augment = augment
+        self.alphabet = Alphabet.of(alphabet)
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.skip_bad = skip_bad
+        self.frames_per_output = frames_per_output
+        self.skipped: dict[str, list[str]] = {}
+        self._sets: dict[str, SpeechBatches] = {}
+
+    def prepare_data(self) -> None:
+        """Once per machine, before any worker: make what the source has to make."""
+        self.source.prepare()
+
+    def setup(self, stage: str | None = None) -> None:
+        """List and check the splits that ``stage`` needs; a second call does nothing.
+
+        Raises ``UserError`` for an empty training or validation set and for bad utterances.
+        """
+        needed = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
+        for split in needed.get(str(stage), SPLITS):
+            if split not in self._sets:
+                self._sets[split] = self._load(split)
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """Batches of the training split, in a new order each epoch."""
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """Batches of the validation split, shortest first."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader[Batch] | list[Any]:
+        """Batches of the test split, shortest first; no loader if the source has no test set."""
+        return self._loader("test") if len(self.batches("test")) else []
+
+    def longest_batch(self) -> Batch:
+        """The training batch with the most frames, padding included."""
+        return self.batches("train").longest()
+
+    def batches(self, split: str) -> SpeechBatches:
+        """The data set of ``split``; sets it up if that was not done."""
+        if split not in self._sets:
+            self._sets[split] = self._load(split)
+        return self._sets[split]
+
+    def _loader(self, split: str, shuffle: bool = False) -> DataLoader[Batch]:
+        batches: Any = self.batches(split)
+        return DataLoader(batches, batch_size=None, shuffle=shuffle, num_workers=self.num_workers)
+
+    def _load(self, split: str) -> SpeechBatches:
+        found = self.source.utterances(split)
+        if not found and split != "test":
+            raise UserError(f"the {split} set of {self.source} is empty: name files with content")
+        stride = self._stride()
+        good, self.skipped[split] = check_all(
+            found, self.alphabet, self.features, stride, self.skip_bad
+        )
+        if bad := self.skipped[split]:
+            log.warning(
+                "%s: skipped %d of %d utterances; the first: %s",
+                split,
+                len(bad),
+                len(found),
+                bad[0],
+            )
+        train = split == "train"
+        return SpeechBatches(
+            good,
+            self.batch_size if train else self.eval_batch_size,
+            self.features,
+            self.alphabet,
+            self.augment if train else None,
+            self._epoch,
+            stride,
+            self.skip_bad,
+        )
+
+    def _stride(self) -> int:
+        if self.frames_per_output is not None:
+            return self.frames_per_output
+        module = getattr(self.trainer, "lightning_module", None)
+        return int(getattr(module, "frames_per_output", 1))
+
+    def _epoch(self) -> int:
+        return self.trainer.current_epoch if self.trainer is not None else 0
+
+
+def spoken_digits(**options: Any) -> SpeechDataModule:
+    """``data=spoken_digits``: options of ``SpokenDigits`` and ``SpeechDataModule`` in one."""
+    return _build(SpokenDigits, options)
+
+
+def csv(**options: Any) -> SpeechDataModule:
+    """``data=csv``: options of ``CsvManifest`` and ``SpeechDataModule`` in one."""
+    return _build(CsvManifest, options)
+
+
+def librispeech(**options: Any) -> SpeechDataModule:
+    """``data=librispeech``: options of ``LibriSpeech`` and ``SpeechDataModule`` in one."""
+    return _build(LibriSpeech, options)
+
+
+def fsdd(**options: Any) -> SpeechDataModule:
+    """``data=fsdd``: options of ``Fsdd`` and ``SpeechDataModule`` in one."""
+    return _build(Fsdd, options)
+
+
+def _build(source: Any, options: dict[str, Any]) -> SpeechDataModule:
+    """Share the flat options of the command line out to the source and the data module."""
+    names = {field.name for field in fields(source)}
+    own = {name: value for name, value in options.items() if name in names}
+    rest = {name: value for name, value in options.items() if name not in names}
+    return SpeechDataModule(source(**own), **rest)
