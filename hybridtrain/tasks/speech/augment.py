@@ -2,7 +2,7 @@
 
 On the sound: volume, and white noise. On the features: tempo (the frames are stretched or squeezed
 by linear interpolation, which changes the duration but not the pitch), and SpecAugment's masks
-(Park et al. 2019): blocks of frames, and bands of features, set to 0, which is the mean of normalised
+(Park et al. 2019): blocks of frames, and bands of features, set to 0, the mean of normalised
 features. All is drawn from (seed, epoch, utterance) alone, so that a run repeats itself bit by bit
 whatever the number of workers and the order of the batches.
 
@@ -23,9 +23,9 @@ from hybridtrain.errors import UserError
 class Augment:
     """Each range is drawn from uniformly; 0 (or None) switches a change off.
 
-    ``tempo`` 0.1 is 0.9 to 1.1 times the speed; ``time_masks`` blocks of up to ``time_width`` frames
-    and ``frequency_masks`` bands of up to ``frequency_width`` features; ``volume_db`` 6 is -6 to
-    +6 dB; ``noise_db`` is the least distance between sound and noise, the most being 40 dB more.
+    ``tempo`` 0.1 is 0.9 to 1.1 times the speed; ``time_masks`` blocks of up to ``time_width``
+    frames and ``frequency_masks`` bands of up to ``frequency_width`` features; ``volume_db`` 6 is
+    -6 to +6 dB; ``noise_db`` 10 puts noise 10 to 50 dB (always 40 dB of range) below the sound.
     """
 
     tempo: float = 0.1

@@ -30,8 +30,8 @@ class SpeechDataModule(pl.LightningDataModule):
     ``alphabet``: characters, an ``alphabet.txt``, or None for English. ``skip_bad`` leaves bad
     utterances out (``skipped`` lists them by split) instead of raising ``UserError``.
     ``frames_per_output``: feature frames per output of the model; None asks the trainer's module
-    for an attribute of that name, else 1. ``num_workers`` loader processes start anew each epoch and
-    forget cached features, so they pay off only where reading is slow.
+    for an attribute of that name, else 1. ``num_workers`` loader processes start anew each epoch
+    and forget cached features, so they pay off only where reading is slow.
     """
 
     def __init__(
