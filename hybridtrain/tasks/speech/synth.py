@@ -92,7 +92,7 @@ class SpokenDigits:
 
     def folder(self) -> Path:
         """Where this corpus lies, whether it has been made or not."""
-        settings = {name: value for name, value in asdict(self).items() if name != "root"}
+        settings = {name: float(value) for name, value in asdict(self).items() if name != "root"}
         voices = [ACCENTS, SPEAKERS]
         text = json.dumps([FORMAT, SHARD, settings, voices], sort_keys=True)
         return _root(self.root) / "spoken_digits" / hashlib.sha256(text.encode()).hexdigest()[:16]
