@@ -52,7 +52,7 @@ class SpokenDigits:
     test: int = 300
     min_digits: int = 1
     max_digits: int = 6
-    min_snr_db: float = 10.0
+    min_snr_db: float = 15.0
     max_snr_db: float = 40.0
     seed: int = 0
 

@@ -59,8 +59,7 @@ class Utterance:
         pieces: list[Tensor] = []
         for clip in self.clips:
             if clip.gap_s > 0:
-                gap = torch.randn(round(clip.gap_s * sample_rate), generator=noise)
-                pieces.append(GAP_RMS * gap)
+                pieces.append(_gap(clip, sample_rate, noise))
             pieces.append(_samples(clip, sample_rate))
         return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
@@ -79,12 +78,20 @@ class Source(Protocol):
 
 
 def _length(clip: Clip, sample_rate: int) -> int:
-    gap = round(clip.gap_s * sample_rate)
-    if clip.path.endswith(".npy"):
-        return gap + resampled_length(clip.frames, SHARD_RATE, sample_rate)
-    info = _probe(clip.path)
-    frames = info.frames - clip.start if clip.frames < 0 else clip.frames
-    return gap + resampled_length(frames, info.rate, sample_rate)
+    gap = resampled_length(round(clip.gap_s * _rate(clip)), _rate(clip), sample_rate)
+    if clip.frames >= 0:
+        return gap + resampled_length(clip.frames, _rate(clip), sample_rate)
+    return gap + resampled_length(_probe(clip.path).frames - clip.start, _rate(clip), sample_rate)
+
+
+def _rate(clip: Clip) -> int:
+    return SHARD_RATE if clip.path.endswith(".npy") else _probe(clip.path).rate
+
+
+def _gap(clip: Clip, sample_rate: int, draw: torch.Generator) -> Tensor:
+    """Noise with the bandwidth of the recording: its end must not be audible."""
+    noise = GAP_RMS * torch.randn(round(clip.gap_s * _rate(clip)), generator=draw)
+    return resample(noise.numpy(), _rate(clip), sample_rate)
 
 
 _probe = lru_cache(maxsize=100_000)(probe)  # composed sequences use a recording many times
