@@ -1,0 +1,31 @@
+"""Parameters live in host memory, devices only compute, the host decides whose gradients count.
+
+Importing the package makes its strategies known to PyTorch Lightning::
+
+    import hybridtrain, pytorch_lightning as pl
+
+    pl.Trainer(strategy="hybrid", devices=4).fit(module, data)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain.registration import register_strategies
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
+
+__version__ = "0.1.0"
+__all__ = ["HybridStrategy", "__version__"]
+
+register_strategies()
+
+
+def __getattr__(name: str) -> Any:
+    """``hybridtrain.HybridStrategy``, imported when it is asked for."""
+    if name == "HybridStrategy":
+        from hybridtrain.lightning.strategy import HybridStrategy
+
+        return HybridStrategy
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,161 @@
+"""The worker's side of the conversation: requests as method calls.
+
+A request blocks until its answer is there. ``Stop`` may come at any time; it is remembered and
+acted upon at the next boundary between mini-batches (``check_stop``), unless it says that the
+answer will never come.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any, Protocol
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.memory import Arena, Layout
+from hybridtrain.messages import (
+    Clip,
+    Draw,
+    Gather,
+    Gathered,
+    Install,
+    Note,
+    Pull,
+    Push,
+    ReadStats,
+    Refused,
+    Released,
+    Reply,
+    Request,
+    Share,
+    Shared,
+    Snapshot,
+    State,
+    Stats,
+    Stop,
+    Ticket,
+)
+
+
+class StopRequested(KeyboardInterrupt):
+    """The server wants this worker to end. Not an ``Exception``, so user code lets it through."""
+
+
+class Line(Protocol):
+    """How a client reaches its server."""
+
+    def send(self, message: Request | Note) -> None: ...
+
+    def receive(self) -> tuple[Reply, int | None]:
+        """The next reply, and the descriptor that came with it. Blocks."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether ``receive`` would return at once."""
+        ...
+
+
+class Client:
+    """Speaks for one worker.
+
+    Args:
+        worker: its number.
+        n_workers: W.
+        line: to the server.
+    """
+
+    def __init__(self, worker: int, n_workers: int, line: Line) -> None:
+        self.worker = worker
+        self.n_workers = n_workers
+        self.solo = False  # the others have ended: meetings are with oneself
+        self._line = line
+        self._stop: Stop | None = None
+
+    # ---- parameters and steps -------------------------------------------------------------------
+
+    def share(self, layout: Layout) -> Arena:
+        """Get the arena that holds the masters and the rows; waits for all workers."""
+        reply, fd = self._ask(Share(layout), Shared)
+        assert fd is not None, "the descriptor travels with the message"
+        return Arena(fd, reply.n_bytes)
+
+    def install(self, optimizers: tuple[bytes, ...]) -> None:
+        """Hand the optimizers over; waits for all workers."""
+        self._ask(Install(optimizers), object)
+
+    def push(
+        self,
+        optimizer: int,
+        weight: float,
+        absent: tuple[int, ...] = (),
+        groups: tuple[dict[str, Any], ...] | None = None,
+        clip: Clip | None = None,
+    ) -> int:
+        """Offer the gradient in the row; returns the version to go on from."""
+        return self._ask(Push(optimizer, weight, absent, groups, clip), Released)[0].version
+
+    def pull(self) -> int:
+        """Bring the own parameters up to date; returns their version."""
+        return self._ask(Pull(), Released)[0].version
+
+    def draw(self, loader: int, epoch: int, n_batches: int) -> Ticket:
+        """The next mini-batch of the epoch, or its end."""
+        return self._ask(Draw(loader, epoch, n_batches), Ticket)[0]
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def snapshot(self) -> list[dict[int, dict[str, Any]]]:
+        """Each optimizer's ``state_dict()["state"]``; own parameters are of the same version."""
+        reply, _ = self._ask(Snapshot(), State)
+        return torch.load(io.BytesIO(reply.payload), weights_only=True)
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`hybridtrain.ledger.Ledger.stats`."""
+        return self._ask(ReadStats(), Stats)[0].values
+
+    # ---- meetings -------------------------------------------------------------------------------
+
+    def gather(self, tag: str, item: Any) -> list[Any]:
+        """Everybody's item, in the order of the workers; waits for all of them."""
+        if self.solo or self.n_workers == 1:
+            return [item]
+        payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+        reply, _ = self._ask(Gather(tag, payload), Gathered)
+        return [pickle.loads(each) for each in reply.payloads]
+
+    def note(self, note: Note) -> None:
+        """Say something that needs no answer."""
+        self._line.send(note)
+
+    # ---- stopping -------------------------------------------------------------------------------
+
+    def check_stop(self) -> None:
+        """At a boundary between mini-batches.
+
+        Raises:
+            StopRequested: if the server has asked for it.
+        """
+        while self._stop is None and not self.solo and self._line.ready():
+            reply, _ = self._line.receive()
+            assert isinstance(reply, Stop), reply
+            self._stop = reply
+        if self._stop is not None and not self.solo:
+            raise StopRequested
+
+    def _ask(self, request: Request, kind: type[Any]) -> tuple[Any, int | None]:
+        self._line.send(request)
+        while True:
+            reply, fd = self._line.receive()
+            match reply:
+                case Stop(now=True):
+                    self._stop = reply
+                    raise StopRequested
+                case Stop():
+                    self._stop = reply
+                case Refused(reason):
+                    raise UserError(reason)
+                case _:
+                    assert isinstance(reply, kind), reply
+                    return reply, fd

@@ -1,0 +1,138 @@
+"""Gradients and parameters of a worker that computes on a GPU.
+
+The rows of shared memory are page-locked, so that the copies run beside the computation: gradients
+go out in buckets on a stream of their own as backward produces them, parameters come back before
+the next forward. Nothing but copies between device and host is needed: no NCCL, no peer access.
+
+Legend: P elements of one dtype's buffer, W workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.memory import Store
+
+BUCKET_BYTES = 4 * 2**20
+
+
+class Streams(Protocol):
+    """The side stream, as far as it is needed here (tests bring a fake one)."""
+
+    def after_compute(self) -> AbstractContextManager[Any]:
+        """Work inside runs on the side stream, after what the compute stream has queued so far."""
+        ...
+
+    def wait_for_copies(self) -> None:
+        """Block the host until the side stream is idle."""
+        ...
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Page-lock the memory of a host tensor."""
+        ...
+
+
+class CudaStreams:
+    """The real ones.
+
+    Args:
+        device: the worker's GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def after_compute(self) -> AbstractContextManager[Any]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        return torch.cuda.stream(self._stream)
+
+    def wait_for_copies(self) -> None:
+        self._stream.synchronize()
+
+    def pin(self, tensor: torch.Tensor) -> None:
+        if tensor.numel() == 0:
+            return
+        n_bytes = tensor.numel() * tensor.element_size()
+        code = int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), n_bytes, 0))
+        if code != 0:
+            raise UserError(
+                f"{n_bytes / 2**20:,.0f} MiB of host memory could not be page-locked for "
+                f"{self._device} (CUDA error {code}); raise the limit of locked memory "
+                "(ulimit -l), use fewer workers, or a smaller model"
+            )
+
+
+class CudaExchange:
+    """Parameters that live on a GPU, rows and masters in page-locked host memory.
+
+    Args:
+        parameters: the module's, on the device, in the order of the layout's slots.
+        store: the shared buffers.
+        worker: whose row.
+        eager: send gradients while backward runs. Only where nobody reads or changes ``.grad``
+            between backward and step.
+        streams: for tests.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        store: Store,
+        worker: int,
+        eager: bool,
+        streams: Streams | None = None,
+    ) -> None:
+        self._parameters = list(parameters)
+        self._streams = streams or CudaStreams(self._parameters[0].device)
+        slots = store.layout.slots
+        self._rows = [store.gradient(worker, slot) for slot in slots]  # host, page-locked
+        self._sources = [store.parameter(worker, slot) for slot in slots]  # host, page-locked
+        sources = store.copies[worker] if store.private_parameters else store.masters
+        for flat in (*store.gradients[worker].values(), *sources.values()):
+            self._streams.pin(flat)
+        self._pending: list[int] = []
+        self._pending_bytes = 0
+        self._sent: set[int] = set()
+        self._hooks = [
+            self._watch(n) for n, p in enumerate(parameters) if p.requires_grad and eager
+        ]
+        self.refresh()
+
+    def _watch(self, number: int) -> torch.utils.hooks.RemovableHandle:
+        def note(parameter: torch.Tensor) -> None:
+            self._pending.append(number)
+            self._pending_bytes += parameter.numel() * parameter.element_size()
+            if self._pending_bytes >= BUCKET_BYTES:
+                self._send(self._pending)
+
+        return self._parameters[number].register_post_accumulate_grad_hook(note)
+
+    def _send(self, numbers: list[int]) -> None:
+        """Queue one bucket's copies behind the computation that has produced them."""
+        with torch.no_grad(), self._streams.after_compute():
+            for number in numbers:
+                gradient = self._parameters[number].grad
+                if gradient is not None:
+                    dense = gradient.to_dense() if gradient.is_sparse else gradient
+                    self._rows[number].copy_(dense, non_blocking=True)
+        self._sent.update(numbers)
+        self._pending, self._pending_bytes = [], 0
+
+    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        missing = [n for n in numbers if n not in self._sent]
+        self._send(sorted({*missing, *self._pending}))
+        self._streams.wait_for_copies()
+        self._sent.clear()
+        return tuple(n for n in numbers if self._parameters[n].grad is None)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Queue the copies of all parameters; the next forward runs after them."""
+        for parameter, source in zip(self._parameters, self._sources, strict=True):
+            parameter.copy_(source, non_blocking=True)

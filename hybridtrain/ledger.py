@@ -1,0 +1,126 @@
+"""What a run has counted: updates, samples, staleness, and who waited for whom.
+
+The clock is given, so that the same code counts real and virtual seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class _Worker:
+    """One worker's account; times in seconds."""
+
+    read_version: int = 0
+    released_at_s: float | None = None  # since when it computes
+    pushed_at_s: float | None = None  # since when it waits
+    computing_s: float = 0.0
+    waiting_s: float = 0.0
+    samples: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """Counts pushes, updates and releases.
+
+    Args:
+        n_workers: how many accounts.
+        clock: seconds from any origin.
+    """
+
+    n_workers: int
+    clock: Callable[[], float]
+    version: int = 0
+    samples: float = 0.0
+    contributions: int = 0
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    _accounts: list[_Worker] = field(default_factory=list)
+    _started_at_s: float | None = None
+    _paused_at_s: float | None = None
+    _paused_s: float = 0.0
+    _training_s: float = 0.0  # until the last update, pauses left out
+
+    def __post_init__(self) -> None:
+        self._accounts = [_Worker() for _ in range(self.n_workers)]
+
+    def start(self) -> None:
+        """Training begins: everybody computes from now on."""
+        self._started_at_s, self._paused_at_s, self._paused_s = self.clock(), None, 0.0
+        for account in self._accounts:
+            account.released_at_s = self._started_at_s
+
+    def pause(self) -> None:
+        """A validation begins; neither throughput nor computing is counted until ``resume``."""
+        self._paused_at_s = self._paused_at_s or self.clock()
+
+    def resume(self) -> None:
+        """Training goes on."""
+        if self._paused_at_s is None:
+            return
+        length_s = self.clock() - self._paused_at_s
+        self._paused_s += length_s
+        self._paused_at_s = None
+        for account in self._accounts:
+            if account.released_at_s is not None:
+                account.released_at_s += length_s
+
+    def pushed(self, worker: int, weight: float) -> None:
+        """The worker has brought a gradient of ``weight`` samples, and waits."""
+        account, now = self._accounts[worker], self.clock()
+        if account.released_at_s is not None:
+            account.computing_s += max(0.0, now - account.released_at_s)
+        account.released_at_s, account.pushed_at_s = None, now
+        account.samples += weight
+        self.samples += weight
+
+    def updated(self, workers: tuple[int, ...]) -> None:
+        """One update was made of these workers' contributions."""
+        for worker in workers:
+            staleness = self.version - self._accounts[worker].read_version
+            self.staleness_sum += staleness
+            self.staleness_max = max(self.staleness_max, staleness)
+        self.contributions += len(workers)
+        self.version += 1
+        self._training_s = self.clock() - (self._started_at_s or 0.0) - self._paused_s
+
+    def released(self, worker: int) -> None:
+        """The worker goes on from the current version."""
+        account, now = self._accounts[worker], self.clock()
+        if account.pushed_at_s is not None:
+            account.waiting_s += now - account.pushed_at_s
+        account.read_version, account.released_at_s, account.pushed_at_s = self.version, now, None
+
+    def read(self, worker: int) -> None:
+        """The worker took the current parameters outside a release."""
+        self._accounts[worker].read_version = self.version
+
+    def stats(self) -> dict[str, Any]:
+        """Updates, samples, samples per second of training, waiting shares in [0, 1], staleness.
+
+        Staleness is counted per contribution: updates made between the reading of the parameters
+        and the application of the gradient computed from them.
+        """
+        training_s = self._training_s
+        return {
+            "updates": self.version,
+            "samples": int(self.samples),
+            "samples_per_s": self.samples / training_s if training_s > 0 else 0.0,
+            "training_s": training_s,
+            "waiting_share": [
+                _share(account.waiting_s, account.computing_s) for account in self._accounts
+            ],
+            "samples_per_worker": [int(account.samples) for account in self._accounts],
+            "staleness": {
+                "mean": self.staleness_sum / max(self.contributions, 1),
+                "max": self.staleness_max,
+            },
+            "workers": self.n_workers,
+        }
+
+
+def _share(part: float, rest: float) -> float:
+    return part / (part + rest) if part + rest > 0 else 0.0

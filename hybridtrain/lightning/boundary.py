@@ -1,0 +1,43 @@
+"""What happens at the boundaries between mini-batches and epochs."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import pytorch_lightning as pl
+
+from hybridtrain.client import Client
+
+
+class Aligning(Protocol):
+    """The strategy, as far as it is needed here."""
+
+    def align(self) -> None: ...
+
+
+class Boundary(pl.Callback):
+    """Stops where it is asked to, with whole steps behind it; aligns workers that ran freely.
+
+    Args:
+        client: knows of requests to stop.
+        strategy: aligns.
+    """
+
+    def __init__(self, client: Client, strategy: Aligning) -> None:
+        self._client, self._strategy = client, strategy
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._client.check_stop()
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._client.check_stop()
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        self._client.check_stop()
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self._client.check_stop()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._client.check_stop()
+        self._strategy.align()

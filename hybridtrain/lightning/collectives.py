@@ -1,0 +1,130 @@
+"""Lightning's collectives, made of meetings at the server. No process group, no port.
+
+Initialising torch's default process group is not only unnecessary: with it, Lightning broadcasts a
+flag on every batch, which lock-steps workers that are meant to run freely.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torchmetrics import Metric
+
+from hybridtrain.client import Client
+from hybridtrain.errors import UserError
+
+T = TypeVar("T")
+
+
+class Collectives:
+    """Meetings of all workers, as tensors and objects.
+
+    While ``local`` is set (free-running workers between two ends of an epoch), nothing waits: what
+    would be reduced stays this worker's own.
+
+    Args:
+        client: to the server.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.local = False
+
+    def barrier(self, name: str) -> None:
+        """Wait for all."""
+        if not self.local:
+            self._client.gather(f"barrier {name}", None)
+
+    def broadcast(self, obj: T, src: int) -> T:
+        """Worker ``src``'s object, for everybody."""
+        if self.local:
+            return obj
+        mine = obj if self._client.worker == src else None
+        return self._client.gather("broadcast", mine)[src]
+
+    def decide(self, decision: bool, all_must_agree: bool) -> bool:
+        """Whether all (or any) workers say yes."""
+        if self.local:
+            return decision
+        votes = self._client.gather("decision", bool(decision))
+        return all(votes) if all_must_agree else any(votes)
+
+    def reduce(self, tensor: T, op: Any) -> T:
+        """Element by element over the workers, in the order of their numbers.
+
+        The mean of integers is a float, not a truncated integer.
+        """
+        if not isinstance(tensor, torch.Tensor) or self.local:
+            return tensor
+        parts = self._client.gather("reduce", tensor.detach().cpu())
+        result = _fold(torch.stack(parts), _op_name(op)).to(tensor.device)
+        if tensor.dtype == result.dtype and not tensor.requires_grad:
+            return tensor.copy_(result)  # type: ignore[return-value]
+        return result  # type: ignore[return-value]
+
+    def all_gather(self, tensor: torch.Tensor, sync_grads: bool) -> torch.Tensor:
+        """All workers' tensors, stacked: (W, …)."""
+        if self.local:
+            raise UserError(
+                "all_gather was called while workers run freely, so they are not at the same step; "
+                "call it at the end of an epoch, or use strategy=hybrid"
+            )
+        if sync_grads:
+            return _GatherWithGradient.apply(tensor, self._client)
+        return _stack(self._client, "all_gather", tensor)
+
+    def teach(self, module: torch.nn.Module) -> None:
+        """Let the torchmetrics inside the module synchronise this way."""
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                metric.distributed_available_fn = self._distributed
+                metric.dist_sync_fn = self._gather_list
+
+    def _distributed(self) -> bool:
+        return self._client.n_workers > 1 and not self.local
+
+    def _gather_list(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        parts = self._client.gather("metric", tensor.detach().cpu())
+        return [part.to(tensor.device) for part in parts]
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """Forward: stack all. Backward: the sum of everybody's gradient of this worker's part."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, client: Client) -> torch.Tensor:
+        ctx.client = client
+        return _stack(client, "all_gather", tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = _stack(ctx.client, "all_gather backward", grads[0]).sum(dim=0)
+        return total[ctx.client.worker], None
+
+
+def _stack(client: Client, tag: str, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.stack(client.gather(tag, tensor.detach().cpu())).to(tensor.device)
+
+
+def _op_name(op: Any) -> str:
+    name = "mean" if op is None else str(op).rsplit(".", maxsplit=1)[-1].lower()
+    if name not in ("mean", "avg", "sum", "max", "min", "product"):
+        rank_zero_warn(f"the reduction {op!r} is unknown; the mean is taken instead")
+        return "mean"
+    return name
+
+
+def _fold(stacked: torch.Tensor, name: str) -> torch.Tensor:
+    match name:
+        case "sum":
+            return stacked.sum(dim=0)
+        case "max":
+            return stacked.amax(dim=0)
+        case "min":
+            return stacked.amin(dim=0)
+        case "product":
+            return stacked.prod(dim=0)
+    floating = stacked if stacked.is_floating_point() else stacked.to(torch.float32)
+    return floating.mean(dim=0)

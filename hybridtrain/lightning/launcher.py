@@ -1,0 +1,178 @@
+"""Turns the process that called ``trainer.fit`` into the server, and starts the workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.strategies.launchers.launcher import _Launcher
+from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot
+from pytorch_lightning.trainer import call
+
+from hybridtrain.client import Client, StopRequested
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.results import pack, unpack
+from hybridtrain.messages import Stopped
+from hybridtrain.server import Server
+from hybridtrain.worlds.processes import Interrupted, ProcessWorld
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
+
+INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
+
+
+class HybridLauncher(_Launcher):
+    """Runs a trainer's function in W worker processes, serving and supervising them.
+
+    Args:
+        strategy: says how many workers, and how they are started.
+    """
+
+    def __init__(self, strategy: HybridStrategy) -> None:
+        self._strategy = strategy
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        """A notebook has no script that spawned workers could import; forked ones need none."""
+        return resolve_start_method(self._strategy.start_method) == "fork"
+
+    def launch(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        trainer: pl.Trainer | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run ``function`` in every worker; returns what it returned in worker 0."""
+        strategy = self._strategy
+        assert trainer is not None, "Lightning always passes its trainer"
+        start_method = resolve_start_method(strategy.start_method)
+        n_workers, cores = strategy.world_size, usable_cores()
+        threads = strategy.threads_per_worker
+        server = Server(
+            strategy.policy, n_workers, threads=cores if strategy.policy.lockstep else 1
+        )
+        world = ProcessWorld(
+            server,
+            n_workers,
+            start_method,
+            max(1, cores // n_workers) if threads == "auto" else threads,
+            strategy.stop_grace_s,
+        )
+        snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
+        job = _Job(trainer, function, args, kwargs, snapshot)
+        strategy.interrupted_by = None
+        try:
+            results = world.run(partial(_run_in_worker, job))
+        except Interrupted as interruption:
+            strategy.interrupted_by = interruption.signum
+            if interruption.signum == signal.SIGTERM:
+                sys.exit(128 + signal.SIGTERM)
+            raise KeyboardInterrupt from None
+        finally:
+            strategy.remember_stats(server.ledger.stats())
+        return unpack(trainer, results[0])
+
+    def kill(self, signum: Any) -> None:
+        """Nothing: the parent passes signals on to its workers itself."""
+
+
+def resolve_start_method(method: str) -> str:
+    """``auto`` made concrete.
+
+    Raises:
+        UserError: if the system does not know the method.
+    """
+    known = torch.multiprocessing.get_all_start_methods()
+    if method == "auto":
+        fork_is_safe = sys.platform.startswith("linux") and not torch.cuda.is_initialized()
+        return "fork" if fork_is_safe else "spawn"
+    if method not in known:
+        raise UserError(
+            f"start_method={method!r} was given; this system knows auto, {', '.join(known)}"
+        )
+    if method == "fork" and torch.cuda.is_initialized():
+        raise UserError(
+            "start_method=fork was given, but CUDA is already initialised in this process, which "
+            "forked workers cannot use; do not touch CUDA before trainer.fit, or use "
+            "start_method=spawn"
+        )
+    return method
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# ---- inside a worker ----------------------------------------------------------------------------
+
+
+@dataclass
+class _Job:
+    """What every worker gets."""
+
+    trainer: pl.Trainer
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    global_state: _GlobalStateSnapshot | None
+
+
+def _run_in_worker(job: _Job, client: Client) -> Any:
+    if job.global_state is not None:
+        job.global_state.restore()
+    os.environ["LOCAL_RANK"] = str(client.worker)
+    trainer: Any = job.trainer
+    trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
+    trainer.strategy.enter_worker(client, trainer)
+    try:
+        returned = job.function(*job.args, **job.kwargs)
+        return pack(trainer, returned)
+    except StopRequested as stop:
+        client.note(Stopped())
+        client.solo = True
+        _save_interrupted(trainer)
+        _say_goodbye(trainer, stop)
+        raise
+    except Exception as error:
+        client.solo = True
+        _say_goodbye(trainer, error)
+        raise
+
+
+def _save_interrupted(trainer: pl.Trainer) -> None:
+    """One checkpoint of the last whole update, where the others lie. Needs no other worker."""
+    checkpoint = trainer.checkpoint_callback
+    folder = getattr(checkpoint, "dirpath", None)
+    if not trainer.is_global_zero or not folder or trainer.global_step == 0:
+        return
+    if trainer.state.fn != "fit":
+        return
+    path = Path(folder) / INTERRUPTED_CHECKPOINT
+    try:
+        trainer.save_checkpoint(path)
+        print(f"stopped at step {trainer.global_step}; go on with ckpt_path={path}", flush=True)
+    except Exception as error:
+        rank_zero_warn(f"no checkpoint could be written to {path}: {error}")
+
+
+def _say_goodbye(trainer: pl.Trainer, error: BaseException) -> None:
+    """What Lightning does in the process that called it: tell callbacks and loggers."""
+    try:
+        call._interrupt(trainer, error)
+        trainer._teardown()
+    except Exception as second:  # the first error is the one to report
+        rank_zero_warn(f"while ending after {type(error).__name__}: {second!r}")

@@ -1,0 +1,35 @@
+"""What "step" means when workers run freely: the server's count of updates.
+
+A worker's own count says little there, since fast workers take more steps. With the server's
+version as Lightning's ``global_step``, ``max_steps``, checkpoint names, loggers and schedules in steps mean
+the same under every policy.
+"""
+
+from __future__ import annotations
+
+import pytorch_lightning as pl
+
+
+def set_global_step(trainer: pl.Trainer, completed: int) -> None:
+    """Make ``completed`` updates the trainer's global step (before it counts the current one)."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        counts = loop.automatic_optimization.optim_progress.optimizer.step.total
+    else:
+        counts = loop.manual_optimization.optim_step_progress.total
+    ahead = counts.ready - counts.completed
+    counts.completed = completed
+    counts.ready = completed + ahead
+
+
+def catch_up_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
+    """Step the schedulers that count steps as often as others have updated in between.
+
+    Lightning itself steps them once for this worker's own update.
+    """
+    if not trainer.lightning_module.automatic_optimization:
+        return
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and not config.reduce_on_plateau:
+            for _ in range(now // config.frequency - before // config.frequency):
+                config.scheduler.step()  # type: ignore[call-arg]

@@ -1,0 +1,147 @@
+"""What comes home from the workers: after ``fit`` the calling process is as if it had trained.
+
+Lightning's own multi-process launchers bring back the weights, the metrics and one path. Here the
+loops' counters, the callbacks' states and the logger's version come back too, so that
+``trainer.global_step``, ``early_stopping.stopped_epoch`` or ``trainer.log_dir`` say what they would
+say after training in this process.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loops.progress import _BaseProgress
+
+_CHECKPOINT_FIELDS = (
+    "best_model_path",
+    "best_model_score",
+    "best_k_models",
+    "kth_best_model_path",
+    "kth_value",
+    "last_model_path",
+    "current_score",
+    "dirpath",
+)
+
+
+@dataclass(frozen=True)
+class Home:
+    """Worker 0's luggage. Tensors travel as bytes of ``torch.save``."""
+
+    returned: Any
+    weights: bytes
+    tensors: bytes
+    trainer_state: Any
+    progress: dict[str, dict[str, Any]]
+    callbacks: list[dict[str, Any]]
+    logger_versions: list[Any]
+
+
+def pack(trainer: pl.Trainer, returned: Any) -> Home | None:
+    """Called in every worker at the end; worker 0 packs."""
+    state_dict = trainer.lightning_module.state_dict()
+    if not trainer.is_global_zero:
+        return None
+    metrics = {"callback": trainer.callback_metrics, "logged": trainer.logged_metrics}
+    return Home(
+        returned=returned,
+        weights=_save(state_dict),
+        tensors=_save(metrics),
+        trainer_state=trainer.state,
+        progress=_progress(trainer),
+        callbacks=[_callback_state(callback) for callback in _users(trainer)],
+        logger_versions=[getattr(logger, "_version", None) for logger in trainer.loggers],
+    )
+
+
+def unpack(trainer: pl.Trainer, home: Home) -> Any:
+    """Called in the parent; returns what the trainer's method returned in worker 0."""
+    weights = _load(home.weights)
+    # Not strict: a worker's configure_model may have made layers that this process has not.
+    trainer.lightning_module.load_state_dict(weights, strict=False)
+    metrics = _load(home.tensors)
+    trainer._logger_connector._callback_metrics.update(metrics["callback"])
+    trainer._logger_connector._logged_metrics.update(metrics["logged"])
+    trainer.state = home.trainer_state
+    _restore_progress(trainer, home.progress)
+    for callback, state in zip(_users(trainer), home.callbacks, strict=True):
+        _restore_callback(callback, state)
+    for logger, version in zip(trainer.loggers, home.logger_versions, strict=True):
+        if version is not None:
+            logger._version = version  # type: ignore[attr-defined]
+    return home.returned
+
+
+def _save(tensors: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    return buffer.getvalue()
+
+
+def _load(payload: bytes) -> Any:
+    # From a child of this process over an inherited socket, so not a stranger's pickle; module
+    # states may hold any object (get_extra_state).
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+
+
+def _users(trainer: Any) -> list[pl.Callback]:
+    """The callbacks that both sides have, in order."""
+    from hybridtrain.lightning.boundary import Boundary
+
+    return [callback for callback in trainer.callbacks if not isinstance(callback, Boundary)]
+
+
+# ---- the loops' counters ------------------------------------------------------------------------
+
+
+def _progress_objects(trainer: pl.Trainer) -> dict[str, _BaseProgress]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return {
+        "epoch": trainer.fit_loop.epoch_progress,
+        "batch": epoch_loop.batch_progress,
+        "scheduler": epoch_loop.scheduler_progress,
+        "automatic": epoch_loop.automatic_optimization.optim_progress,
+        "manual": epoch_loop.manual_optimization.optim_step_progress,
+    }
+
+
+def _progress(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
+    states = {name: loop.state_dict() for name, loop in _progress_objects(trainer).items()}
+    states["stepped"] = {"batches": trainer.fit_loop.epoch_loop._batches_that_stepped}
+    states["stop"] = {"should_stop": trainer.should_stop}
+    return states
+
+
+def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) -> None:
+    for name, progress in _progress_objects(trainer).items():
+        progress.load_state_dict(states[name])
+    trainer.fit_loop.epoch_loop._batches_that_stepped = states["stepped"]["batches"]
+    trainer.should_stop = states["stop"]["should_stop"]
+
+
+# ---- callbacks ----------------------------------------------------------------------------------
+
+
+def _callback_state(callback: pl.Callback) -> dict[str, Any]:
+    if isinstance(callback, ModelCheckpoint):
+        return {name: getattr(callback, name) for name in _CHECKPOINT_FIELDS}
+    state = callback.state_dict()
+    try:
+        pickle.dumps(state)
+    except Exception:
+        return {}  # it cannot travel; the parent's callback stays as it was
+    return state
+
+
+def _restore_callback(callback: pl.Callback, state: dict[str, Any]) -> None:
+    if isinstance(callback, ModelCheckpoint):
+        for name, value in state.items():
+            setattr(callback, name, value)
+    elif state:
+        callback.load_state_dict(state)

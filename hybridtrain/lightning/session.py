@@ -1,0 +1,197 @@
+"""What a worker holds while it trains: its parameters in shared memory and its remote optimizers.
+
+Legend: P elements of one dtype's buffer, W workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.utilities.model_helpers import is_overridden
+
+from hybridtrain.client import Client
+from hybridtrain.errors import UserError
+from hybridtrain.exchange import Exchange, HostExchange
+from hybridtrain.exchange_cuda import CudaExchange
+from hybridtrain.lightning.remote import RemoteStep
+from hybridtrain.memory import Layout, Store
+from hybridtrain.messages import Clip
+from hybridtrain.update.portable import dump
+
+_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+_MODULE_GRADIENT_HOOKS = (*_GRADIENT_HOOKS, "configure_gradient_clipping", "optimizer_step")
+
+
+class Session:
+    """Moves the module into shared memory and its optimizers' steps to the server.
+
+    Args:
+        client: to the server.
+        module: set up and on its device.
+        optimizers: as configured by the user.
+        private_parameters: the workers compute on copies of their own.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        module: LightningModule,
+        optimizers: Sequence[torch.optim.Optimizer],
+        private_parameters: bool,
+    ) -> None:
+        self._client, self._module, self._optimizers = client, module, list(optimizers)
+        named = ordered_parameters(module, self._optimizers)
+        self._parameters = [p for _, p in named]
+        self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
+        layout = Layout.of(named)
+        arena = client.share(layout)
+        self._store = Store(layout, client.n_workers, private_parameters, arena)
+        self._publish()
+        client.gather("initial parameters", None)
+        self._share_buffers()
+        self._exchange = self._make_exchange()
+        self.steps: list[RemoteStep] = []
+
+    def _make_exchange(self) -> Exchange:
+        worker = self._client.worker
+        eager = gradients_are_final(self._module.trainer)
+        if self._parameters[0].is_cuda:
+            return CudaExchange(self._parameters, self._store, worker, eager)
+        return HostExchange(self._parameters, self._store, worker, eager)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Worker 0's parameters become the masters."""
+        if self._client.worker != 0:
+            return
+        for parameter, slot in zip(self._parameters, self._store.layout.slots, strict=True):
+            self._store.master(slot).copy_(parameter)
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Everybody begins with worker 0's buffers."""
+        buffers = dict(self._module.named_buffers())
+        if not buffers or self._client.n_workers == 1:
+            return
+        mine = {k: b.cpu() for k, b in buffers.items()} if self._client.worker == 0 else None
+        for name, value in self._client.gather("buffers", mine)[0].items():
+            buffers[name].copy_(value)
+
+    def install(self) -> None:
+        """Training begins: the server takes the optimizers over, with the state they have now."""
+        self._publish()  # a hook may have loaded weights
+        payload = tuple(self._dump(optimizer) for optimizer in self._optimizers)
+        self._client.install(payload if self._client.worker == 0 else ())
+        self._exchange.refresh()
+        self.steps = [
+            RemoteStep(n, optimizer, self._numbers(optimizer), self._exchange, self._client)
+            for n, optimizer in enumerate(self._optimizers)
+        ]
+        for optimizer, step in zip(self._optimizers, self.steps, strict=True):
+            optimizer.state.clear()  # the server's now
+            optimizer.step = step  # type: ignore[method-assign]
+
+    def _dump(self, optimizer: torch.optim.Optimizer) -> bytes:
+        try:
+            return dump(optimizer, self._number_of)
+        except Exception as error:
+            raise UserError(
+                f"the optimizer {type(optimizer).__name__} cannot be handed to the server, because "
+                f"something it holds cannot be pickled ({error}); keep only plain data and tensors "
+                "on the optimizer"
+            ) from error
+
+    def _numbers(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
+        return tuple(
+            self._number_of[id(p)] for group in optimizer.param_groups for p in group["params"]
+        )
+
+    @property
+    def trainer(self) -> Trainer:
+        """The module's."""
+        return self._module.trainer
+
+    def snapshot(self) -> list[dict[int, dict[str, Any]]]:
+        """Each optimizer's state; the module's parameters are brought to the same version."""
+        states = self._client.snapshot()
+        self._exchange.refresh()
+        return states
+
+    def pull(self) -> int:
+        """Bring the module's parameters up to date; their version."""
+        version = self._client.pull()
+        self._exchange.refresh()
+        return version
+
+    def begin_batch(self, weight: float) -> None:
+        """A mini-batch of so many samples begins; their gradients add up until the next step."""
+        used = any(step.pushed for step in self.steps)
+        for step in self.steps:
+            step.weight = weight if used else step.weight + weight
+            step.pushed = False
+
+    def record_clip(self, algorithm: str, limit: float) -> None:
+        """Clipping is the server's: it alone has the merged gradient."""
+        for step in self.steps:
+            step.clip = Clip(algorithm, limit)
+
+
+def ordered_parameters(
+    module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[tuple[str, torch.nn.Parameter]]:
+    """The module's parameters, those of the optimizers first and group by group.
+
+    Raises:
+        UserError: if there is nothing to train, or an optimizer has parameters of its own.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    if not any(p.requires_grad for p in module.parameters()):
+        raise UserError(
+            f"{type(module).__name__} has no parameters that need gradients; there is nothing to "
+            "train: check requires_grad, or use trainer.test"
+        )
+    found: dict[int, torch.nn.Parameter] = {}
+    for optimizer in optimizers:
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            if id(parameter) not in names:
+                raise UserError(
+                    f"{type(optimizer).__name__} was given a tensor of shape "
+                    f"{tuple(parameter.shape)} that is not a parameter of {type(module).__name__}; "
+                    "register it on the module (torch.nn.Parameter), so that it can be shared"
+                )
+            found[id(parameter)] = parameter
+    found |= {id(p): p for p in module.parameters()}
+    return [(names[key], parameter) for key, parameter in found.items()]
+
+
+def gradients_are_final(trainer: Any) -> bool:
+    """Whether nobody reads or changes ``.grad`` between backward and the optimizer's step."""
+    module = trainer.lightning_module
+    if not module.automatic_optimization or getattr(trainer.precision_plugin, "scaler", None):
+        return False
+    if any(is_overridden(hook, module, parent=LightningModule) for hook in _MODULE_GRADIENT_HOOKS):
+        return False
+    return not any(
+        is_overridden(hook, callback, parent=Callback)
+        for callback in trainer.callbacks
+        for hook in _GRADIENT_HOOKS
+    )
+
+
+def samples_in(batch: Any) -> int | None:
+    """The first dimension of the first tensor in a batch of any nesting, or ``None``."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.ndim else 1
+    if isinstance(batch, dict):
+        batch = batch.values()
+    elif hasattr(batch, "__dataclass_fields__"):
+        batch = vars(batch).values()
+    elif isinstance(batch, str) or not hasattr(batch, "__iter__"):
+        return None
+    for part in batch:
+        if (found := samples_in(part)) is not None:
+            return found
+    return None

@@ -1,0 +1,303 @@
+"""``Trainer(strategy="hybrid")``: parameters in host memory, devices only compute.
+
+Theory of operation. The process that calls ``trainer.fit`` becomes the server (see the launcher);
+each worker is a process that runs Lightning's own loops on an unmodified module, with this object
+as its strategy. A worker's module lives in shared memory, its optimizer's ``step`` is a push to the
+server followed by a wait for the release, its samplers and collectives speak to the server. Under a
+lock-step policy the parameters are views of the masters; under a free-running one they are the
+worker's own copy, brought up to date with every release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import pytorch_lightning as pl
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.strategies import ParallelStrategy
+from torch.optim import Optimizer
+
+from hybridtrain.client import Client
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.boundary import Boundary
+from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.launcher import HybridLauncher
+from hybridtrain.lightning.loaders import Loaders
+from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
+from hybridtrain.lightning.session import Session, samples_in
+from hybridtrain.messages import Paused, Resumed
+from hybridtrain.policies import All, OnArrival, Policy
+
+POLICIES: dict[str, Callable[[], Policy]] = {"hybrid": All, "async": OnArrival}
+
+
+class HybridStrategy(ParallelStrategy):
+    """Train one module with several workers and one set of parameters in host memory.
+
+    Args:
+        policy: when a gradient counts: ``"hybrid"`` (wait for all, apply their mean), ``"async"``
+            (apply each on arrival), or an object of :class:`hybridtrain.policies.Policy`.
+        workers_per_device: how many workers share one device.
+        start_method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or ``"auto"``: fork where that is
+            safe (Linux, CUDA not yet initialised), else spawn.
+        threads_per_worker: torch threads of each worker; ``"auto"``: cores divided by workers.
+        stop_grace_s: how long workers may take to stop after Ctrl-C or a failure, in seconds.
+        **lightning: passed on to Lightning's ``ParallelStrategy``.
+
+    Raises:
+        UserError: if an argument makes no sense.
+    """
+
+    strategy_name = "hybrid"
+
+    def __init__(
+        self,
+        policy: str | Policy = "hybrid",
+        workers_per_device: int = 1,
+        start_method: str = "auto",
+        threads_per_worker: int | Literal["auto"] = "auto",
+        stop_grace_s: float = 30.0,
+        **lightning: Any,
+    ) -> None:
+        super().__init__(**lightning)
+        self.policy = make_policy(policy)
+        self.workers_per_device = positive("workers_per_device", workers_per_device)
+        self.start_method = start_method
+        self.threads_per_worker = threads_per_worker
+        self.stop_grace_s = stop_grace_s
+        self.interrupted_by: int | None = None  # the signal that ended the last run
+        self._final_stats: dict[str, Any] | None = None
+        self._client: Client | None = None  # set in workers only
+        self._collectives: Collectives | None = None
+        self._loaders: Loaders | None = None
+        self._session: Session | None = None
+        self._snapshot: list[dict[int, dict[str, Any]]] | None = None
+
+    # ---- who and where --------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without this, Lightning would give all workers the same data."""
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise UserError(
+                f"num_nodes={num_nodes} was given, but {self.strategy_name} trains on one host; "
+                "use num_nodes=1, or strategy=ddp across hosts"
+            )
+
+    @property
+    def world_size(self) -> int:
+        return len(self.parallel_devices or [None]) * self.workers_per_device
+
+    @property
+    def global_rank(self) -> int:
+        return self._client.worker if self._client is not None else 0
+
+    @property
+    def local_rank(self) -> int:
+        return self.global_rank
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.global_rank % len(devices)]
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        self._launcher = HybridLauncher(self)
+
+    # ---- a worker's life ------------------------------------------------------------------------
+
+    def enter_worker(self, client: Client, trainer: Any) -> None:
+        """From now on this process is a worker."""
+        self._client = client
+        self._collectives = Collectives(client)
+        rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
+        self._loaders = Loaders(trainer, client, free_running=not self.policy.lockstep)
+        self._loaders.attach()
+        trainer.callbacks.insert(0, Boundary(client, self))
+
+    @property
+    def client(self) -> Client:
+        assert self._client is not None, "only workers have a client"
+        return self._client
+
+    @property
+    def collectives(self) -> Collectives:
+        assert self._collectives is not None, "only workers meet"
+        return self._collectives
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        assert self.lightning_module is not None
+        self.collectives.teach(self.lightning_module)
+        self.precision_plugin.clip_gradients = self._record_clip  # type: ignore[method-assign]
+        if trainer.state.fn == "fit":
+            self._session = Session(
+                self.client, self.lightning_module, self.optimizers, not self.policy.lockstep
+            )
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def on_train_start(self) -> None:
+        if self._session is not None:
+            self._session.install()
+
+    def teardown(self) -> None:
+        if self.cluster_environment is not None and self.accelerator is not None:
+            super().teardown()
+
+    # ---- one step -------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        assert self._session is not None and self._loaders is not None
+        self.collectives.local = not self.policy.lockstep
+        weight = self._loaders.next_weight()
+        self._session.begin_batch(self._weigh(batch) if weight is None else weight)
+
+    @staticmethod
+    def _weigh(batch: Any) -> float:
+        found = samples_in(batch)
+        if found is None:
+            raise UserError(
+                f"the number of samples in a batch of type {type(batch).__name__} cannot be seen, "
+                "so gradients cannot be weighted; let the first tensor in the batch have the "
+                "samples as its first dimension"
+            )
+        return float(found)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        assert self._session is not None
+        step = self._session.steps[self.optimizers.index(optimizer)]
+        before, count, self._snapshot = step.version, step.count, None
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if step.count == count:
+            step.push(0.0)  # the precision plugin skipped the step; nobody may wait for it
+        if not self.policy.lockstep:
+            trainer = self._session.trainer
+            set_global_step(trainer, step.version - 1)
+            catch_up_schedulers(trainer, before, step.version - 1)
+        return output
+
+    def _record_clip(
+        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """In place of the precision plugin's clipping, which sees only this worker's gradient."""
+        if clip_val and clip_val > 0 and self._session is not None:
+            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+            self._session.record_clip(algorithm, float(clip_val))
+
+    # ---- ends of epochs -------------------------------------------------------------------------
+
+    def align(self) -> None:
+        """All workers meet, at the same parameters. In lock-step they always are."""
+        self.collectives.local = False
+        if not self.policy.lockstep and self._session is not None and self._session.steps:
+            self.barrier("end of the epoch")
+            set_global_step(self._session.trainer, self._session.pull())
+
+    def on_validation_start(self) -> None:
+        self._note_from_one(Paused())
+        self.align()
+
+    def on_validation_end(self) -> None:
+        self._note_from_one(Resumed())
+
+    def _note_from_one(self, note: Paused | Resumed) -> None:
+        if self.is_global_zero:
+            self.client.note(note)
+
+    # ---- collectives ----------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._collectives is not None:
+            self._collectives.barrier(name or "")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor if self._collectives is None else self._collectives.reduce(tensor, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._collectives is None else self._collectives.decide(decision, all)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        return self.collectives.all_gather(tensor, sync_grads)
+
+    # ---- checkpoints ----------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        training = self._session is not None and bool(self._session.steps)
+        if training and self.is_global_zero and not self.policy.lockstep:
+            assert self._session is not None
+            self._snapshot = self._session.snapshot()  # weights and moments of one version
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Moments from the server, hyper-parameters from this worker's optimizer."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        state = optimizer.state_dict()
+        if self._session is None or not self._session.steps or not self.is_global_zero:
+            return state
+        if self._snapshot is None:
+            self._snapshot = self._session.snapshot()
+        return {**state, "state": self._snapshot[self.optimizers.index(optimizer)]}
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """As Lightning does it, but the state stays in host memory."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    # ---- figures --------------------------------------------------------------------------------
+
+    def run_stats(self) -> dict[str, Any]:
+        """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run."""
+        if self._client is not None:
+            return self._client.stats()
+        return self._final_stats or {}
+
+    def remember_stats(self, stats: dict[str, Any]) -> None:
+        """The launcher's last word on a run."""
+        self._final_stats = stats
+
+
+def make_policy(policy: str | Policy) -> Policy:
+    """A policy from its name, or the object itself."""
+    if not isinstance(policy, str):
+        return policy
+    if policy not in POLICIES:
+        raise UserError(
+            f"policy={policy!r} was given; known are {', '.join(sorted(POLICIES))}, or an object "
+            "of hybridtrain.policies.Policy"
+        )
+    return POLICIES[policy]()
+
+
+def positive(name: str, value: int) -> int:
+    """The value, if it is a whole number from 1 on."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}={value!r} was given; it must be a whole number from 1 on")
+    return value

@@ -1,0 +1,7 @@
+"""Anonymous shared memory, and where each parameter lies in it."""
+
+from hybridtrain.memory.arena import Arena
+from hybridtrain.memory.layout import Layout, Slot
+from hybridtrain.memory.store import Store
+
+__all__ = ["Arena", "Layout", "Slot", "Store"]

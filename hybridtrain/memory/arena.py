@@ -1,0 +1,84 @@
+"""One anonymous, shared piece of host memory.
+
+It has no name, so nothing can be left behind: the kernel frees it with the last process that holds
+it, however that process died. ``memfd_create`` does not draw on ``/dev/shm`` (64 MB in a default
+container), and reserving the pages first turns "too big" into an error instead of a SIGBUS in the
+middle of a step.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+
+import torch
+
+from hybridtrain.errors import UserError
+
+ALIGNMENT_BYTES = (
+    64  # a cache line, and 16 float32: what the vectorised kernels need for equal bits
+)
+
+
+def align(n_bytes: int) -> int:
+    """Round up to the alignment."""
+    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class Arena:
+    """A mapped file descriptor without a name.
+
+    Args:
+        fd: the descriptor; the arena owns it from now on.
+        n_bytes: its size.
+    """
+
+    def __init__(self, fd: int, n_bytes: int) -> None:
+        self.fd = fd
+        self.n_bytes = n_bytes
+        self._map = mmap.mmap(fd, n_bytes)
+
+    @classmethod
+    def create(cls, n_bytes: int) -> Arena:
+        """Make a zero-filled arena of ``n_bytes`` bytes.
+
+        Raises:
+            UserError: if the machine has not that much memory.
+        """
+        n_bytes = max(align(n_bytes), ALIGNMENT_BYTES)
+        fd = _anonymous_descriptor()
+        try:
+            _reserve(fd, n_bytes)
+            return cls(fd, n_bytes)
+        except OSError as error:
+            os.close(fd)
+            raise UserError(
+                f"{n_bytes / 2**20:,.0f} MiB of shared host memory were asked for parameters and "
+                f"gradients, but the system refused them ({error.strerror}); use fewer workers, "
+                "a smaller model, or a machine with more memory"
+            ) from error
+
+    def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """A 1-D tensor over a stretch of the arena, with a storage of just that size.
+
+        The storage is no larger than the tensor, so ``torch.save`` of a view writes only the view.
+        """
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
+
+
+def _anonymous_descriptor() -> int:
+    """A descriptor of an empty file that no path leads to."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("hybridtrain", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:  # macOS: an unlinked file
+        return os.dup(file.fileno())
+
+
+def _reserve(fd: int, n_bytes: int) -> None:
+    """Give the file its size, with its pages where the system can promise them."""
+    os.ftruncate(fd, n_bytes)
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, n_bytes)

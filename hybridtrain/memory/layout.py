@@ -1,0 +1,78 @@
+"""Where each parameter lies in a flat buffer.
+
+Parameters of one dtype share a buffer. Within it they follow one another in the order of the
+optimizers and their parameter groups, so that a group is one contiguous stretch and its update one
+pass over memory. Each begins on a cache line; the few elements in between hold zeros, which every
+elementwise optimizer leaves at zero.
+
+Legend: P elements of a buffer, padding included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridtrain.memory.arena import ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place: ``numel`` elements from ``offset`` on, in the buffer of its dtype."""
+
+    name: str
+    dtype: torch.dtype
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """The parameter's elements of a 1-D stretch that holds just them, in its own shape."""
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All slots, in the order in which parameters are numbered, and the buffers' sizes."""
+
+    slots: tuple[Slot, ...]
+    sizes: dict[torch.dtype, int] = field(default_factory=dict)  # dtype -> P
+
+    @classmethod
+    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Layout:
+        """Lay the tensors out one behind the other, each dtype in its own buffer."""
+        sizes: dict[torch.dtype, int] = {}
+        slots = []
+        for name, tensor in named:
+            offset = sizes.get(tensor.dtype, 0)
+            shape, stride = tuple(tensor.shape), _dense_stride(tensor)
+            slots.append(Slot(name, tensor.dtype, offset, tensor.numel(), shape, stride))
+            step = ALIGNMENT_BYTES // tensor.element_size()
+            sizes[tensor.dtype] = offset + -(-tensor.numel() // step) * step
+        return cls(tuple(slots), sizes)
+
+    def runs(self, numbers: Sequence[int]) -> list[tuple[torch.dtype, int, int]]:
+        """The contiguous stretches ``(dtype, start, stop)`` that these slots cover, in order."""
+        runs: list[tuple[torch.dtype, int, int]] = []
+        for number in numbers:
+            slot = self.slots[number]
+            stop = slot.offset + slot.numel
+            if runs and runs[-1][0] == slot.dtype and self._adjacent(runs[-1][2], slot):
+                runs[-1] = (slot.dtype, runs[-1][1], stop)
+            else:
+                runs.append((slot.dtype, slot.offset, stop))
+        return [run for run in runs if run[1] < run[2]]
+
+    @staticmethod
+    def _adjacent(stop: int, slot: Slot) -> bool:
+        step = ALIGNMENT_BYTES // slot.dtype.itemsize
+        return -(-stop // step) * step == slot.offset
+
+
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Its own stride where that leaves no gaps (``channels_last``), else the contiguous one."""
+    dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    return tuple(dense.stride())

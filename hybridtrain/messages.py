@@ -1,0 +1,180 @@
+"""What a worker says to the server, and what it hears back.
+
+Every request but a note is answered exactly once; until then the worker waits. How messages travel
+is the world's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hybridtrain.memory.layout import Layout
+
+# ---- requests -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """These are my parameters: where do they lie? Answered with ``Shared`` when all have asked."""
+
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """The optimizers as the user configured them (worker 0), or nothing (the others).
+
+    Answered with ``Done`` when all have asked, so that nobody pushes too early.
+    """
+
+    optimizers: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """How the merged gradient is to be clipped: ``algorithm`` is ``norm`` or ``value``."""
+
+    algorithm: str
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """My contribution lies in my row; step optimizer number ``optimizer``.
+
+    ``weight`` is the number of samples behind the gradient (0 abstains); ``absent`` the numbers of
+    the parameters that got no gradient; ``groups`` the hyper-parameters of each parameter group,
+    only when they have changed since the worker's last push.
+    """
+
+    optimizer: int
+    weight: float
+    absent: tuple[int, ...] = ()
+    groups: tuple[dict[str, Any], ...] | None = None
+    clip: Clip | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Give everybody's payload to everybody. ``tag`` names the meeting, to find mismatches."""
+
+    tag: str
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The next mini-batch of an epoch with ``n_batches`` of them, from the shared queue."""
+
+    loader: int
+    epoch: int
+    n_batches: int
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Bring my own parameters up to date."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The state of all optimizers, and my own parameters brought to the same version."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """What has been counted so far."""
+
+
+Request = Share | Install | Push | Gather | Draw | Pull | Snapshot | ReadStats
+
+# ---- notes: nobody waits for an answer ----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """No training for now (a validation begins); the clock of the throughput stands still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Training goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """I was asked to stop, and have; I shall not push again."""
+
+
+Note = Paused | Resumed | Stopped
+
+# ---- replies ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """The arena's size; its descriptor travels beside the message."""
+
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """It is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Go on; your parameters are those after update number ``version``."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """All payloads, in the order of the workers' numbers."""
+
+    payloads: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """The number of a mini-batch, or ``None``: the epoch has no more.
+
+    A mini-batch that does not count is run, but its gradient has no weight.
+    """
+
+    batch: int | None
+    counts: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A pickled or ``torch.save``d state."""
+
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """See :meth:`hybridtrain.ledger.Ledger.stats`."""
+
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop as soon as you can. ``now``: what you asked for will not be answered."""
+
+    now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """What you asked makes no sense; ``reason`` is for the user."""
+
+    reason: str
+
+
+Reply = Shared | Done | Released | Gathered | Ticket | State | Stats | Stop | Refused

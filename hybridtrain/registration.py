@@ -1,0 +1,66 @@
+"""Make Lightning know the strategies, without making everybody wait for Lightning.
+
+``import hybridtrain`` must be enough for ``Trainer(strategy="hybrid")``, and must stay quick, because
+``--help`` and tab completion import it too (Lightning and torch take seconds). So if Lightning is
+not there yet, registration waits for it: a finder watches for its import, steps aside, and
+registers when the import is complete.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_LIGHTNING = "pytorch_lightning"
+
+DESCRIPTIONS = {
+    "hybrid": "parameters in host memory; wait for all workers, apply the mean of their gradients",
+    "async": "parameters in host memory; apply each gradient on arrival, never wait",
+}
+
+
+def register_strategies() -> None:
+    """Now, or as soon as Lightning has been imported."""
+    if _LIGHTNING in sys.modules:
+        _register()
+    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+
+
+def _register() -> None:
+    from pytorch_lightning.strategies import StrategyRegistry
+
+    from hybridtrain.lightning.strategy import HybridStrategy
+
+    for name, description in DESCRIPTIONS.items():
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, HybridStrategy, description, policy=name)
+
+
+class _Watch(MetaPathFinder):
+    """Waits for one import."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _LIGHTNING:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            _register_after(spec.loader)
+        return spec
+
+
+def _register_after(loader: Loader) -> None:
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        _register()
+
+    loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -1,0 +1,1 @@
+"""Where a run takes place: processes on this host."""

@@ -1,0 +1,52 @@
+"""How a worker's life ended, as it says itself."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The worker has done its job; ``result`` is what it brings home."""
+
+    result: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The worker's code raised. ``exception`` is pickled, or empty if it cannot be."""
+
+    exception: bytes
+    text: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failed:
+        """Describe an exception that is being handled."""
+        text = "".join(traceback.format_exception(error)).rstrip()
+        try:
+            payload = pickle.dumps(error)
+            pickle.loads(payload)  # some exceptions pickle, and then cannot be rebuilt
+        except Exception:
+            payload = b""
+        return cls(payload, text)
+
+    def rebuild(self, worker: int) -> BaseException:
+        """The exception, with the worker's number and traceback attached as a note."""
+        error: BaseException
+        if self.exception:
+            error = pickle.loads(self.exception)
+        else:
+            error = WorkerError(f"worker {worker} failed: {self.text.splitlines()[-1]}")
+        error.add_note(f"This happened in worker {worker}:\n{self.text}")
+        return error
+
+
+class WorkerError(RuntimeError):
+    """A worker failed in a way that has no better exception."""
+
+
+class WorkerDied(WorkerError):
+    """A worker process ended without a word (killed, out of memory, crashed)."""

@@ -1,0 +1,250 @@
+"""Worker processes on this host: started, served and supervised by this one.
+
+Theory of operation. The parent starts W workers, each with one end of a socket pair, and then does
+three things in one loop: it carries messages between the workers and the server, it watches the
+processes (a dead one is seen within milliseconds through its sentinel), and it reacts to signals.
+The first worker that fails, dies or a signal that arrives begins the end: everybody is asked to
+stop, given ``grace_s`` seconds, and then killed. No process outlives ``run``.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import torch
+
+from hybridtrain.messages import Paused, Resumed, Shared, Stop, Stopped
+from hybridtrain.server import Replies, Server
+from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
+from hybridtrain.worlds.child import Birth, Body, run_worker
+from hybridtrain.worlds.nursery import Nursery
+from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied
+
+_POLL_S = 1.0
+
+
+class Interrupted(BaseException):
+    """A signal ended the run. ``signum`` says which."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@dataclass
+class _Worker:
+    number: int
+    channel: Channel
+    process: BaseProcess
+    result: Any = None
+    ended: bool = False  # has said how it ended
+    gone: bool = False  # the process has been reaped
+
+
+@dataclass
+class ProcessWorld:
+    """Runs one job on W worker processes.
+
+    Args:
+        server: decides; used from this thread only.
+        n_workers: W.
+        start_method: ``fork``, ``spawn`` or ``forkserver``.
+        threads_per_worker: torch threads of each worker.
+        grace_s: how long workers may take to stop before they are killed.
+    """
+
+    server: Server
+    n_workers: int
+    start_method: str = "fork"
+    threads_per_worker: int = 1
+    grace_s: float = 30.0
+    _workers: list[_Worker] = field(default_factory=list)
+    _failure: BaseException | None = None
+    _deadline_s: float | None = None
+    _signals: list[int] = field(default_factory=list)
+
+    def run(self, body: Body) -> list[Any]:
+        """Run ``body(client)`` in every worker; the results in the order of the workers.
+
+        Raises:
+            Interrupted: if SIGINT or SIGTERM ended the run.
+            BaseException: what the first failing worker raised, with its traceback as a note.
+        """
+        nursery = Nursery(self.start_method)
+        with self._selector() as selector, self._catch_signals(selector), one_thread():
+            self._start(nursery, body, selector)
+            try:
+                while not all(worker.gone for worker in self._workers):
+                    self._turn(selector)
+            finally:
+                self._kill_all()
+                nursery.close()
+                self.server.close()
+        if self._failure is not None:
+            raise self._failure
+        return [worker.result for worker in self._workers]
+
+    # ---- start and end --------------------------------------------------------------------------
+
+    @contextmanager
+    def _selector(self) -> Iterator[selectors.BaseSelector]:
+        selector = selectors.DefaultSelector()
+        try:
+            yield selector
+        finally:
+            selector.close()
+
+    def _start(self, nursery: Nursery, body: Body, selector: selectors.BaseSelector) -> None:
+        pairs = [channel_pair() for _ in range(self.n_workers)]
+        forked = self.start_method == "fork"
+        rows: list[Sequence[Any]] = []
+        for number, (_, theirs) in enumerate(pairs):
+            birth = Birth(number, self.n_workers, self.threads_per_worker, os.getpid())
+            others = [s for n, pair in enumerate(pairs) for s in pair if n != number]
+            inherited = [*others, pairs[number][0]] if forked else []
+            rows.append((birth, theirs, body, inherited))
+        try:
+            processes = nursery.start(run_worker, rows)
+        finally:
+            for _, theirs in pairs:
+                theirs.close()
+        for number, process in enumerate(processes):
+            worker = _Worker(number, Channel(pairs[number][0]), process)
+            self._workers.append(worker)
+            selector.register(worker.channel, selectors.EVENT_READ, ("message", worker))
+            selector.register(process.sentinel, selectors.EVENT_READ, ("exit", worker))
+
+    def _kill_all(self) -> None:
+        for worker in self._workers:
+            if not worker.gone:
+                worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.channel.close()
+
+    # ---- one turn of the loop -------------------------------------------------------------------
+
+    def _turn(self, selector: selectors.BaseSelector) -> None:
+        for key, _ in selector.select(self._timeout_s()):
+            kind, worker = key.data
+            if kind == "message":
+                self._listen(worker, selector)
+            elif kind == "exit":
+                self._reap(worker, selector)
+            else:
+                os.read(key.fd, 64)
+        self._react_to_signals()
+        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+            self._kill_all()
+
+    def _timeout_s(self) -> float:
+        if self._deadline_s is None:
+            return _POLL_S
+        return min(_POLL_S, max(0.0, self._deadline_s - time.monotonic()))
+
+    def _listen(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+        try:
+            for message in worker.channel.messages():
+                self._take(worker, message)
+        except ChannelClosed:
+            selector.unregister(worker.channel)  # its sentinel will tell the rest
+
+    def _take(self, worker: _Worker, message: Any) -> None:
+        match message:
+            case Finished(result):
+                worker.result, worker.ended = result, True
+            case Failed():
+                worker.ended = True
+                self._fail(worker, message.rebuild(worker.number))
+            case Paused() | Resumed() | Stopped():
+                worker.ended = worker.ended or isinstance(message, Stopped)
+                self._send(self.server.note(worker.number, message))
+            case _:
+                self._send(self.server.handle(worker.number, message))
+
+    def _send(self, replies: Replies) -> None:
+        for number, reply in replies:
+            store = self.server.store
+            fd = store.arena.fd if isinstance(reply, Shared) and store is not None else None
+            with suppress(ChannelClosed):  # the sentinel will tell
+                self._workers[number].channel.send(reply, fd)
+
+    def _reap(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+        if worker.channel in selector.get_map():
+            self._listen(worker, selector)  # its last words
+        selector.unregister(worker.process.sentinel)
+        worker.process.join()
+        worker.gone = True
+        if not worker.ended:
+            self._fail(worker, WorkerDied(_obituary(worker)))
+        self._send(self.server.lost(worker.number))
+
+    # ---- the beginning of the end ---------------------------------------------------------------
+
+    def _fail(self, worker: _Worker, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._ask_to_stop(now=False)
+        self._send(self.server.note(worker.number, Stopped()))
+
+    def _ask_to_stop(self, now: bool) -> None:
+        if self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self.grace_s
+            self._send([(w.number, Stop(now)) for w in self._workers if not w.ended])
+
+    def _react_to_signals(self) -> None:
+        while self._signals:
+            signum = self._signals.pop(0)
+            if isinstance(self._failure, Interrupted):
+                self._deadline_s = 0.0  # asked twice: at once
+            else:
+                self._failure = self._failure or Interrupted(signum)
+                self._ask_to_stop(now=False)
+
+    @contextmanager
+    def _catch_signals(self, selector: selectors.BaseSelector) -> Iterator[None]:
+        """Turn signals into events of the loop, so that none hits an update half-way."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(write_fd, False)
+        selector.register(read_fd, selectors.EVENT_READ, ("signal", None))
+        wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        caught = (signal.SIGINT, signal.SIGTERM)
+        former = {s: signal.signal(s, lambda n, _: self._signals.append(n)) for s in caught}
+        try:
+            yield
+        finally:
+            for signum, handler in former.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(wakeup)
+            os.close(read_fd)
+            os.close(write_fd)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch's OpenMP team out of the server: it would spin on the workers' cores."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)
+
+
+def _obituary(worker: _Worker) -> str:
+    code = worker.process.exitcode or 0
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+    hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
+    return f"worker {worker.number} (process {worker.process.pid}) {how}{hint}"
