@@ -1,7 +1,7 @@
 """Make Lightning know the strategies, without making everybody wait for Lightning.
 
-``import hybridtrain`` must be enough for ``Trainer(strategy="hybrid")``, and must stay quick, because
-``--help`` and tab completion import it too (Lightning and torch take seconds). So if Lightning is
+``import hybridtrain`` must be enough for ``Trainer(strategy="hybrid")``, and must stay quick: even
+``--help`` and tab completion import it, and Lightning and torch take seconds. So if Lightning is
 not there yet, registration waits for it: a finder watches for its import, steps aside, and
 registers when the import is complete.
 """

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ class HybridLauncher(_Launcher):
         n_workers, cores = strategy.world_size, usable_cores()
         threads = strategy.threads_per_worker
         server = Server(
-            strategy.policy, n_workers, threads=cores if strategy.policy.lockstep else 1
+            deepcopy(strategy.policy), n_workers, threads=cores if strategy.policy.lockstep else 1
         )
         world = ProcessWorld(
             server,

@@ -1,8 +1,8 @@
 """What "step" means when workers run freely: the server's count of updates.
 
 A worker's own count says little there, since fast workers take more steps. With the server's
-version as Lightning's ``global_step``, ``max_steps``, checkpoint names, loggers and schedules in steps mean
-the same under every policy.
+version as Lightning's ``global_step``, ``max_steps``, checkpoint names, loggers and schedules in
+steps mean the same under every policy.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ that were computed at parameters which have moved since (mozilla/DeepSpeech,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from hybridtrain.events import Apply, Fact, Order, Pushed, Release
 
@@ -16,7 +17,7 @@ from hybridtrain.events import Apply, Fact, Order, Pushed, Release
 class OnArrival:
     """Apply and release each push on its own. There is nothing to remember."""
 
-    lockstep: bool = False
+    lockstep: ClassVar[bool] = False
 
     def on(self, fact: Fact) -> list[Order]:
         match fact:

@@ -9,6 +9,7 @@ mini-batch G times larger, and costs as much as the slowest device (mozilla/Deep
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from hybridtrain.events import Apply, Fact, Joined, Left, Order, Parked, Pushed, Release
 
@@ -21,7 +22,7 @@ class All:
     of three and more floats come out the same in every run.
     """
 
-    lockstep: bool = True
+    lockstep: ClassVar[bool] = True
     _expected: set[int] = field(default_factory=set)
     _pushed: set[int] = field(default_factory=set)
 

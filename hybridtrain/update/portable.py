@@ -2,8 +2,9 @@
 
 Parameters are not copied but named by number; they become views of the masters on the other side.
 All else travels: hyper-parameters, state (of a resumed run), and whatever attributes the
-optimizer's own class keeps, which pickling an optimizer alone would lose. The bytes pass between a parent and
-the children it started, over a socket no one else can reach, so pickle is as safe as ``fork``.
+optimizer's own class keeps, which pickling an optimizer alone would lose. The bytes pass between a
+parent and the children it started, over a socket no one else can reach, so pickle is as safe here
+as ``fork``.
 """
 
 from __future__ import annotations
