@@ -1,0 +1,123 @@
+"""What the values of a configuration have to be like. Raises UserError with one line.
+
+Cheap questions, asked before any process starts and without importing torch: do the values typed
+have the type of those they replace, and are the trainer's numbers in range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from hybridtrain.app import compose
+from hybridtrain.app.explain import base_config, closest
+from hybridtrain.errors import UserError
+
+ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
+PRECISIONS = (
+    *("32", "32-true", "64", "64-true", "16", "16-mixed", "16-true", "bf16", "bf16-mixed"),
+    *("bf16-true", "transformer-engine", "transformer-engine-float16"),
+)
+# Numbers that may also be words, or the reverse; everything else keeps the type of its default.
+FREE = ("trainer.devices", "trainer.overfit_batches", "trainer.fast_dev_run", "seed", "run_dir")
+
+
+def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """Everything that can be told without this machine's hardware and without importing torch."""
+    check_types(cfg, overrides)
+    check_trainer(cfg.trainer)
+    if cfg.test_only and cfg.ckpt is None:
+        raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
+
+
+def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
+    """A value typed on the command line has the type of the one it replaces."""
+    parsed = compose.parse(overrides)
+    keys = [x.key_or_group for x in parsed if not x.is_delete() and "." in x.key_or_group]
+    keys += [x for x in ("seed", "test", "test_only", "ckpt") if _typed(parsed, x)]
+    keys = [x for x in keys if not x.startswith(("hydra.", "hydra/")) and "/" not in x]
+    if not keys:
+        return
+    base = base_config(parsed)
+    for key in keys:
+        old = OmegaConf.select(base, key, throw_on_missing=False, throw_on_resolution_failure=False)
+        new = OmegaConf.select(cfg, key, throw_on_missing=False)
+        _check_type(key, old, new)
+
+
+def _typed(parsed: Sequence[Any], key: str) -> bool:
+    return any(x.key_or_group == key for x in parsed)
+
+
+def _check_type(key: str, old: Any, new: Any) -> None:
+    number = isinstance(new, int | float) and not isinstance(new, bool)
+    if key in FREE or key.endswith("._target_") or old is None or new is None:
+        return
+    match old:
+        case bool() if not isinstance(new, bool):
+            raise UserError(f"{key}={new}: give true or false")
+        case bool():
+            return
+        case int() if not number or (isinstance(new, float) and not new.is_integer()):
+            raise UserError(f"{key}={new}: give a whole number, such as {old}")
+        case float() if not number:
+            raise UserError(f"{key}={new}: give a number, such as {old}")
+        case ListConfig() if not isinstance(new, ListConfig):
+            raise UserError(f"{key}={new}: give a list, such as {OmegaConf.to_container(old)}")
+        case DictConfig() if not isinstance(new, DictConfig):
+            raise UserError(f"{key}={new}: this is a group of keys, {', '.join(map(str, old))}")
+
+
+def check_trainer(trainer: DictConfig) -> None:
+    """The trainer's choices and numbers are ones Lightning knows."""
+    _check_devices(trainer.devices)
+    if trainer.accelerator not in ACCELERATORS:
+        hint = closest(str(trainer.accelerator), ACCELERATORS)
+        raise UserError(
+            f"trainer.accelerator={trainer.accelerator}: choose one of "
+            f"{', '.join(ACCELERATORS)}{hint}"
+        )
+    if trainer.precision is not None and str(trainer.precision) not in PRECISIONS:
+        raise UserError(
+            f"trainer.precision={trainer.precision}: choose one of {', '.join(PRECISIONS)}"
+        )
+    for key, least in _LEAST.items():
+        value = trainer.get(key)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and value >= least):
+            raise UserError(f"trainer.{key}={value}: give a number of at least {least}, or null")
+
+
+_LEAST = {
+    "max_epochs": -1,
+    "min_epochs": 0,
+    "max_steps": -1,
+    "min_steps": 0,
+    "num_nodes": 1,
+    "accumulate_grad_batches": 1,
+    "gradient_clip_val": 0,
+    "log_every_n_steps": 0,
+    "limit_train_batches": 0,
+    "limit_val_batches": 0,
+    "limit_test_batches": 0,
+    "check_val_every_n_epoch": 1,
+    "reload_dataloaders_every_n_epochs": 0,
+}
+
+
+def _check_devices(devices: Any) -> None:
+    how = "give a number of at least 1, a list of GPU numbers such as [0,2], or auto"
+    match devices:
+        case "auto":
+            return
+        case bool():
+            raise UserError(f"trainer.devices={str(devices).lower()}: {how}")
+        case int() if devices >= 1:
+            return
+        case ListConfig() if len(devices) > 0 and len(set(devices)) == len(devices):
+            if all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in devices):
+                return
+    more = " (all GPUs is auto)" if devices == -1 else ""
+    raise UserError(f"trainer.devices={devices}: {how}{more}")

@@ -1,0 +1,90 @@
+"""The command ``hybridtrain``: Hydra around one run, or around the jobs of a sweep.
+
+torch and Lightning are imported when a run begins and not before, so that ``--help``, completion
+and the complaint about a mistyped option come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+import hydra
+from omegaconf import DictConfig
+
+from hybridtrain.app import compose, jobs, sweep
+from hybridtrain.app.outcome import FAILED, Outcome, guarded
+from hybridtrain.app.quiet import hush
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process' own) and return its exit status."""
+    jobs.remember_environment()
+    flags, overrides = _split(list(sys.argv[1:] if argv is None else argv))
+    hush()
+    jobs.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]
+    sweep.ROWS.clear()
+    _hear_interrupts()
+    outcome = guarded(lambda: _hydra_main([*flags, *overrides]), overrides)
+    if sweep.ROWS:
+        outcome = _end_of_sweep(outcome)
+    jobs.report(outcome)
+    return outcome.exit
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Separate flags from overrides, and complete the latter (a user's own module, say)."""
+    from hydra._internal.utils import get_args_parser
+
+    found = set(get_args_parser().parse_args(argv).overrides)
+    if any(x in ("-sc", "--shell-completion", "--shell_completion") for x in argv):
+        return argv, []
+    overrides = [x for x in argv if x in found]
+    return [x for x in argv if x not in found], compose.complete_overrides(overrides)
+
+
+def _hydra_main(argv: list[str]) -> Outcome:
+    """Let Hydra compose the configuration and call us back, once or through the launcher."""
+    results: list[Outcome] = []
+
+    def task(cfg: DictConfig) -> Outcome:
+        from hybridtrain.app.run import execute
+
+        results.append(execute(cfg))
+        return results[-1]
+
+    compose.register()
+    saved, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [saved[0], *argv]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing; we print
+    try:
+        hydra.main(str(compose.conf_dir()), compose.CONFIG_NAME, compose.VERSION_BASE)(task)()
+    finally:
+        sys.argv = saved
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full
+    return results[-1] if results else Outcome()
+
+
+def _end_of_sweep(outcome: Outcome) -> Outcome:
+    print("\n" + sweep.table(sweep.ROWS), flush=True)
+    failed = [row for row in sweep.ROWS if row.outcome.exit != 0]
+    if outcome.exit == 0 and failed:
+        return Outcome(exit=FAILED, error=f"{len(failed)} of {len(sweep.ROWS)} jobs failed")
+    return outcome
+
+
+def _hear_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt even where the shell that started us ignores it.
+
+    A script's background job inherits "ignore"; torch's workers, told to end by SIGINT, would then
+    outlive their parent.
+    """
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    except ValueError:
+        pass  # not in the main thread: whoever embeds us has the say

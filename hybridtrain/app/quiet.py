@@ -1,0 +1,55 @@
+"""Keep advertisements and known, harmless warnings of our dependencies off the terminal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+
+_PYTREE = r".*isinstance\(treespec, LeafSpec\).* is deprecated"
+_HIDDEN = (
+    "Tip:",  # advertisements of other products, one or two for each Trainer
+    "TPU available",
+    "HPU available",
+    "IPU available",
+)
+_LOGGERS = (
+    "pytorch_lightning.utilities.rank_zero",
+    "lightning_fabric.utilities.rank_zero",
+    "lightning.pytorch.utilities.rank_zero",
+)
+
+
+class HideAdvertisements(logging.Filter):
+    """Drops the records that say nothing about the run."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to let the record through."""
+        text = record.getMessage()
+        return not any(x in text for x in _HIDDEN)
+
+
+def hush() -> None:
+    """Install the filters, here and, through the environment, in processes started afresh."""
+    # Lightning 2.6 calls what torch 2.13 deprecates, once for each process.
+    warnings.filterwarnings("ignore", message=_PYTREE)
+    # The environment's form takes the literal beginning of the message, and no comma.
+    mine = "ignore:`isinstance(treespec"
+    others = os.environ.get("PYTHONWARNINGS", "")
+    if mine not in others:
+        os.environ["PYTHONWARNINGS"] = f"{others},{mine}".lstrip(",")
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        if not any(isinstance(x, HideAdvertisements) for x in logger.filters):
+            logger.addFilter(HideAdvertisements())
+
+
+def hush_lightning() -> None:
+    """Warnings that are right in general and pointless for us; needs Lightning imported."""
+    for text in (
+        ".*does not have many workers which may be a bottleneck.*",
+        ".*The number of training batches .* is smaller than the logging interval.*",
+        ".*Checkpoint directory .* exists and is not empty.*",
+        ".*callbacks used to create the checkpoint need to be provided.*",
+    ):
+        warnings.filterwarnings("ignore", message=text)

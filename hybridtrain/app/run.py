@@ -1,0 +1,244 @@
+"""One run: build what the configuration names, train it, test the best checkpoint, sum up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ProgressBar
+from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.utilities.exceptions import SIGTERMException
+
+from hybridtrain.app import jobs, summary
+from hybridtrain.app.checkpoint import check_checkpoint
+from hybridtrain.app.checks import check_config
+from hybridtrain.app.evaluate import Subject, evaluate, has_test
+from hybridtrain.app.machine import check_directory, check_machine
+from hybridtrain.app.monitor import RunMonitor
+from hybridtrain.app.outcome import Outcome, exit_code, guarded, interrupted
+from hybridtrain.app.quiet import hush_lightning
+from hybridtrain.app.targets import check_targets
+from hybridtrain.errors import UserError
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the configuration was made into."""
+
+    module: pl.LightningModule
+    data: pl.LightningDataModule | None
+    trainer: pl.Trainer
+    loggers: list[Logger]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def execute(cfg: DictConfig) -> Outcome:
+    """Run ``cfg`` to its end, whatever that is; print the summary, leave ``summary.json``."""
+    jobs.adopt()
+    hush_lightning()
+    began = time.perf_counter()
+    overrides = [str(x) for x in HydraConfig.get().overrides.task]
+    box: list[Parts] = []
+
+    def body() -> Outcome:
+        parts = build(cfg, overrides)
+        box.append(parts)
+        _train_and_test(cfg, parts)
+        return Outcome(metric=_metric(cfg, parts.metrics), directory=summary.short(cfg.run_dir))
+
+    with _terminating(), _no_process_left():
+        outcome = guarded(lambda: _mapping_signals(body, box), overrides)
+    if box:
+        _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
+    return outcome
+
+
+def build(cfg: DictConfig, overrides: list[str]) -> Parts:
+    """Check the configuration, then instantiate it. Raises UserError."""
+    check_config(cfg, overrides)
+    check_machine(cfg)
+    check_directory(Path(cfg.run_dir))
+    check_targets(cfg)
+    if cfg.seed is not None:
+        pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    module = instantiate(cfg.model, _convert_="all")
+    _must_be(module, pl.LightningModule, "model", cfg.model)
+    data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
+    if data is not None:
+        _must_be(data, pl.LightningDataModule, "data", cfg.data)
+    if cfg.ckpt is not None:
+        check_checkpoint(Path(cfg.ckpt), module)
+    loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
+    callbacks = _callbacks(cfg, loggers)
+    trainer = instantiate(cfg.trainer, _partial_=True, _convert_="all")(
+        strategy=instantiate(cfg.strategy, _convert_="all"), callbacks=callbacks, logger=loggers
+    )
+    return Parts(module, data, trainer, loggers)
+
+
+def _must_be(thing: Any, kind: type, key: str, node: DictConfig) -> None:
+    if not isinstance(thing, kind):
+        raise UserError(f"{key}._target_={node['_target_']} is no {kind.__name__}")
+
+
+def _named(group: DictConfig | None) -> list[DictConfig]:
+    """The members of a group of named parts; those set to null are left out."""
+    return [x for x in (group or {}).values() if x is not None and x.get("_target_")]
+
+
+def _callbacks(cfg: DictConfig, loggers: list[Logger]) -> list[Callback]:
+    """The callbacks, without those that the trainer's own switches turn off."""
+    found: list[Callback] = [instantiate(x, _convert_="all") for x in _named(cfg.callbacks)]
+    off: list[type[Callback]] = []
+    if cfg.trainer.enable_progress_bar is False or cfg.trainer.barebones:
+        off.append(ProgressBar)
+    if cfg.trainer.enable_checkpointing is False or cfg.trainer.barebones:
+        off.append(ModelCheckpoint)
+    if not loggers:
+        off.append(LearningRateMonitor)
+    for callback in found:
+        if isinstance(callback, RunMonitor):
+            callback.hparams = _hparams(cfg)
+    return [x for x in found if not isinstance(x, tuple(off))]
+
+
+def _hparams(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as TensorBoard's table of hyper-parameters takes it."""
+    content: Any = OmegaConf.to_container(cfg, resolve=True)
+    return {k: v for k, v in content.items() if k not in ("callbacks", "logger", "run_dir")}
+
+
+def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
+    """Fit, then test; the metrics of both end in ``parts.metrics``."""
+    trainer, module, data = parts.trainer, parts.module, parts.data
+    ckpt = cfg.ckpt
+    if not cfg.test_only:
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None)
+        parts.metrics |= {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
+        ckpt = _best(trainer)
+    if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
+        loggers = _quiet_csv(parts.loggers)
+        parts.metrics |= evaluate(cfg, trainer, Subject(module, data, ckpt), loggers)
+
+
+def _quiet_csv(loggers: list[Logger]) -> list[Logger]:
+    """The loggers for testing: a CSV logger opened a second time would delete what it wrote."""
+    return [
+        CSVLogger(x.root_dir, name="", version="test") if isinstance(x, CSVLogger) else x
+        for x in loggers
+    ]
+
+
+def _best(trainer: pl.Trainer) -> str | None:
+    callback = trainer.checkpoint_callback
+    path = callback.best_model_path if isinstance(callback, ModelCheckpoint) else ""
+    return path or None
+
+
+def _metric(cfg: DictConfig, metrics: dict[str, float]) -> float | None:
+    name = cfg.task.metric
+    if name is None or cfg.trainer.fast_dev_run:
+        return None
+    if name not in metrics:
+        raise UserError(
+            f"task.metric={name}: the run logged no such metric; it logged "
+            f"{', '.join(sorted(metrics)) or 'none'}"
+        )
+    return metrics[name]
+
+
+def _mapping_signals(body: Any, box: list[Parts]) -> Outcome:
+    """Lightning turns Ctrl-C into exit status 1; give it back the shell's number."""
+    try:
+        result: Outcome = body()
+    except KeyboardInterrupt:
+        return interrupted(signal.SIGINT)
+    except SIGTERMException:
+        return interrupted(signal.SIGTERM)
+    except SystemExit as stop:
+        known = getattr(box[0].trainer.strategy, "interrupted_by", None) if box else None
+        if known is not None:
+            return interrupted(int(known))
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            return interrupted(signal.SIGINT)
+        return Outcome(exit=exit_code(stop))
+    return result
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """SIGTERM ends a run as an exception would: callbacks save, children stop, status 143."""
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    try:
+        before = signal.signal(signal.SIGTERM, stop)
+    except ValueError:  # not in the main thread
+        yield
+        return
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after the first
+
+
+@contextmanager
+def _no_process_left() -> Iterator[None]:
+    """Kill what an interrupted strategy left behind (Lightning's forked DDP does)."""
+    before = {x.pid for x in multiprocessing.active_children()}
+    try:
+        yield
+    finally:
+        left = [x for x in multiprocessing.active_children() if x.pid not in before]
+        for child in left:
+            child.join(timeout=2.0)
+            child.kill()
+            child.join()
+
+
+def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> None:
+    """Write ``summary.json`` and print the summary, on the first rank only."""
+    trainer, directory = parts.trainer, Path(cfg.run_dir)
+    if not trainer.is_global_zero:
+        return
+    result = summary.Summary(
+        strategy=str(HydraConfig.get().runtime.choices.get("strategy")),
+        workers=trainer.world_size,
+        device=_device(trainer),
+        wall_s=round(wall_s, 3),
+        checkpoint=cfg.ckpt if cfg.test_only else _best(trainer) or _last(directory),
+        exit=outcome.exit,
+    )
+    if (stats := summary.left_stats(directory)) is not None:
+        result.take(stats)
+    result.metrics = parts.metrics
+    summary.write(result, directory)
+    tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
+    print("\n".join(summary.lines(result, directory, tensorboard)), flush=True)
+
+
+def _last(directory: Path) -> str | None:
+    """The newest checkpoint of a run that did not come to say which is best."""
+    found = sorted(directory.glob("checkpoints/*.ckpt"), key=lambda x: x.stat().st_mtime)
+    return str(found[-1]) if found else None
+
+
+def _device(trainer: pl.Trainer) -> str:
+    if type(trainer.accelerator).__name__ != "CUDAAccelerator":
+        return "cpu"
+    return torch.cuda.get_device_name(0)

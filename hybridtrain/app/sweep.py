@@ -1,0 +1,175 @@
+"""A Hydra launcher that gives every job of a sweep a process and a directory of its own.
+
+Lightning's DDP, started inside a Hydra sweep, re-runs the whole command line in its children,
+leaves its process group and its environment variables to the next job, and then trains silently
+on fewer processes than asked for. Here a job is a child process that ends with the job: forked
+where no GPU is present (0.1 s), a fresh interpreter where one is (a forked process cannot use CUDA
+once the parent has looked at it). The children never sweep, and no worker re-enters Hydra.
+
+A job that fails is reported and the sweep goes on; the command's exit status tells at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from hybridtrain.app.checks import check_config
+from hybridtrain.app.machine import check_directory, check_machine
+from hybridtrain.app.outcome import Outcome
+from hybridtrain.errors import UserError
+
+START_METHODS = ("auto", "fork", "popen")
+
+
+@dataclass
+class ProcessLauncherConf:
+    """``hydra.launcher``: how a job's process is made (auto: fork without a GPU, else popen)."""
+
+    _target_: str = "hydra_plugins.hybridtrain.ProcessLauncher"
+    start_method: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table at the end of a sweep."""
+
+    number: int
+    overrides: list[str]
+    outcome: Outcome
+
+
+ROWS: list[Row] = []  # the jobs of this process' sweep, for the command line to report
+
+
+class ProcessLauncher(Launcher):
+    """Runs jobs one after another, each in a process of its own.
+
+    Args:
+        start_method: ``auto``, ``fork`` or ``popen``.
+    """
+
+    def __init__(self, start_method: str = "auto") -> None:
+        self.start_method = start_method
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Called by Hydra before the first launch."""
+        self.hydra_context = hydra_context
+        self.task_function = task_function
+        self.config = config
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Check every job, then run them in order. Raises UserError before any has started."""
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        jobs = [
+            self._job(list(overrides), initial_job_idx + i)
+            for i, overrides in enumerate(job_overrides)
+        ]
+        self._check(jobs)
+        directory = Path(str(self.config.hydra.sweep.dir))
+        directory.mkdir(parents=True, exist_ok=True)
+        return [self._run(job, len(jobs) + initial_job_idx) for job in jobs]
+
+    def _job(self, overrides: list[str], number: int) -> DictConfig:
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = f"job_{number}"
+            config.hydra.job.num = number
+        return config
+
+    def _check(self, jobs: Sequence[DictConfig]) -> None:
+        if self.start_method not in START_METHODS:
+            raise UserError(
+                f"hydra.launcher.start_method={self.start_method}: choose one of "
+                f"{', '.join(START_METHODS)}"
+            )
+        for job in jobs:
+            cfg = _without_hydra(job)
+            check_config(cfg, list(job.hydra.overrides.task))
+            check_machine(cfg)
+        check_directory(Path(str(self.config.hydra.sweep.dir)))
+
+    def _run(self, job: DictConfig, total: int) -> JobReturn:
+        from hybridtrain.app import jobs
+
+        number = int(job.hydra.job.num)
+        overrides = list(filter_overrides(job.hydra.overrides.task))
+        print(f"--- job {number + 1} of {total}: {' '.join(overrides)}", flush=True)
+        if self._forks():
+            outcome = jobs.run_forked(self.hydra_context, self.task_function, job)
+        else:
+            outcome = jobs.run_fresh(job)
+        ROWS.append(Row(number, overrides, outcome))
+        if outcome.exit >= 128:
+            raise SystemExit(outcome.exit)
+        return _job_return(job, outcome)
+
+    def _forks(self) -> bool:
+        if self.start_method != "auto":
+            return self.start_method == "fork"
+        return hasattr(os, "fork") and not _gpu_present()
+
+
+def _gpu_present() -> bool:
+    return any(Path(x).exists() for x in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    cfg: Any = OmegaConf.masked_copy(config, [str(x) for x in config if x != "hydra"])
+    return cfg
+
+
+def _job_return(job: DictConfig, outcome: Outcome) -> JobReturn:
+    """What the sweeper is told. A job that failed has the metric nan: the sweep goes on."""
+    result = JobReturn()
+    result.overrides = list(job.hydra.overrides.task)
+    result.cfg = _without_hydra(job)
+    result.working_dir = str(Path.cwd())
+    result.task_name = str(job.hydra.job.name)
+    result.status = JobStatus.COMPLETED
+    result.return_value = outcome.metric if outcome.exit == 0 else math.nan
+    return result
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The jobs of a sweep, their overrides and what came of them, as aligned text."""
+    cells = [["job", "overrides", "metric", "where"]]
+    for row in rows:
+        done = row.outcome
+        if done.exit != 0:
+            text = f"failed ({done.exit}): {(done.error or 'no reason given')[:80]}"
+        else:
+            text = "-" if done.metric is None else f"{done.metric:.6g}"
+        cells.append([str(row.number), " ".join(row.overrides), text, done.directory or "-"])
+    widths = [max(len(line[i]) for line in cells) for i in range(3)]
+    return "\n".join(
+        "  ".join([*(x.ljust(w) for x, w in zip(line, widths, strict=False)), line[3]]).rstrip()
+        for line in cells
+    )
+
+
+def register() -> None:
+    """Make ``hydra/launcher=process`` known to Hydra."""
+    ConfigStore.instance().store(
+        group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="hybridtrain"
+    )
+    # Hydra takes plugins only from the package hydra_plugins, a folder that every wheel on the
+    # machine writes into; the class says it lives there instead.
+    ProcessLauncher.__module__ = "hydra_plugins.hybridtrain"
+    Plugins.instance().register(ProcessLauncher)
