@@ -29,9 +29,9 @@ class SpeechDataModule(pl.LightningDataModule):
 
     ``alphabet``: characters, an ``alphabet.txt``, or None for English. ``skip_bad`` leaves bad
     utterances out (``skipped`` lists them by split) instead of raising ``UserError``.
-    ``frames_per_output``: feature frames per output of the model; None takes the ``stride`` of the
-    trainer's module's ``net``, else 1. ``num_workers`` loader processes start anew each epoch and
-    forget cached features, so they pay off only where reading is slow.
+    ``frames_per_output``: feature frames per output of the model; None asks the trainer's module
+    for an attribute of that name, else 1. ``num_workers`` loader processes start anew each epoch
+    and forget cached features, so they pay off only where reading is slow.
     """
 
     def __init__(
@@ -137,8 +137,8 @@ class SpeechDataModule(pl.LightningDataModule):
     def _stride(self) -> int:
         if self.frames_per_output is not None:
             return self.frames_per_output
-        net = getattr(getattr(self.trainer, "lightning_module", None), "net", None)
-        return int(getattr(net, "stride", 1))
+        module = getattr(self.trainer, "lightning_module", None)
+        return int(getattr(module, "frames_per_output", 1))
 
     def _epoch(self) -> int:
         return self.trainer.current_epoch if self.trainer is not None else 0

@@ -45,6 +45,7 @@ class Job:
     words_per_minute: int
     pitch: int  # 0 to 100
     pitch_range: int  # 0 to 100
+    tract: float  # all frequencies times this, as of a shorter (above 1) or longer vocal tract
     level_db: float  # of the speech, re full scale
     snr_db: float
     tilt: float  # noise power falls with frequency to this power: 0 white, 1 pink, 2 brown
@@ -95,7 +96,7 @@ def record(spoken: np.ndarray, rate: int, job: Job) -> np.ndarray:
     """(N,) int16 at ``rate`` to (N',) at 16 kHz: trimmed, coloured, levelled, with noise."""
     loud = np.flatnonzero(np.abs(spoken.astype(np.int32)) > QUIET)
     trimmed = spoken[loud[0] : loud[-1] + 1].astype(np.float32) / 32768
-    speech = soxr.resample(trimmed, rate, RATE).astype(np.float64)
+    speech = soxr.resample(trimmed, rate * job.tract, RATE).astype(np.float64)
     before, after = (round(s * RATE) for s in job.silence_s)
     speech = np.pad(speech, (before, after))
     speech = _filtered(speech, _tone(job.tone_db))
