@@ -172,6 +172,23 @@ def test_features_come_back_from_their_settings_and_repeat_themselves():
     assert torch.equal(features(sound), Features(**features.settings())(sound))
 
 
+@pytest.mark.parametrize("kind", ["mfcc", "logmel", "paper"])
+def test_features_have_the_same_bits_for_any_number_of_threads(kind: str):
+    """Else a run would depend on how many workers share the cores."""
+    features, before = Features(kind), torch.get_num_threads()
+    try:
+        for samples in range(1377, 40000, 7770):
+            sound = torch.randn(samples, generator=torch.Generator().manual_seed(samples))
+            found = []
+            for threads in (1, 2, 4):
+                torch.set_num_threads(threads)
+                found.append(features(sound))
+                assert torch.get_num_threads() == threads
+            assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -20,6 +20,7 @@ from hybridtrain.tasks.speech.librispeech import LibriSpeech
 from hybridtrain.tasks.speech.manifest import CsvManifest
 from hybridtrain.tasks.speech.utterance import Clip, Utterance, frames_needed
 
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 HEADER = "wav_filename,wav_filesize,transcript\n"
 
 
@@ -90,9 +91,9 @@ def test_a_missing_column_is_named_with_its_file(tmp_path: Path, missing: str):
 
 
 def test_a_missing_csv_and_no_csv_say_what_to_do(tmp_path: Path):
-    with pytest.raises(UserError, match="cannot read the manifest .*gone.csv"):
+    with pytest.raises(UserError, match=r"cannot read the manifest .*gone\.csv"):
         CsvManifest(str(tmp_path / "gone.csv")).utterances("train")
-    with pytest.raises(UserError, match="data.train="):
+    with pytest.raises(UserError, match=r"data\.train="):
         CsvManifest().utterances("train")
 
 
@@ -158,7 +159,7 @@ def test_skip_bad_leaves_out_and_counts(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_skipping_everything_is_an_error(tmp_path: Path):
-    with pytest.raises(UserError, match="all 2 utterances are bad; the first: .*gone.wav"):
+    with pytest.raises(UserError, match=r"all 2 utterances are bad; the first: .*gone\.wav"):
         module(tmp_path, "gone.wav,1,lost", "off.wav,2,lost", skip_bad=True).setup("fit")
 
 
@@ -171,7 +172,7 @@ def test_a_file_damaged_after_the_check_is_named_or_skipped(tmp_path: Path):
         if skip:
             assert [Path(f).name for f in data.batches("train")[0]["files"]] == ["good.wav"]
         else:
-            with pytest.raises(UserError, match="late.wav is truncated"):
+            with pytest.raises(UserError, match=r"late\.wav is truncated"):
                 data.batches("train")[0]
 
 
@@ -247,8 +248,7 @@ def test_a_sequence_has_one_speaker_its_digits_words_and_its_pauses(digits: Path
     lengths = set()
     for utterance in source.utterances("train")[:60]:
         stems = [Path(clip.path).stem.split("_") for clip in utterance.clips]
-        words = "zero one two three four five six seven eight nine".split()
-        assert utterance.transcript == " ".join(words[int(stem[0])] for stem in stems)
+        assert utterance.transcript == " ".join(WORDS[int(stem[0])] for stem in stems)
         assert {stem[1] for stem in stems} == {utterance.speaker}
         lengths.add(len(stems))
         gaps = [clip.gap_s for clip in utterance.clips]
@@ -267,11 +267,11 @@ def test_sequences_follow_from_the_seed(digits: Path):
 
 
 def test_fsdd_says_what_it_expects(tmp_path: Path):
-    with pytest.raises(UserError, match="data.root="):
+    with pytest.raises(UserError, match=r"data\.root="):
         Fsdd().utterances("train")
     with pytest.raises(UserError, match="no recordings named"):
         Fsdd(str(tmp_path)).utterances("train")
-    with pytest.raises(UserError, match="min_digits=3, data.max_digits=2"):
+    with pytest.raises(UserError, match=r"min_digits=3, data\.max_digits=2"):
         Fsdd(str(tmp_path), min_digits=3, max_digits=2).utterances("train")
 
 

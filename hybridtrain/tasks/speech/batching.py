@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.augment import Augment
-from hybridtrain.tasks.speech.features import Features
+from hybridtrain.tasks.speech.features import Features, one_thread
 from hybridtrain.tasks.speech.utterance import Utterance, frames_needed
 
 log = logging.getLogger(__name__)
@@ -39,8 +39,8 @@ def bucketed(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     first = len(order) % batch_size
-    starts = [*([0] if first else []), *range(first, len(order), batch_size)]
-    return [order[a:b] for a, b in zip(starts, [*starts[1:], len(order)], strict=True)]
+    head = [order[:first]] if first else []
+    return head + [order[i : i + batch_size] for i in range(first, len(order), batch_size)]
 
 
 class SpeechBatches(Dataset[Batch]):
@@ -77,7 +77,8 @@ class SpeechBatches(Dataset[Batch]):
         return len(self.batches)
 
     def __getitem__(self, item: int) -> Batch:
-        items = [self._item(i, self.augment) for i in self.batches[item]]
+        with one_thread():  # the augmentation's sums too
+            items = [self._item(i, self.augment) for i in self.batches[item]]
         return collate([item for item in items if item is not None])
 
     def longest(self) -> Batch:

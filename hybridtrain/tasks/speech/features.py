@@ -24,6 +24,8 @@ natural value of padding and of SpecAugment's masks.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -93,17 +95,21 @@ class Features:
         return 1 + max(0, n_samples - self.window) // self.step
 
     def __call__(self, samples: Tensor) -> Tensor:
-        """(N,) float32 in [-1, 1] to (T, F) float32."""
+        """(N,) float32 in [-1, 1] to (T, F) float32, the same bits for any number of threads."""
+        with one_thread():
+            frames = self._frames(samples)
+            return _normalized(frames) if self.normalize else frames
+
+    def _frames(self, samples: Tensor) -> Tensor:
         power = self._power(samples)
         match self.kind:
             case "mfcc":
-                frames = (power.sqrt() @ self._filters).clamp_min(FLOOR).log() @ self._dct
+                return (power.sqrt() @ self._filters).clamp_min(FLOOR).log() @ self._dct
             case "logmel":
-                frames = (power @ self._filters).clamp_min(FLOOR**2).log()
+                return (power @ self._filters).clamp_min(FLOOR**2).log()
             case _:
                 energy = power.sum(1, keepdim=True)
-                frames = torch.cat([power @ self._filters, energy], 1).clamp_min(FLOOR**2).log()
-        return _normalized(frames) if self.normalize else frames
+                return torch.cat([power @ self._filters, energy], 1).clamp_min(FLOOR**2).log()
 
     def _power(self, samples: Tensor) -> Tensor:
         """(N,) to the power spectrogram (T, K)."""
@@ -144,6 +150,20 @@ class Features:
 
     def __repr__(self) -> str:
         return f"Features({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums and matrix products of several threads round differently (1e-6 was seen)."""
+    threads = torch.get_num_threads()
+    if threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _hertz(hertz: Tensor) -> Tensor:
