@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from hybridtrain.app import compose
-from hybridtrain.app.explain import base_config, closest
+from hybridtrain.app.explain import base_config
 from hybridtrain.errors import UserError
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
@@ -28,6 +28,8 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Everything that can be told without this machine's hardware and without importing torch."""
     check_types(cfg, overrides)
     check_trainer(cfg.trainer)
+    if cfg.seed is not None and (not isinstance(cfg.seed, int) or cfg.seed < 0):
+        raise UserError(f"seed={cfg.seed}: give a whole number of at least 0, or null")
     if cfg.test_only and cfg.ckpt is None:
         raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
 
@@ -74,10 +76,8 @@ def check_trainer(trainer: DictConfig) -> None:
     """The trainer's choices and numbers are ones Lightning knows."""
     _check_devices(trainer.devices)
     if trainer.accelerator not in ACCELERATORS:
-        hint = closest(str(trainer.accelerator), ACCELERATORS)
         raise UserError(
-            f"trainer.accelerator={trainer.accelerator}: choose one of "
-            f"{', '.join(ACCELERATORS)}{hint}"
+            f"trainer.accelerator={trainer.accelerator}: choose one of {', '.join(ACCELERATORS)}"
         )
     if trainer.precision is not None and str(trainer.precision) not in PRECISIONS:
         raise UserError(

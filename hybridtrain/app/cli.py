@@ -17,30 +17,43 @@ from omegaconf import DictConfig
 from hybridtrain.app import compose, jobs, sweep
 from hybridtrain.app.outcome import FAILED, Outcome, guarded
 from hybridtrain.app.quiet import hush
+from hybridtrain.errors import UserError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process' own) and return its exit status."""
     jobs.remember_environment()
-    flags, overrides = _split(list(sys.argv[1:] if argv is None else argv))
     hush()
-    jobs.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]
     sweep.ROWS.clear()
     _hear_interrupts()
-    outcome = guarded(lambda: _hydra_main([*flags, *overrides]), overrides)
+    overrides: list[str] = []
+    outcome = guarded(
+        lambda: _command(sys.argv[1:] if argv is None else argv, overrides), overrides
+    )
     if sweep.ROWS:
         outcome = _end_of_sweep(outcome)
     jobs.report(outcome)
     return outcome.exit
 
 
+def _command(argv: Sequence[str], overrides: list[str]) -> Outcome:
+    """Run one command line; ``overrides`` is filled in, for whoever has to explain an error."""
+    flags, found = _split(list(argv))
+    overrides[:] = found
+    jobs.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]
+    return _hydra_main([*flags, *found])
+
+
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Separate flags from overrides, and complete the latter (a user's own module, say)."""
     from hydra._internal.utils import get_args_parser
 
-    found = set(get_args_parser().parse_args(argv).overrides)
+    known, rest = get_args_parser().parse_known_args(argv)
     if any(x in ("-sc", "--shell-completion", "--shell_completion") for x in argv):
         return argv, []
+    if unknown := [x for x in rest if x.startswith("-")]:
+        raise UserError(f"there is no option {unknown[0]}; --help lists what there is")
+    found = {*known.overrides, *(x for x in rest if not x.startswith("-"))}  # flags may come last
     overrides = [x for x in argv if x in found]
     return [x for x in argv if x not in found], compose.complete_overrides(overrides)
 

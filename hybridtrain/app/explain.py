@@ -43,7 +43,7 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str | None:
     if isinstance(error, InstantiationException):
         return None
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return find_fault(overrides) or one_line(error)
+        return find_fault(overrides) or one_line(error).split(" Config search path:")[0]
     if isinstance(error, OSError) and _in_hydra(error):
         return (
             f"the run directory {error.filename} cannot be written ({error.strerror}); "
@@ -113,8 +113,8 @@ def _group_fault(item: Override, choices: dict[str, list[str]]) -> str | None:
     for value in values(item):
         if value not in choices[group] and value != "null" and "[" not in value:
             return (
-                f"{group}={value}: there is no {group} {value!r}{closest(value, choices[group])}; "
-                f"choose one of {', '.join(choices[group])}"
+                f"{group}={value}: there is no {group} {value!r}{closest(value, choices[group])} "
+                f"Choose one of {', '.join(choices[group])}."
             )
     return None
 
@@ -134,8 +134,10 @@ def _key_fault(item: Override, base: DictConfig, choices: dict[str, list[str]]) 
         return None
     names = [str(x) for x in node if not str(x).startswith("_")] + ([] if above else list(choices))
     where = f"in {'.'.join(above)}" if above else "at the top"
-    hint = closest(wanted, names) or _elsewhere(base, leaf)
-    return f"{key}: there is no key {wanted!r} {where}{hint}; valid are {', '.join(sorted(names))}"
+    hint = closest(wanted, names)
+    hint = (_elsewhere(base, leaf) or hint) if hint == "." else hint
+    valid = ", ".join(sorted(set(names)))
+    return f"{key}: there is no key {wanted!r} {where}{hint} Valid are {valid}."
 
 
 _SPECIAL = {
@@ -160,8 +162,9 @@ def _deepest(node: Any, path: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def closest(word: str, names: Iterable[str]) -> str:
+    """The end of a sentence that says ``word`` is unknown: a full stop, or a better word."""
     found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
-    return f", did you mean {found[0]}?" if found else ""
+    return f"; did you mean {found[0]}?" if found else "."
 
 
 def _elsewhere(base: DictConfig, leaf: str) -> str:
@@ -169,5 +172,5 @@ def _elsewhere(base: DictConfig, leaf: str) -> str:
     for group in ("trainer", "optimizer", "strategy", "model", "data", "task"):
         node = base.get(group)
         if isinstance(node, DictConfig) and leaf in node:
-            return f", did you mean {group}.{leaf}?"
+            return f"; did you mean {group}.{leaf}?"
     return ""

@@ -18,7 +18,10 @@ STATS_FILE = ".run_stats.json"
 
 
 class RunStats(TypedDict):
-    """The numbers of a run so far. ``waiting_share`` has one entry for each worker, 0 to 1."""
+    """The numbers of a run so far.
+
+    ``waiting_share`` has one entry for each worker, 0 to 1; none where nobody measures it.
+    """
 
     updates: int
     samples: float
@@ -113,7 +116,7 @@ class RunMonitor(pl.Callback):
             updates=trainer.global_step,
             samples=self._samples * trainer.world_size,
             samples_per_s=0.0,
-            waiting_share=[0.0] * trainer.world_size,
+            waiting_share=[],
             staleness={"mean": 0.0, "max": 0.0},
             workers=trainer.world_size,
             train_s=train_s,

@@ -73,6 +73,7 @@ def build(cfg: DictConfig, overrides: list[str]) -> Parts:
     check_targets(cfg)
     if cfg.seed is not None:
         pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    _try_optimizer(cfg)
     module = instantiate(cfg.model, _convert_="all")
     _must_be(module, pl.LightningModule, "model", cfg.model)
     data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
@@ -82,10 +83,31 @@ def build(cfg: DictConfig, overrides: list[str]) -> Parts:
         check_checkpoint(Path(cfg.ckpt), module)
     loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
     callbacks = _callbacks(cfg, loggers)
-    trainer = instantiate(cfg.trainer, _partial_=True, _convert_="all")(
-        strategy=instantiate(cfg.strategy, _convert_="all"), callbacks=callbacks, logger=loggers
-    )
-    return Parts(module, data, trainer, loggers)
+    return Parts(module, data, _trainer(cfg, callbacks, loggers), loggers)
+
+
+def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) -> pl.Trainer:
+    strategy = instantiate(cfg.strategy, _convert_="all")
+    make = instantiate(cfg.trainer, _partial_=True, _convert_="all")
+    try:
+        trainer: pl.Trainer = make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
+    except UserError:
+        raise
+    except Exception as error:  # TypeError, ValueError, Misconfiguration ...: it has no one type
+        raise UserError(f"trainer: Lightning refused its options: {error}") from error
+    return trainer
+
+
+def _try_optimizer(cfg: DictConfig) -> None:
+    """Let the optimizer judge its options on a parameter nobody needs."""
+    if not cfg.optimizer.get("_partial_"):
+        return
+    try:
+        instantiate(cfg.optimizer, _convert_="all")([torch.zeros(1, requires_grad=True)])
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"optimizer: {cfg.optimizer._target_} refused its options: {error}"
+        ) from error
 
 
 def _must_be(thing: Any, kind: type, key: str, node: DictConfig) -> None:

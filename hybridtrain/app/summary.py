@@ -26,7 +26,7 @@ class Summary:
     samples: int = 0
     samples_per_s: float = 0.0  # of training time, validation and start-up left out
     wall_s: float = 0.0  # of everything, start-up and test included
-    waiting_share: list[float] = field(default_factory=list)  # (W,) share of its time, 0 to 1
+    waiting_share: list[float | None] = field(default_factory=list)  # (W,) 0 to 1; None: unknown
     staleness: dict[str, float] = field(default_factory=lambda: {"mean": 0.0, "max": 0.0})
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
@@ -38,7 +38,8 @@ class Summary:
         self.samples = round(stats["samples"])
         self.samples_per_s = round(float(stats["samples_per_s"]), 3)
         self.workers = int(stats["workers"])
-        self.waiting_share = [round(float(x), 4) for x in stats["waiting_share"]]
+        known = [round(float(x), 4) for x in stats["waiting_share"]]
+        self.waiting_share = [*known] if known else [None] * self.workers
         self.staleness = {k: round(float(x), 4) for k, x in stats["staleness"].items()}
 
 
@@ -74,7 +75,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
     head = (
         f"{how} after {_duration(summary.wall_s)}: {summary.strategy}, {workers}, {summary.device}"
     )
-    waiting = ", ".join(f"{100 * x:.1f}" for x in summary.waiting_share)
+    waiting = ", ".join(f"{100 * x:.1f}" for x in summary.waiting_share if x is not None)
     rows = [
         ("updates", f"{summary.updates}"),
         ("samples", f"{summary.samples}, {summary.samples_per_s:.4g} a second"),

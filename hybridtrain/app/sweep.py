@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 import os
+import sys
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -148,7 +150,9 @@ def _job_return(job: DictConfig, outcome: Outcome) -> JobReturn:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The jobs of a sweep, their overrides and what came of them, as aligned text."""
+    """The jobs of a sweep, the overrides they differ in and what came of them, aligned."""
+    common = set(rows[0].overrides).intersection(*(x.overrides for x in rows))
+    common = common if len(rows) > 1 else set()
     cells = [["job", "overrides", "metric", "where"]]
     for row in rows:
         done = row.outcome
@@ -156,7 +160,8 @@ def table(rows: Sequence[Row]) -> str:
             text = f"failed ({done.exit}): {(done.error or 'no reason given')[:80]}"
         else:
             text = "-" if done.metric is None else f"{done.metric:.6g}"
-        cells.append([str(row.number), " ".join(row.overrides), text, done.directory or "-"])
+        own = " ".join(x for x in row.overrides if x not in common)
+        cells.append([str(row.number), own, text, done.directory or "-"])
     widths = [max(len(line[i]) for line in cells) for i in range(3)]
     return "\n".join(
         "  ".join([*(x.ljust(w) for x, w in zip(line, widths, strict=False)), line[3]]).rstrip()
@@ -169,7 +174,20 @@ def register() -> None:
     ConfigStore.instance().store(
         group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="hybridtrain"
     )
-    # Hydra takes plugins only from the package hydra_plugins, a folder that every wheel on the
-    # machine writes into; the class says it lives there instead.
-    ProcessLauncher.__module__ = "hydra_plugins.hybridtrain"
-    Plugins.instance().register(ProcessLauncher)
+    plugins = Plugins.instance()  # which scans hydra_plugins, before we add to it
+    _settle(ProcessLauncher)
+    plugins.register(ProcessLauncher)
+
+
+def _settle(plugin: type) -> None:
+    """Let ``plugin`` live in ``hydra_plugins.hybridtrain``.
+
+    Hydra takes plugins from the package ``hydra_plugins`` alone. A folder of that name in our wheel
+    would be loaded by every Hydra program on the machine; a module made here concerns only ours.
+    """
+    home = types.ModuleType("hydra_plugins.hybridtrain")
+    setattr(home, plugin.__name__, plugin)
+    plugin.__module__ = home.__name__
+    parent = sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
+    parent.hybridtrain = home  # type: ignore[attr-defined]
+    sys.modules[home.__name__] = home

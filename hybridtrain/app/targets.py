@@ -44,8 +44,8 @@ def _check_target(key: str, node: DictConfig) -> None:
     for word in given:
         if word not in parameters:
             raise UserError(
-                f"{key}.{word}: {name} takes no argument {word!r}{closest(word, parameters)}; "
-                f"it takes {', '.join(parameters) or 'none'}"
+                f"{key}.{word}: {name} takes no argument {word!r}{closest(word, parameters)} "
+                f"It takes {', '.join(parameters) or 'none'}."
             )
     required = [x for x, p in parameters.items() if p.default is p.empty and x not in given]
     if required and not node.get("_partial_") and "_args_" not in node:
