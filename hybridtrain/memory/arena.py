@@ -2,23 +2,25 @@
 
 It has no name, so nothing can be left behind: the kernel frees it with the last process that holds
 it, however that process died. ``memfd_create`` does not draw on ``/dev/shm`` (64 MB in a default
-container), and reserving the pages first turns "too big" into an error instead of a SIGBUS in the
-middle of a step.
+container), and asking for the pages first turns "too big" into an error instead of a SIGBUS, or
+the out-of-memory killer, in the middle of a step.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
+import weakref
 
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.memory.available import available_bytes
 
-ALIGNMENT_BYTES = (
-    64  # a cache line, and 16 float32: what the vectorised kernels need for equal bits
-)
+# A cache line, and 16 float32: what the vectorised kernels need for equal bits.
+ALIGNMENT_BYTES = 64
 
 
 def align(n_bytes: int) -> int:
@@ -29,6 +31,8 @@ def align(n_bytes: int) -> int:
 class Arena:
     """A mapped file descriptor without a name.
 
+    Its memory is free again when the arena and all its tensors are gone, in every process.
+
     Args:
         fd: the descriptor; the arena owns it from now on.
         n_bytes: its size.
@@ -38,6 +42,7 @@ class Arena:
         self.fd = fd
         self.n_bytes = n_bytes
         self._map = mmap.mmap(fd, n_bytes)
+        weakref.finalize(self, os.close, fd)
 
     @classmethod
     def create(cls, n_bytes: int) -> Arena:
@@ -78,7 +83,10 @@ def _anonymous_descriptor() -> int:
 
 
 def _reserve(fd: int, n_bytes: int) -> None:
-    """Give the file its size, with its pages where the system can promise them."""
+    """Give the file its size, and its pages where the system can reserve them."""
+    available = available_bytes()
+    if available is not None and n_bytes > available:
+        raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")
     os.ftruncate(fd, n_bytes)
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, n_bytes)

@@ -1,7 +1,7 @@
 """Where each parameter lies in a flat buffer.
 
 Parameters of one dtype share a buffer. Within it they follow one another in the order of the
-optimizers and their parameter groups, so that a group is one contiguous stretch and its update one
+optimizers and their parameter groups, so that a group is a contiguous stretch and its update one
 pass over memory. Each begins on a cache line; the few elements in between hold zeros, which every
 elementwise optimizer leaves at zero.
 
@@ -10,7 +10,7 @@ Legend: P elements of a buffer, padding included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -53,23 +53,6 @@ class Layout:
             step = ALIGNMENT_BYTES // tensor.element_size()
             sizes[tensor.dtype] = offset + -(-tensor.numel() // step) * step
         return cls(tuple(slots), sizes)
-
-    def runs(self, numbers: Sequence[int]) -> list[tuple[torch.dtype, int, int]]:
-        """The contiguous stretches ``(dtype, start, stop)`` that these slots cover, in order."""
-        runs: list[tuple[torch.dtype, int, int]] = []
-        for number in numbers:
-            slot = self.slots[number]
-            stop = slot.offset + slot.numel
-            if runs and runs[-1][0] == slot.dtype and self._adjacent(runs[-1][2], slot):
-                runs[-1] = (slot.dtype, runs[-1][1], stop)
-            else:
-                runs.append((slot.dtype, slot.offset, stop))
-        return [run for run in runs if run[1] < run[2]]
-
-    @staticmethod
-    def _adjacent(stop: int, slot: Slot) -> bool:
-        step = ALIGNMENT_BYTES // slot.dtype.itemsize
-        return -(-stop // step) * step == slot.offset
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
