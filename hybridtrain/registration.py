@@ -42,25 +42,33 @@ def _register() -> None:
 
 
 class _Watch(MetaPathFinder):
-    """Waits for one import."""
+    """Waits for one import. Somebody may also just ask whether Lightning could be imported."""
+
+    def __init__(self) -> None:
+        self._asking = False
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _LIGHTNING:
+        if name != _LIGHTNING or self._asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._asking = False
         if spec is not None and spec.loader is not None:
-            _register_after(spec.loader)
+            _register_after(spec.loader, self)
         return spec
 
 
-def _register_after(loader: Loader) -> None:
+def _register_after(loader: Loader, watch: _Watch) -> None:
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
+        if watch in sys.meta_path:
+            sys.meta_path.remove(watch)
         _register()
 
     loader.exec_module = exec_module  # type: ignore[method-assign]

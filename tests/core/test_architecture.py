@@ -1,0 +1,144 @@
+"""Imports point one way, importing is quick, and no file or function outgrows its reader."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "hybridtrain"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_by(path: Path) -> set[str]:
+    """Full names of all modules that a file may import, wherever it does, types included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files_of(*parts: str) -> list[Path]:
+    found = [f for f in FILES if str(f.relative_to(PACKAGE)).startswith(parts)]
+    assert found, parts
+    return found
+
+
+def offenders(files: list[Path], *forbidden: str) -> dict[str, set[str]]:
+    bad = {
+        str(path.relative_to(PACKAGE)): {
+            name
+            for name in imported_by(path)
+            if any(name == each or name.startswith(each + ".") for each in forbidden)
+        }
+        for path in files
+    }
+    return {path: names for path, names in bad.items() if names}
+
+
+LIGHTNING = ("pytorch_lightning", "lightning", "lightning_utilities", "torchmetrics")
+CORE = ("memory", "update", "worlds", "server.py", "client.py", "exchange", "ledger.py")
+
+
+def test_policies_and_events_know_no_tensors_processes_or_clocks() -> None:
+    files = files_of("policies", "events.py")
+    assert not offenders(files, "torch", "numpy", "os", "time", "multiprocessing", "threading")
+    assert not offenders(files, *LIGHTNING)
+
+
+def test_the_core_knows_no_lightning() -> None:
+    files = files_of("policies", "events.py", "messages.py", "meeting.py", "batch_queue.py", *CORE)
+    assert not offenders(files, *LIGHTNING, "hybridtrain.lightning", "hybridtrain.app", "hydra")
+
+
+def test_only_the_glue_the_tasks_and_the_app_know_lightning() -> None:
+    allowed = ("lightning", "tasks", "app", "transcribe.py", "registration.py")
+    rest = [f for f in FILES if not str(f.relative_to(PACKAGE)).startswith(allowed)]
+    assert not offenders(rest, *LIGHTNING)
+
+
+def test_memory_and_update_know_no_workers_and_the_server_no_world() -> None:
+    assert not offenders(
+        files_of("memory"), "hybridtrain.update", "hybridtrain.server", "hybridtrain.worlds"
+    )
+    assert not offenders(
+        files_of("update"), "hybridtrain.policies", "hybridtrain.server", "hybridtrain.worlds"
+    )
+    assert not offenders(files_of("policies"), "hybridtrain.server", "hybridtrain.update")
+    assert not offenders(
+        files_of("server.py", "client.py", "exchange"), "hybridtrain.worlds", "multiprocessing"
+    )
+    assert not offenders(files_of("lightning"), "hybridtrain.app", "hybridtrain.tasks", "hydra")
+
+
+def test_tasks_are_ordinary_lightning_code_that_knows_no_strategy() -> None:
+    core = [f"hybridtrain.{name.removesuffix('.py')}" for name in CORE]
+    assert not offenders(files_of("tasks"), *core, "hybridtrain.lightning", "hybridtrain.policies")
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_files_have_at_most_300_lines() -> None:
+    lengths = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in FILES}
+    assert {name: n for name, n in lengths.items() if n > 300} == {}
+
+
+def test_functions_have_at_most_45_lines() -> None:
+    long = {f"{f.name}:{name}": n for f in FILES for name, n in functions(f) if n > 45}
+    assert long == {}
+
+
+# ---- what an import brings along ----------------------------------------------------------------
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_alone_imports_neither_torch_nor_lightning() -> None:
+    heavy = "{'torch', 'pytorch_lightning', 'hydra', 'numpy'} & set(sys.modules)"
+    assert python(f"import sys, hybridtrain; print({heavy})") == "set()"
+
+
+def test_policies_run_without_torch() -> None:
+    code = "import sys, hybridtrain.policies; print('torch' in sys.modules)"
+    assert python(code) == "False"
+
+
+NAMES = """
+from pytorch_lightning.strategies import StrategyRegistry
+print(*sorted({'hybrid', 'async'} & set(StrategyRegistry.available_strategies())))
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import hybridtrain, pytorch_lightning",
+        "import pytorch_lightning, hybridtrain",
+        # Somebody only asks whether Lightning could be imported, as many libraries do.
+        "import hybridtrain, importlib.util; importlib.util.find_spec('pytorch_lightning')",
+    ],
+)
+def test_strategies_are_registered_in_whatever_order_packages_are_imported(imports: str) -> None:
+    assert python(imports + NAMES) == "async hybrid"
