@@ -81,9 +81,9 @@ class Client:
         assert fd is not None, "the descriptor travels with the message"
         return Arena(fd, reply.n_bytes)
 
-    def install(self, optimizers: tuple[bytes, ...]) -> None:
-        """Hand the optimizers over; waits for all workers."""
-        self._ask(Install(optimizers), object)
+    def install(self, optimizers: tuple[bytes, ...], version: int = 0) -> None:
+        """Hand the optimizers over, after ``version`` updates; waits for all workers."""
+        self._ask(Install(optimizers, version), object)
 
     def push(
         self,

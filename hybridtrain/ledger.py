@@ -1,6 +1,7 @@
 """What a run has counted: updates, samples, staleness, and who waited for whom.
 
-The clock is given, so that the same code counts real and virtual seconds.
+The clock is given, so that the same code counts real and virtual seconds. All times are *training
+time*, which stands still while training pauses (validation).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 @dataclass
 class _Worker:
-    """One worker's account; times in seconds."""
+    """One worker's account; training time in seconds."""
 
     read_version: int = 0
     released_at_s: float | None = None  # since when it computes
@@ -34,62 +35,67 @@ class Ledger:
     n_workers: int
     clock: Callable[[], float]
     version: int = 0
+    first_version: int = 0
     samples: float = 0.0
     contributions: int = 0
     staleness_sum: int = 0
     staleness_max: int = 0
     _accounts: list[_Worker] = field(default_factory=list)
-    _started_at_s: float | None = None
+    _started_at_s: float = 0.0
     _paused_at_s: float | None = None
-    _paused_s: float = 0.0
-    _training_s: float = 0.0  # until the last update, pauses left out
+    _training_s: float = 0.0  # until the last update
 
     def __post_init__(self) -> None:
         self._accounts = [_Worker() for _ in range(self.n_workers)]
 
-    def start(self) -> None:
-        """Training begins: everybody computes from now on."""
-        self._started_at_s, self._paused_at_s, self._paused_s = self.clock(), None, 0.0
+    def _now_s(self) -> float:
+        """Training time since the start."""
+        now_s = self.clock() if self._paused_at_s is None else self._paused_at_s
+        return now_s - self._started_at_s
+
+    def start(self, version: int = 0) -> None:
+        """Training begins, or goes on after ``version`` updates: everybody computes from now."""
+        self.version = self.first_version = version
+        self._started_at_s, self._paused_at_s = self.clock(), None
         for account in self._accounts:
-            account.released_at_s = self._started_at_s
+            account.released_at_s = 0.0
 
     def pause(self) -> None:
-        """A validation begins; neither throughput nor computing is counted until ``resume``."""
-        self._paused_at_s = self._paused_at_s or self.clock()
+        """A validation begins: training time stands still until ``resume``."""
+        if self._paused_at_s is None:
+            self._paused_at_s = self.clock()
 
     def resume(self) -> None:
         """Training goes on."""
-        if self._paused_at_s is None:
-            return
-        length_s = self.clock() - self._paused_at_s
-        self._paused_s += length_s
-        self._paused_at_s = None
-        for account in self._accounts:
-            if account.released_at_s is not None:
-                account.released_at_s += length_s
+        if self._paused_at_s is not None:
+            self._started_at_s += self.clock() - self._paused_at_s
+            self._paused_at_s = None
 
     def pushed(self, worker: int, weight: float) -> None:
         """The worker has brought a gradient of ``weight`` samples, and waits."""
-        account, now = self._accounts[worker], self.clock()
+        account, now = self._accounts[worker], self._now_s()
         if account.released_at_s is not None:
-            account.computing_s += max(0.0, now - account.released_at_s)
+            account.computing_s += now - account.released_at_s
         account.released_at_s, account.pushed_at_s = None, now
         account.samples += weight
         self.samples += weight
 
     def updated(self, workers: tuple[int, ...]) -> None:
-        """One update was made of these workers' contributions."""
+        """A round has ended, with an update made of these workers' contributions.
+
+        A round in which everybody abstained counts as well, as Lightning counts a skipped step.
+        """
         for worker in workers:
             staleness = self.version - self._accounts[worker].read_version
             self.staleness_sum += staleness
             self.staleness_max = max(self.staleness_max, staleness)
         self.contributions += len(workers)
         self.version += 1
-        self._training_s = self.clock() - (self._started_at_s or 0.0) - self._paused_s
+        self._training_s = self._now_s()
 
     def released(self, worker: int) -> None:
         """The worker goes on from the current version."""
-        account, now = self._accounts[worker], self.clock()
+        account, now = self._accounts[worker], self._now_s()
         if account.pushed_at_s is not None:
             account.waiting_s += now - account.pushed_at_s
         account.read_version, account.released_at_s, account.pushed_at_s = self.version, now, None
@@ -106,7 +112,7 @@ class Ledger:
         """
         training_s = self._training_s
         return {
-            "updates": self.version,
+            "updates": self.version - self.first_version,
             "samples": int(self.samples),
             "samples_per_s": self.samples / training_s if training_s > 0 else 0.0,
             "training_s": training_s,

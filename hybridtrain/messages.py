@@ -25,10 +25,12 @@ class Share:
 class Install:
     """The optimizers as the user configured them (worker 0), or nothing (the others).
 
-    Answered with ``Done`` when all have asked, so that nobody pushes too early.
+    ``version`` is the number of updates already behind the parameters (of a resumed run). Answered
+    with ``Done`` when all have asked, so that nobody pushes too early.
     """
 
     optimizers: tuple[bytes, ...] = ()
+    version: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
 from hybridtrain.batch_queue import BatchQueue
+from hybridtrain.errors import UserError
 from hybridtrain.events import Apply, Fact, Joined, Left, Parked, Pushed, Release
 from hybridtrain.ledger import Ledger
 from hybridtrain.meeting import Meeting, MeetingMismatch
@@ -50,9 +51,8 @@ from hybridtrain.messages import (
     Stopped,
 )
 from hybridtrain.policies import Policy
-from hybridtrain.update import Contribution, Update, build_update
+from hybridtrain.update import Contribution, Update, load_updates
 from hybridtrain.update.pool import Pool
-from hybridtrain.update.portable import load
 
 Replies = list[tuple[int, Reply]]
 
@@ -84,6 +84,7 @@ class Server:
         self._pushes: dict[int, Push] = {}
         self._queue = BatchQueue(self._members)
         self._stopped: set[int] = set()
+        self._finished: set[int] = set()
         for worker in range(n_workers):
             self.policy.on(Joined(worker))
 
@@ -118,32 +119,60 @@ class Server:
                 return self._stop_waiting_for(worker)
         return []
 
+    def finished(self, worker: int) -> Replies:
+        """The worker has done its job; a meeting that waits for it would wait for ever."""
+        self._finished.add(worker)
+        waiting = self._meeting.waiting
+        return self._refuse(waiting, _missed(worker, waiting)) if waiting else []
+
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever it had not pushed."""
         self._members.discard(worker)
-        self._meeting.expected.discard(worker)
+        self._meeting.leave(worker)
         self._pushes.pop(worker, None)
         return self._obey(Left(worker)) + self._close_meeting()
 
     # ---- rounds ---------------------------------------------------------------------------------
 
     def _push(self, worker: int, push: Push) -> Replies:
-        if self.policy.lockstep and self._stopped:
-            return [(worker, Stop(now=True))]  # the round can no longer be a whole one
-        if not 0 <= push.optimizer < len(self._updates):
-            return [(worker, Refused(f"there is no optimizer number {push.optimizer}"))]
-        other = next((p.optimizer for p in self._pushes.values()), push.optimizer)
-        if self.policy.lockstep and other != push.optimizer:
-            return self._refuse_all(
-                worker,
-                f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
-                f"{other}; in lock-step all workers must step their optimizers in the same order",
-            )
+        if self._broken:
+            return [(worker, Stop(now=True))]
+        if (reason := self._objection(worker, push)) is not None:
+            return self._refuse([worker], reason)
         self._pushes[worker] = push
-        self.ledger.pushed(worker, push.weight)
+        # A mini-batch that several optimizers use is counted by the first of them.
+        self.ledger.pushed(worker, push.weight if push.optimizer == 0 else 0.0)
         return self._obey(Pushed(worker))
 
+    @property
+    def _broken(self) -> bool:
+        """Somebody has stopped under a lock-step policy: no round can be a whole one any more."""
+        return self.policy.lockstep and bool(self._stopped)
+
+    def _objection(self, worker: int, push: Push) -> str | None:
+        """Why this push makes no sense, if so."""
+        number = push.optimizer
+        if not 0 <= number < len(self._updates):
+            return f"worker {worker} steps optimizer {number}, but {len(self._updates)} are known"
+        n_groups = self._updates[number].n_groups
+        if push.groups is not None and len(push.groups) != n_groups:
+            return (
+                f"optimizer {number} has {len(push.groups)} parameter groups now, but had "
+                f"{n_groups} when training began; add_param_group during training is not "
+                "supported: give the optimizer all groups in configure_optimizers, and let a group "
+                "rest with lr=0"
+            )
+        other = next((p.optimizer for p in self._pushes.values()), number)
+        if self.policy.lockstep and other != number:
+            return (
+                f"worker {worker} steps optimizer {number} while others step optimizer {other}; in "
+                "lock-step all workers must step their optimizers in the same order"
+            )
+        return None
+
     def _obey(self, fact: Fact) -> Replies:
+        if self._broken:
+            return []
         replies: Replies = []
         for order in self.policy.on(fact):
             match order:
@@ -155,25 +184,23 @@ class Server:
 
     def _apply(self, workers: tuple[int, ...]) -> None:
         pushes = {worker: self._pushes[worker] for worker in workers}
-        total = sum(push.weight for push in pushes.values())
-        if total > 0:
-            self._step(pushes, total)
-        self.ledger.updated(tuple(w for w, push in pushes.items() if push.weight > 0))
+        told = [push for push in pushes.values() if push.groups is not None]
+        if told and told[0].groups is not None:  # those who abstain tell it only once, too
+            self._updates[told[0].optimizer].set_groups(told[0].groups)
+        counted = {worker: push for worker, push in pushes.items() if push.weight > 0}
+        if counted:
+            self._step(counted)
+        self.ledger.updated(tuple(counted))
 
-    def _step(self, pushes: dict[int, Push], total: float) -> None:
-        lead = next(iter(pushes.values()))
-        update = self._updates[lead.optimizer]
-        for push in pushes.values():
-            if push.groups is not None:
-                update.set_groups(push.groups)
-                break
+    def _step(self, pushes: dict[int, Push]) -> None:
+        total = sum(push.weight for push in pushes.values())
         contributions = [
             Contribution(worker, push.weight / total, frozenset(push.absent))
             for worker, push in pushes.items()
-            if push.weight > 0
         ]
+        lead = next(iter(pushes.values()))
         with torch.no_grad():
-            update.step(contributions, lead.clip)
+            self._updates[lead.optimizer].step(contributions, lead.clip)
 
     def _release(self, worker: int) -> tuple[int, Reply]:
         self._pushes.pop(worker, None)
@@ -186,10 +213,12 @@ class Server:
             self.store.refresh(worker)
         self.ledger.read(worker)
 
-    def _refuse_all(self, worker: int, reason: str) -> Replies:
-        waiting = {worker, *self._pushes, *self._meeting.waiting}
+    def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
+        """These workers and all who wait must end, with this reason."""
+        waiting = {*workers, *self._pushes, *self._meeting.waiting}
         self._pushes.clear()
         self._meeting.dissolve()
+        self._stopped |= waiting
         return [(each, Refused(reason)) for each in sorted(waiting)]
 
     # ---- meetings -------------------------------------------------------------------------------
@@ -197,11 +226,13 @@ class Server:
     def _meet(self, worker: int, request: Gather | Share | Install) -> Replies:
         if self._stopped:
             return [(worker, Stop(now=True))]
+        if self._finished:
+            return self._refuse([worker], _missed(min(self._finished), [worker]))
         tag = request.tag if isinstance(request, Gather) else type(request).__name__
         try:
             self._meeting.bring(worker, tag, request)
         except MeetingMismatch as error:
-            return self._refuse_all(worker, f"{error}; all workers must take the same path here")
+            return self._refuse([worker], f"{error}; all workers must take the same path here")
         return self._obey(Parked(worker)) + self._close_meeting()
 
     def _close_meeting(self) -> Replies:
@@ -209,48 +240,43 @@ class Server:
         requests = self._meeting.close()
         if requests is None:
             return []
-        match requests[0]:
-            case Gather():
-                payloads = tuple(r.payload for r in requests if isinstance(r, Gather))
-                return self._reply_all(workers, Gathered(payloads))
-            case Share():
-                return self._share(workers, [r.layout for r in requests if isinstance(r, Share)])
-            case Install():
-                return self._install(workers, requests[0])
-        raise AssertionError(requests[0])
-
-    def _reply_all(self, workers: list[int], reply: Reply) -> Replies:
+        try:
+            reply = self._conclude(workers, requests)
+        except UserError as error:
+            return self._refuse(workers, str(error))
         for worker in workers:
             self.policy.on(Joined(worker))
         return [(worker, reply) for worker in workers]
 
-    def _share(self, workers: list[int], layouts: list[Layout]) -> Replies:
-        for worker, layout in zip(workers, layouts, strict=True):
-            if layout != layouts[0]:
-                return self._refuse_all(
-                    worker,
-                    f"worker {worker} has other parameters than worker 0; every worker must build "
-                    "the same module (same code, same seed, same configuration)",
-                )
-        self.store = Store(layouts[0], len(workers), not self.policy.lockstep)
-        return self._reply_all(workers, Shared(self.store.arena.n_bytes))
+    def _conclude(self, workers: list[int], requests: list[Request]) -> Reply:
+        match requests[0]:
+            case Gather():
+                return Gathered(tuple(r.payload for r in requests if isinstance(r, Gather)))
+            case Share():
+                layouts = [r.layout for r in requests if isinstance(r, Share)]
+                return self._share(dict(zip(workers, layouts, strict=True)))
+            case Install():
+                return self._install(workers, requests[0])
+        raise AssertionError(requests[0])
 
-    def _install(self, workers: list[int], install: Install) -> Replies:
-        store = self.store
-        assert store is not None, "parameters are shared before optimizers are installed"
-        self._updates = []
-        for payload in install.optimizers:
-            optimizer, numbers = load(
-                payload,
-                lambda n: torch.nn.Parameter(
-                    store.master(store.layout.slots[n]), requires_grad=True
-                ),
-            )
-            self._updates.append(build_update(optimizer, numbers, store, self._pool))
+    def _share(self, layouts: dict[int, Layout]) -> Shared:
+        first, layout = next(iter(layouts.items()))
+        for worker, other in layouts.items():
+            if other != layout:
+                raise UserError(
+                    f"worker {worker} has other parameters than worker {first}; every worker must "
+                    "build the same module (same code, same seed, same configuration)"
+                )
+        self.store = Store(layout, self.ledger.n_workers, not self.policy.lockstep)
+        return Shared(self.store.arena.n_bytes)
+
+    def _install(self, workers: list[int], install: Install) -> Done:
+        assert self.store is not None, "parameters are shared before optimizers are installed"
+        self._updates = load_updates(install.optimizers, self.store, self._pool)
+        self.ledger.start(install.version)
         for worker in workers:
             self._refresh(worker)
-        self.ledger.start()
-        return self._reply_all(workers, Done())
+        return Done()
 
     # ---- stopping -------------------------------------------------------------------------------
 
@@ -272,3 +298,11 @@ class Server:
         buffer = io.BytesIO()
         torch.save([update.state() for update in self._updates], buffer)
         return buffer.getvalue()
+
+
+def _missed(worker: int, waiting: Iterable[int]) -> str:
+    who = ", ".join(str(each) for each in sorted(waiting))
+    return (
+        f"worker {worker} has finished while worker {who} waits for all to meet; all workers must "
+        "take the same path (a barrier or a reduction that only some reach?)"
+    )

@@ -18,6 +18,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from pytorch_lightning.trainer import call
+from torch.distributed import distributed_c10d
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
@@ -136,6 +137,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     if job.global_state is not None:
         job.global_state.restore()
     os.environ["LOCAL_RANK"] = str(client.worker)
+    forget_process_group()
     trainer: Any = job.trainer
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
     trainer.strategy.enter_worker(client, trainer)
@@ -152,6 +154,15 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         client.solo = True
         _say_goodbye(trainer, error)
         raise
+
+
+def forget_process_group() -> None:
+    """Leave a default process group that a forked worker has inherited (from ddp, run before).
+
+    It has no peers here, and with one Lightning would broadcast on every mini-batch.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        distributed_c10d.GroupMember.WORLD = None
 
 
 def _save_interrupted(trainer: pl.Trainer) -> None:

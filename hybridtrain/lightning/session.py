@@ -51,6 +51,7 @@ class Session:
         self._store = Store(layout, client.n_workers, private_parameters, arena)
         self._publish()
         client.gather("initial parameters", None)
+        self._store.refresh(client.worker)
         self._share_buffers()
         self._exchange = self._make_exchange()
         self.steps: list[RemoteStep] = []
@@ -84,7 +85,8 @@ class Session:
         """Training begins: the server takes the optimizers over, with the state they have now."""
         self._publish()  # a hook may have loaded weights
         payload = tuple(self._dump(optimizer) for optimizer in self._optimizers)
-        self._client.install(payload if self._client.worker == 0 else ())
+        first = self._client.worker == 0
+        self._client.install(payload if first else (), self.trainer.global_step)
         self._exchange.refresh()
         self.steps = [
             RemoteStep(n, optimizer, self._numbers(optimizer), self._exchange, self._client)

@@ -4,7 +4,8 @@ Theory of operation. The parent starts W workers, each with one end of a socket 
 three things in one loop: it carries messages between the workers and the server, it watches the
 processes (a dead one is seen within milliseconds through its sentinel), and it reacts to signals.
 The first worker that fails, dies or a signal that arrives begins the end: everybody is asked to
-stop, given ``grace_s`` seconds, and then killed. No process outlives ``run``.
+stop, given ``grace_s`` seconds (none, if another signal comes), and then killed. No process
+outlives ``run``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from hybridtrain.worlds.nursery import Nursery
 from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied
 
 _POLL_S = 1.0
+_SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
 
 
 class Interrupted(BaseException):
@@ -87,6 +89,8 @@ class ProcessWorld:
                     self._turn(selector)
             finally:
                 self._kill_all()
+                for worker in self._workers:
+                    worker.process.close()
                 nursery.close()
                 self.server.close()
         if self._failure is not None:
@@ -106,9 +110,10 @@ class ProcessWorld:
     def _start(self, nursery: Nursery, body: Body, selector: selectors.BaseSelector) -> None:
         pairs = [channel_pair() for _ in range(self.n_workers)]
         forked = self.start_method == "fork"
+        parent_pid = None if self.start_method == "forkserver" else os.getpid()
         rows: list[Sequence[Any]] = []
         for number, (_, theirs) in enumerate(pairs):
-            birth = Birth(number, self.n_workers, self.threads_per_worker, os.getpid())
+            birth = Birth(number, self.n_workers, self.threads_per_worker, parent_pid)
             others = [s for n, pair in enumerate(pairs) for s in pair if n != number]
             inherited = [*others, pairs[number][0]] if forked else []
             rows.append((birth, theirs, body, inherited))
@@ -162,6 +167,7 @@ class ProcessWorld:
         match message:
             case Finished(result):
                 worker.result, worker.ended = result, True
+                self._send(self.server.finished(worker.number))
             case Failed():
                 worker.ended = True
                 self._fail(worker, message.rebuild(worker.number))
@@ -193,22 +199,22 @@ class ProcessWorld:
     def _fail(self, worker: _Worker, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-        self._ask_to_stop(now=False)
+        self._ask_to_stop()
         self._send(self.server.note(worker.number, Stopped()))
 
-    def _ask_to_stop(self, now: bool) -> None:
+    def _ask_to_stop(self) -> None:
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.grace_s
-            self._send([(w.number, Stop(now)) for w in self._workers if not w.ended])
+            self._send([(w.number, Stop()) for w in self._workers if not w.ended])
 
     def _react_to_signals(self) -> None:
         while self._signals:
             signum = self._signals.pop(0)
-            if isinstance(self._failure, Interrupted):
-                self._deadline_s = 0.0  # asked twice: at once
-            else:
-                self._failure = self._failure or Interrupted(signum)
-                self._ask_to_stop(now=False)
+            if self._deadline_s is None:
+                self._failure = Interrupted(signum)
+                self._ask_to_stop()
+            elif time.monotonic() > self._deadline_s - self.grace_s + _SAME_SIGNAL_S:
+                self._deadline_s = 0.0  # asked again: at once
 
     @contextmanager
     def _catch_signals(self, selector: selectors.BaseSelector) -> Iterator[None]:

@@ -1,0 +1,114 @@
+"""Checkpoints are ordinary Lightning checkpoints, and travel between strategies."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from tests.lightning.toys import Regression, distance, fit, flat
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+NESTEROV = partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True)
+
+
+def saved(
+    strategy: str, workers: int, batch: int, module: Any, folder: Path, epochs: int = 2
+) -> Path:
+    """Train for some epochs and return the last checkpoint."""
+    checkpoint = ModelCheckpoint(folder, save_last=True)
+    fit(
+        strategy,
+        workers,
+        batch,
+        module,
+        max_epochs=epochs,
+        callbacks=[checkpoint],
+        enable_checkpointing=True,
+    )
+    return folder / "last.ckpt"
+
+
+@pytest.mark.parametrize("make", [ADAM, NESTEROV])
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_a_checkpoint_has_the_form_that_torch_would_write(
+    strategy: str, make: Any, tmp_path: Path
+) -> None:
+    path = saved(strategy, 2, 6, partial(Regression, make), tmp_path)
+    checkpoint = torch.load(path, weights_only=True)
+    module = Regression(make)
+    module.load_state_dict(checkpoint["state_dict"])
+    optimizer = make(module.parameters())
+    optimizer.load_state_dict(checkpoint["optimizer_states"][0])
+    states = [optimizer.state[p] for p in module.parameters()]
+    assert all(states)
+    for parameter, state in zip(module.parameters(), states, strict=True):
+        tensors = [v for k, v in state.items() if k != "step"]
+        assert all(t.shape == parameter.shape and bool(t.any()) for t in tensors)
+    assert path.stat().st_size < 20_000  # no view has dragged a whole buffer along
+
+
+@pytest.mark.parametrize("make", [ADAM, NESTEROV])
+def test_resumed_equals_uninterrupted_to_the_bit(make: Any, tmp_path: Path) -> None:
+    module = partial(Regression, make)
+    path = saved("hybrid", 3, 4, module, tmp_path)
+    resumed, trainer = fit("hybrid", 3, 4, module, ckpt_path=str(path), max_epochs=5)
+    whole, _ = fit("hybrid", 3, 4, module, max_epochs=5)
+    assert trainer.global_step == 20
+    assert torch.equal(flat(resumed), flat(whole))
+
+
+def test_a_run_may_go_on_with_other_workers_or_another_strategy(tmp_path: Path) -> None:
+    module = partial(Regression, ADAM)
+    whole, _ = fit("hybrid", 1, 12, module, max_epochs=4)
+    ours = str(saved("hybrid", 3, 4, module, tmp_path / "ours"))
+    theirs = str(saved("ddp_fork", 2, 6, module, tmp_path / "theirs"))
+    for strategy, workers, batch, path in [
+        ("hybrid", 2, 6, ours),
+        ("ddp_fork", 2, 6, ours),
+        ("hybrid", 4, 3, theirs),
+    ]:
+        resumed, _ = fit(strategy, workers, batch, module, ckpt_path=path, max_epochs=4)
+        assert distance(resumed, whole) < 1e-6
+
+
+def test_schedules_and_groups_survive(tmp_path: Path) -> None:
+    def schedule(optimizer: Any) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+    module = partial(Regression, ADAM, schedule)
+    path = saved("hybrid", 2, 6, module, tmp_path)
+    group = torch.load(path, weights_only=True)["optimizer_states"][0]["param_groups"][0]
+    assert group["lr"] == pytest.approx(0.01 / 4)
+    resumed, _ = fit("hybrid", 2, 6, module, ckpt_path=str(path), max_epochs=4)
+    whole, _ = fit("hybrid", 2, 6, module, max_epochs=4)
+    assert torch.equal(flat(resumed), flat(whole))
+
+
+def test_an_async_run_resumes(tmp_path: Path) -> None:
+    module = partial(Regression, ADAM)
+    path = saved("async", 2, 6, module, tmp_path)
+    _, trainer = fit("async", 3, 6, module, ckpt_path=str(path), max_epochs=4)
+    assert trainer.global_step == 32  # 4 epochs of 8 mini-batches
+    assert trainer.strategy.run_stats()["samples"] == 96
+
+
+def test_weights_and_moments_of_a_checkpoint_in_mid_epoch_belong_together(tmp_path: Path) -> None:
+    """Adam's step count in the file equals the number of updates behind the weights."""
+    checkpoint = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    fit(
+        "async",
+        3,
+        4,
+        partial(Regression, ADAM),
+        max_epochs=2,
+        callbacks=[checkpoint],
+        enable_checkpointing=True,
+    )
+    for path in tmp_path.glob("*.ckpt"):
+        states = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
+        assert len({float(state["step"]) for state in states.values()}) == 1
