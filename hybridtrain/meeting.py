@@ -40,6 +40,12 @@ class Meeting(Generic[T]):
                 )
         self._items[worker], self._tags[worker] = item, tag
 
+    def leave(self, worker: int) -> None:
+        """The worker is gone: nobody waits for it, and what it brought does not count."""
+        self.expected.discard(worker)
+        self._items.pop(worker, None)
+        self._tags.pop(worker, None)
+
     @property
     def waiting(self) -> frozenset[int]:
         """Who has arrived."""

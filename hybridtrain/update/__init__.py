@@ -1,7 +1,7 @@
 """How the master parameters move: a torch optimizer in host memory, fed with a merged gradient."""
 
-from hybridtrain.update.build import build_update
+from hybridtrain.update.build import build_update, load_updates
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.update import Update
 
-__all__ = ["Contribution", "Update", "build_update"]
+__all__ = ["Contribution", "Update", "build_update", "load_updates"]

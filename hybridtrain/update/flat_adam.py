@@ -3,7 +3,9 @@
 Per chunk of 256 Ki elements: add the workers' rows into a scratch that stays in the cache, then let
 ``torch._fused_adam_``, the engine of ``Adam(fused=True)``, step the chunk. Each byte of gradient,
 parameter and moment crosses the memory bus once per update. Chunks are independent, so idle cores
-share them. The bits equal those of ``Adam(fused=True)`` on the mean gradient.
+share them. The bits equal those of ``Adam(fused=True)`` on the mean gradient, up to the odd elements
+at a parameter's end (fewer than 16): torch steps those in a scalar loop that rounds in another
+order, here the padding makes whole vectors of them.
 
 Legend: P elements of one dtype's buffer (padding included), n elements of a chunk.
 """
@@ -29,7 +31,7 @@ CHUNK = 256 * 1024  # elements: rows, scratch, parameters and moments of a chunk
 
 @dataclass(frozen=True, slots=True)
 class _Stretch:
-    """Contiguous elements that move by the same step count and hyper-parameters."""
+    """Whole cache lines that move by the same step count and hyper-parameters."""
 
     group: int
     start: int
@@ -67,20 +69,19 @@ class FlatAdam:
         self._group_of = [
             index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]
         ]
-        self._decoupled = any(g.get("decoupled_weight_decay", False) for g in self._groups)
         self._steps = [0] * len(self._numbers)
         self._scratch = [torch.empty(CHUNK) for _ in range(pool.size)]
         self._moments = self._make_moments()
         self._load(optimizer)
 
     @property
-    def _amsgrad(self) -> bool:
-        return any(group["amsgrad"] for group in self._groups)
+    def n_groups(self) -> int:
+        return len(self._groups)
 
     def _make_moments(self) -> dict[str, torch.Tensor]:
         """Moments for the whole buffer, (P,) each, in an arena of their own."""
         size = self._store.layout.sizes[torch.float32]
-        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._amsgrad
+        names = ["exp_avg", "exp_avg_sq"] + ["max_exp_avg_sq"] * self._groups[0]["amsgrad"]
         stride = align(size * 4)
         self._arena = Arena.create(stride * len(names))
         return {
@@ -133,7 +134,8 @@ class FlatAdam:
                 continue
             self._steps[index] += 1
             slot, group = self._store.layout.slots[number], self._group_of[index]
-            stretch = _Stretch(group, slot.offset, slot.offset + slot.numel, absent)
+            stop = slot.offset + align(slot.numel * 4) // 4
+            stretch = _Stretch(group, slot.offset, stop, absent)
             if found and self._continues(found[-1], stretch, self._steps[index]):
                 stretch = _Stretch(group, found.pop()[0].start, stretch.stop, absent)
             found.append((stretch, self._steps[index]))
@@ -146,7 +148,7 @@ class FlatAdam:
             counted == count
             and before.group == stretch.group
             and before.absent_in == stretch.absent_in
-            and align(before.stop * 4) == stretch.start * 4
+            and before.stop == stretch.start
         )
 
     def _step_chunk(
@@ -162,7 +164,8 @@ class FlatAdam:
         group, part = self._groups[task.stretch.group], slice(task.start, task.stop)
         moments = {name: [flat[part]] for name, flat in self._moments.items()}
         beta1, beta2 = group["betas"]
-        kernel = torch._fused_adamw_ if self._is_decoupled(group) else torch._fused_adam_
+        decoupled = group.get("decoupled_weight_decay", False)
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
         kernel(
             [self._store.masters[torch.float32][part]],
             [gradient],
@@ -179,10 +182,6 @@ class FlatAdam:
             maximize=group["maximize"],
         )
 
-    @staticmethod
-    def _is_decoupled(group: dict[str, Any]) -> bool:
-        return bool(group.get("decoupled_weight_decay", False))
-
     def _merged(
         self, lane: int, task: _Task, contributions: Sequence[Contribution]
     ) -> torch.Tensor:
@@ -198,7 +197,7 @@ class FlatAdam:
     def _clipping(
         self, tasks: list[_Task], contributions: Sequence[Contribution], clip: Clip | None
     ) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        if clip is None:
+        if clip is None or not tasks:
             return None
         limit = clip.limit
         if clip.algorithm == "value":

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from hybridtrain.errors import UserError
+
 # What torch, a scheduler or a wrapper puts on an instance: rebuilt or meaningless elsewhere.
 _NOT_CARRIED = frozenset(
     {"step", "zero_grad", "_opt_called", "defaults", "state", "param_groups"}
@@ -30,7 +32,7 @@ def dump(optimizer: torch.optim.Optimizer, number_of: Mapping[int, int]) -> byte
         pickle.PicklingError, TypeError, AttributeError: something it holds cannot be pickled.
     """
     buffer = io.BytesIO()
-    own = {k: v for k, v in vars(optimizer).items() if k not in _NOT_CARRIED and not callable(v)}
+    own = {k: v for k, v in vars(optimizer).items() if k not in _NOT_CARRIED}
     _Pickler(buffer, number_of).dump((type(optimizer), optimizer.__getstate__(), own))
     return buffer.getvalue()
 
@@ -38,7 +40,11 @@ def dump(optimizer: torch.optim.Optimizer, number_of: Mapping[int, int]) -> byte
 def load(
     payload: bytes, parameter: Callable[[int], torch.Tensor]
 ) -> tuple[torch.optim.Optimizer, list[int]]:
-    """Rebuild the optimizer over ``parameter(number)``; also the numbers, group by group."""
+    """Rebuild the optimizer over ``parameter(number)``; also the numbers, group by group.
+
+    Raises:
+        UserError: if this process does not know the optimizer's class.
+    """
     unpickler = _Unpickler(io.BytesIO(payload), parameter)
     kind, state, own = unpickler.load()
     optimizer: torch.optim.Optimizer = kind.__new__(kind)
@@ -83,11 +89,17 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"unknown reference {pid!r}")
 
     def _optimizer_class(self, module: str, qualname: str) -> type[torch.optim.Optimizer]:
-        """Also finds classes that no import reaches (defined in a function, before the fork)."""
-        for kind in _subclasses(torch.optim.Optimizer):
-            if (kind.__module__, kind.__qualname__) == (module, qualname):
-                return kind
-        return self.find_class(module, qualname)
+        """Also finds classes that no import reaches (made in a function, before the fork)."""
+        try:
+            return self.find_class(module, qualname)
+        except (ImportError, AttributeError) as error:
+            for kind in reversed(_subclasses(torch.optim.Optimizer)):  # the latest of its name
+                if (kind.__module__, kind.__qualname__) == (module, qualname):
+                    return kind
+            raise UserError(
+                f"the optimizer class {module}.{qualname} exists only in the worker that made it, "
+                "and the server cannot find it; define it at the top level of a module"
+            ) from error
 
 
 def _subclasses(kind: type) -> list[type]:

@@ -14,6 +14,11 @@ from hybridtrain.update.contribution import Contribution
 class Update(Protocol):
     """One optimizer on the master parameters."""
 
+    @property
+    def n_groups(self) -> int:
+        """How many parameter groups it has."""
+        ...
+
     def step(self, contributions: Sequence[Contribution], clip: Clip | None) -> None:
         """Merge the rows, clip the result, step the masters. Not thread-safe."""
         ...

@@ -39,6 +39,10 @@ class WholeParameters:
         ]  # W × parameters, each in the parameter's shape
         self._means = [torch.zeros_like(p) for p in self._parameters]
 
+    @property
+    def n_groups(self) -> int:
+        return len(self._optimizer.param_groups)
+
     def step(self, contributions: Sequence[Contribution], clip: Clip | None) -> None:
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._mean(index, contributions)
@@ -54,9 +58,9 @@ class WholeParameters:
         return merge(rows, [c.share for c in parts], self._means[index])
 
     def _clip(self, clip: Clip | None) -> None:
-        if clip is None:
-            return
         gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if clip is None or not gradients:
+            return
         if clip.algorithm == "value":
             torch._foreach_clamp_min_(gradients, -clip.limit)
             torch._foreach_clamp_max_(gradients, clip.limit)

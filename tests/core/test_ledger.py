@@ -1,0 +1,141 @@
+"""What a run has counted, by a clock that the test turns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hybridtrain.ledger import Ledger
+from hybridtrain.meeting import Meeting, MeetingMismatch
+
+
+class Clock:
+    """Seconds, as the test says."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def ledger(n_workers: int, start_s: float = 0.0) -> tuple[Ledger, Clock]:
+    clock = Clock(start_s)
+    made = Ledger(n_workers, clock)
+    made.start()
+    return made, clock
+
+
+def a_round(made: Ledger, clock: Clock, arrivals_s: list[float], weight: float = 4.0) -> None:
+    """Workers push at these times; the last one ends the round."""
+    for worker, at_s in enumerate(arrivals_s):
+        clock.now_s = at_s
+        made.pushed(worker, weight)
+    made.updated(tuple(range(len(arrivals_s))))
+    for worker in range(len(arrivals_s)):
+        made.released(worker)
+
+
+@pytest.mark.parametrize("start_s", [0.0, 1000.0])
+def test_the_fast_wait_for_the_slow(start_s: float) -> None:
+    made, clock = ledger(2, start_s)
+    a_round(made, clock, [start_s + 1.0, start_s + 4.0])
+    a_round(made, clock, [start_s + 5.0, start_s + 8.0])
+    stats = made.stats()
+    assert stats["waiting_share"] == [6.0 / 8.0, 0.0]
+    assert stats["updates"] == 2
+    assert stats["samples"] == 16
+    assert stats["samples_per_s"] == 2.0
+    assert stats["samples_per_worker"] == [8, 8]
+    assert stats["staleness"] == {"mean": 0.0, "max": 0}
+
+
+@pytest.mark.parametrize("start_s", [0.0, 1000.0])
+def test_a_validation_is_neither_computing_nor_training(start_s: float) -> None:
+    made, clock = ledger(1, start_s)
+    a_round(made, clock, [start_s + 2.0])
+    made.pause()
+    clock.now_s += 50.0
+    made.pause()  # said twice, it is one pause
+    clock.now_s += 50.0
+    made.resume()
+    made.resume()
+    a_round(made, clock, [clock.now_s + 2.0])
+    stats = made.stats()
+    assert stats["training_s"] == 4.0
+    assert stats["samples_per_s"] == 2.0
+    assert stats["waiting_share"] == [0.0]
+
+
+def test_waiting_during_a_pause_is_not_counted_either() -> None:
+    made, clock = ledger(2)
+    clock.now_s = 1.0
+    made.pushed(0, 1.0)
+    made.pause()
+    clock.now_s = 11.0
+    made.resume()
+    clock.now_s = 12.0
+    made.pushed(1, 1.0)
+    made.updated((0, 1))
+    made.released(0)
+    made.released(1)
+    assert made.stats()["waiting_share"] == [0.5, 0.0]
+
+
+def test_staleness_counts_the_updates_between_reading_and_applying() -> None:
+    made, _ = ledger(3)
+    for worker in (0, 0, 1, 2):  # 0 reads 0, then 1; 1 and 2 read 0
+        made.pushed(worker, 1.0)
+        made.updated((worker,))
+        made.released(worker)
+    assert made.stats()["staleness"] == {"mean": (0 + 0 + 2 + 3) / 4, "max": 3}
+
+
+def test_reading_the_parameters_otherwise_makes_them_fresh() -> None:
+    made, _ = ledger(2)
+    made.pushed(0, 1.0)
+    made.updated((0,))
+    made.released(0)
+    made.read(1)
+    made.pushed(1, 1.0)
+    made.updated((1,))
+    assert made.stats()["staleness"]["max"] == 0
+
+
+def test_before_anything_has_happened_all_is_zero() -> None:
+    stats: dict[str, Any] = Ledger(2, Clock()).stats()
+    assert stats["updates"] == stats["samples"] == stats["samples_per_s"] == 0
+    assert stats["waiting_share"] == [0.0, 0.0]
+    assert stats["workers"] == 2
+
+
+# ---- meetings -----------------------------------------------------------------------------------
+
+
+def test_a_meeting_ends_with_the_last_and_answers_in_the_order_of_numbers() -> None:
+    meeting: Meeting[str] = Meeting({0, 1, 2})
+    meeting.bring(2, "t", "c")
+    meeting.bring(0, "t", "a")
+    assert meeting.close() is None
+    assert meeting.waiting == {0, 2}
+    meeting.bring(1, "t", "b")
+    assert meeting.close() == ["a", "b", "c"]
+    assert meeting.close() is None, "and the next one is empty"
+
+
+def test_waiting_in_different_places_is_named_with_both() -> None:
+    meeting: Meeting[int] = Meeting({0, 1})
+    meeting.bring(1, "barrier", 0)
+    with pytest.raises(MeetingMismatch, match="worker 0 waits in 'metric'.* 1 waits in 'barrier'"):
+        meeting.bring(0, "metric", 0)
+
+
+def test_who_leaves_is_not_waited_for_and_takes_along_what_it_brought() -> None:
+    meeting: Meeting[int] = Meeting({0, 1, 2})
+    meeting.bring(1, "t", 11)
+    meeting.bring(0, "t", 10)
+    meeting.leave(1)
+    assert meeting.close() is None
+    meeting.leave(2)
+    assert meeting.close() == [10]
