@@ -14,11 +14,8 @@ before anyone can be a step ahead; where a worker runs out of data early, the ot
 
 from __future__ import annotations
 
-import io
 import time
 from collections.abc import Callable, Iterable
-
-import torch
 
 from hybridtrain.batch_queue import BatchQueue
 from hybridtrain.errors import UserError
@@ -51,7 +48,7 @@ from hybridtrain.messages import (
     Stopped,
 )
 from hybridtrain.policies import Policy
-from hybridtrain.update import Contribution, Update, load_updates
+from hybridtrain.update import Optimizers, load_updates
 from hybridtrain.update.pool import Pool
 
 Replies = list[tuple[int, Reply]]
@@ -80,7 +77,7 @@ class Server:
         self._members = set(range(n_workers))
         self._meeting: Meeting[Request] = Meeting(set(self._members))
         self._pool = Pool(threads)
-        self._updates: list[Update] = []
+        self._optimizers = Optimizers()
         self._pushes: dict[int, Push] = {}
         self._queue = BatchQueue(self._members)
         self._stopped: set[int] = set()
@@ -104,7 +101,7 @@ class Server:
                 return [(worker, Released(self.ledger.version))]
             case Snapshot():
                 self._refresh(worker)
-                return [(worker, State(self._optimizer_states()))]
+                return [(worker, State(self._optimizers.dump()))]
             case ReadStats():
                 return [(worker, Stats(self.ledger.stats()))]
 
@@ -151,24 +148,13 @@ class Server:
 
     def _objection(self, worker: int, push: Push) -> str | None:
         """Why this push makes no sense, if so."""
-        number = push.optimizer
-        if not 0 <= number < len(self._updates):
-            return f"worker {worker} steps optimizer {number}, but {len(self._updates)} are known"
-        n_groups = self._updates[number].n_groups
-        if push.groups is not None and len(push.groups) != n_groups:
+        other = next((p.optimizer for p in self._pushes.values()), push.optimizer)
+        if self.policy.lockstep and other != push.optimizer:
             return (
-                f"optimizer {number} has {len(push.groups)} parameter groups now, but had "
-                f"{n_groups} when training began; add_param_group during training is not "
-                "supported: give the optimizer all groups in configure_optimizers, and let a group "
-                "rest with lr=0"
+                f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
+                f"{other}; in lock-step all workers must step their optimizers in the same order"
             )
-        other = next((p.optimizer for p in self._pushes.values()), number)
-        if self.policy.lockstep and other != number:
-            return (
-                f"worker {worker} steps optimizer {number} while others step optimizer {other}; in "
-                "lock-step all workers must step their optimizers in the same order"
-            )
-        return None
+        return self._optimizers.objection(worker, push)
 
     def _obey(self, fact: Fact) -> Replies:
         if self._broken:
@@ -183,24 +169,8 @@ class Server:
         return replies
 
     def _apply(self, workers: tuple[int, ...]) -> None:
-        pushes = {worker: self._pushes[worker] for worker in workers}
-        told = [push for push in pushes.values() if push.groups is not None]
-        if told and told[0].groups is not None:  # those who abstain tell it only once, too
-            self._updates[told[0].optimizer].set_groups(told[0].groups)
-        counted = {worker: push for worker, push in pushes.items() if push.weight > 0}
-        if counted:
-            self._step(counted)
-        self.ledger.updated(tuple(counted))
-
-    def _step(self, pushes: dict[int, Push]) -> None:
-        total = sum(push.weight for push in pushes.values())
-        contributions = [
-            Contribution(worker, push.weight / total, frozenset(push.absent))
-            for worker, push in pushes.items()
-        ]
-        lead = next(iter(pushes.values()))
-        with torch.no_grad():
-            self._updates[lead.optimizer].step(contributions, lead.clip)
+        counted = self._optimizers.step({worker: self._pushes[worker] for worker in workers})
+        self.ledger.updated(counted)
 
     def _release(self, worker: int) -> tuple[int, Reply]:
         self._pushes.pop(worker, None)
@@ -272,7 +242,7 @@ class Server:
 
     def _install(self, workers: list[int], install: Install) -> Done:
         assert self.store is not None, "parameters are shared before optimizers are installed"
-        self._updates = load_updates(install.optimizers, self.store, self._pool)
+        self._optimizers = Optimizers(load_updates(install.optimizers, self.store, self._pool))
         self.ledger.start(install.version)
         for worker in workers:
             self._refresh(worker)
@@ -293,11 +263,6 @@ class Server:
     def close(self) -> None:
         """End the threads of the update."""
         self._pool.close()
-
-    def _optimizer_states(self) -> bytes:
-        buffer = io.BytesIO()
-        torch.save([update.state() for update in self._updates], buffer)
-        return buffer.getvalue()
 
 
 def _missed(worker: int, waiting: Iterable[int]) -> str:

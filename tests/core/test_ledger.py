@@ -127,7 +127,7 @@ def test_a_meeting_ends_with_the_last_and_answers_in_the_order_of_numbers() -> N
 def test_waiting_in_different_places_is_named_with_both() -> None:
     meeting: Meeting[int] = Meeting({0, 1})
     meeting.bring(1, "barrier", 0)
-    with pytest.raises(MeetingMismatch, match="worker 0 waits in 'metric'.* 1 waits in 'barrier'"):
+    with pytest.raises(MeetingMismatch, match=r"worker 0 waits in 'metric'.* 1 waits in 'barrier'"):
         meeting.bring(0, "metric", 0)
 
 
