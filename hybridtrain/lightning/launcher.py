@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.checks import check_trainer
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.messages import Stopped
 from hybridtrain.server import Server
@@ -59,6 +60,7 @@ class HybridLauncher(_Launcher):
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
         start_method = resolve_start_method(strategy.start_method)
+        check_trainer(trainer, strategy.policy.lockstep, start_method)
         n_workers, cores = strategy.world_size, usable_cores()
         threads = strategy.threads_per_worker
         server = Server(

@@ -100,6 +100,15 @@ def test_an_unknown_policy_and_silly_numbers_are_refused() -> None:
         make_trainer("hybrid", 2, num_nodes=2)
 
 
+@pytest.mark.parametrize(
+    "option", [{"val_check_interval": 2}, {"val_check_interval": 0.5}, {"limit_train_batches": 0.5}]
+)
+def test_options_that_need_lock_step_are_refused_under_async(option: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=f"{next(iter(option))}=.* strategy=hybrid"):
+        fit("async", 2, 4, **option)
+    fit("hybrid", 2, 4, **option, max_epochs=1)
+
+
 def test_workers_that_take_different_paths_are_told_so() -> None:
     class Apart(Regression):
         def on_train_epoch_end(self) -> None:

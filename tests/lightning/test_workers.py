@@ -103,10 +103,8 @@ class Stream(IterableDataset[Any]):
         import os
 
         x, y = regression_data(40).tensors
-        yield from zip(
-            *((x[:24], y[:24]) if os.environ["LOCAL_RANK"] == "0" else (x[24:], y[24:])),
-            strict=True,
-        )
+        shares = (x[:24], y[:24]) if os.environ["LOCAL_RANK"] == "0" else (x[24:], y[24:])
+        yield from zip(*shares, strict=True)
 
 
 def test_a_worker_whose_stream_ends_early_is_not_waited_for() -> None:
