@@ -3,9 +3,9 @@
 Per chunk of 256 Ki elements: add the workers' rows into a scratch that stays in the cache, then let
 ``torch._fused_adam_``, the engine of ``Adam(fused=True)``, step the chunk. Each byte of gradient,
 parameter and moment crosses the memory bus once per update. Chunks are independent, so idle cores
-share them. The bits equal those of ``Adam(fused=True)`` on the mean gradient, up to the odd elements
-at a parameter's end (fewer than 16): torch steps those in a scalar loop that rounds in another
-order, here the padding makes whole vectors of them.
+share them. The bits equal those of ``Adam(fused=True)`` on the mean gradient, except in the odd
+elements at a parameter's end (fewer than 16): torch steps those in a scalar loop that rounds in
+another order, while here the padding makes a whole vector of them.
 
 Legend: P elements of one dtype's buffer (padding included), n elements of a chunk.
 """
