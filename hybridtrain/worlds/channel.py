@@ -60,9 +60,12 @@ class Channel:
         Raises:
             ChannelClosed: if the other side is gone.
         """
-        header, fds = self._read_header()
-        (length,) = _HEADER.unpack(header)
-        return pickle.loads(self._read_exactly(length)), (fds[0] if fds else None)
+        try:
+            header, fds = self._read_header()
+            body = self._read_exactly(*_HEADER.unpack(header))
+        except OSError as error:  # a reset, if the other side has gone without listening
+            raise ChannelClosed(str(error)) from error
+        return pickle.loads(body), (fds[0] if fds else None)
 
     def _read_header(self) -> tuple[bytes, list[int]]:
         header = b""
@@ -70,7 +73,7 @@ class Channel:
         while len(header) < _HEADER.size:
             part, more, _, _ = socket.recv_fds(self._socket, _HEADER.size - len(header), 1)
             if not part:
-                raise ChannelClosed("the server is gone")
+                raise ChannelClosed("the other side is gone")
             header, fds = header + part, fds + list(more)
         return header, fds
 
@@ -80,7 +83,7 @@ class Channel:
         while view:
             count = self._socket.recv_into(view)
             if not count:
-                raise ChannelClosed("the server is gone")
+                raise ChannelClosed("the other side is gone")
             view = view[count:]
         return buffer
 
@@ -92,7 +95,7 @@ class Channel:
         """What has arrived so far, whole messages only; never waits for the rest of one.
 
         Raises:
-            ChannelClosed: after the last message, if the other side is gone.
+            ChannelClosed: if the other side is gone, once all its messages have been taken.
         """
         closed = not self._fill()
         while len(self._inbox) >= _HEADER.size:
@@ -104,7 +107,7 @@ class Channel:
             del self._inbox[:end]
             yield pickle.loads(body)
         if closed:
-            raise ChannelClosed("the worker is gone")
+            raise ChannelClosed("the other side is gone")
 
     def _fill(self) -> bool:
         """Take what the kernel holds. False at the end of the stream."""

@@ -27,12 +27,15 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64-bit systems
 
 @dataclass(frozen=True)
 class Birth:
-    """What a worker needs to know from its parent."""
+    """What a worker needs to know from its parent.
+
+    ``parent_pid`` is ``None`` where a fork server stands in between, which ends with the parent.
+    """
 
     worker: int
     n_workers: int
     threads: int
-    parent_pid: int
+    parent_pid: int | None
 
 
 def run_worker(
@@ -67,7 +70,12 @@ def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped:
 def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
-    channel.send(outcome)
+    try:
+        channel.send(outcome)
+    except ChannelClosed:
+        raise
+    except Exception as error:  # a result that cannot be pickled
+        channel.send(Failed.of(error))
 
 
 def _prepare_process(birth: Birth) -> None:
@@ -82,12 +90,14 @@ def _prepare_process(birth: Birth) -> None:
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
 
 
-def die_with_parent(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int | None) -> None:
     """Ask Linux to kill this process when its parent ends, however it ends."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it ended before the request was in place
+    if (
+        parent_pid is not None and os.getppid() != parent_pid
+    ):  # it ended before the request was in place
         os._exit(1)
 
 

@@ -58,6 +58,7 @@ class Nursery:
         if errors:
             for process in processes:
                 process.kill()
+                process.join()
             self.close()
             raise errors[0]
         return processes

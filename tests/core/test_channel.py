@@ -1,0 +1,167 @@
+"""Frames over a socket pair: whole messages, descriptors, closed ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[Channel, Channel]]:
+    mine, theirs = map(Channel, channel_pair())
+    yield mine, theirs
+    mine.close()
+    theirs.close()
+
+
+def arrived(channel: Channel) -> list[Any]:
+    return list(channel.messages())
+
+
+def test_messages_arrive_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
+    mine, theirs = ends
+    assert not theirs.ready()
+    for message in ("a", {"b": (1, 2.5)}, None):
+        mine.send(message)
+    assert theirs.ready()
+    assert [theirs.receive()[0] for _ in range(3)] == ["a", {"b": (1, 2.5)}, None]
+    assert not theirs.ready()
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_message_larger_than_any_buffer_arrives(
+    ends: tuple[Channel, Channel], polled: bool
+) -> None:
+    mine, theirs = ends
+    message = os.urandom(5 << 20)
+    sender = threading.Thread(target=mine.send, args=(message,))
+    sender.start()
+    if polled:
+        found: list[Any] = []
+        while not found:
+            found = arrived(theirs)
+    else:
+        found = [theirs.receive()[0]]
+    sender.join(10)
+    assert found == [message]
+
+
+def test_polling_never_waits_for_the_rest_of_a_message() -> None:
+    sock, theirs = channel_pair()
+    channel = Channel(theirs)
+    body = pickle.dumps("late")
+    frame = struct.pack("<Q", len(body)) + body
+    for cut in (0, 3, 8, len(frame) - 1):
+        sock.sendall(frame[:cut])
+        assert arrived(channel) == []
+        sock.sendall(frame[cut:])
+        assert arrived(channel) == ["late"]
+    sock.sendall(frame + frame + frame[:5])
+    assert arrived(channel) == ["late", "late"]
+    sock.sendall(frame[5:])
+    assert arrived(channel) == ["late"]
+    sock.close()
+    channel.close()
+
+
+def test_waiting_takes_a_message_in_pieces() -> None:
+    sock, theirs = channel_pair()
+    channel = Channel(theirs)
+    body = pickle.dumps(list(range(100)))
+    frame = struct.pack("<Q", len(body)) + body
+
+    def trickle() -> None:
+        for start in range(0, len(frame), 7):
+            sock.sendall(frame[start : start + 7])
+
+    sender = threading.Thread(target=trickle)
+    sender.start()
+    assert channel.receive() == (list(range(100)), None)
+    sender.join()
+    sock.close()
+    channel.close()
+
+
+def test_a_descriptor_travels_with_its_message_and_no_other(
+    ends: tuple[Channel, Channel],
+) -> None:
+    mine, theirs = ends
+    fd = os.memfd_create("test")
+    os.write(fd, b"shared")
+    mine.send("before")
+    mine.send("with", fd)
+    mine.send("after")
+    os.close(fd)
+    assert theirs.receive() == ("before", None)
+    message, received = theirs.receive()
+    assert message == "with"
+    assert received is not None
+    assert os.pread(received, 6, 0) == b"shared"
+    assert theirs.receive() == ("after", None)
+    os.close(received)
+
+
+def test_the_last_words_of_a_closed_end_are_heard_before_its_silence(
+    ends: tuple[Channel, Channel],
+) -> None:
+    mine, theirs = ends
+    mine.send("farewell")
+    mine.close()
+    assert arrived(theirs) == ["farewell"]
+    with pytest.raises(ChannelClosed):
+        arrived(theirs)
+    with pytest.raises(ChannelClosed):
+        theirs.receive()
+
+
+def test_an_end_closed_in_the_middle_of_a_message_is_closed() -> None:
+    for cut in (4, 10):
+        sock, theirs = channel_pair()
+        sock.sendall((struct.pack("<Q", 1000) + b"x" * 500)[:cut])
+        sock.close()
+        with pytest.raises(ChannelClosed):
+            Channel(theirs).receive()
+
+
+def test_an_end_closed_without_listening_is_closed_too(ends: tuple[Channel, Channel]) -> None:
+    mine, theirs = ends
+    mine.send("never read")
+    theirs.close()
+    with pytest.raises(ChannelClosed):  # the kernel calls it a reset
+        mine.receive()
+
+
+def test_sending_to_nobody_says_so(ends: tuple[Channel, Channel]) -> None:
+    mine, theirs = ends
+    theirs.close()
+    with pytest.raises(ChannelClosed):
+        for _ in range(3):
+            mine.send("?")
+    with pytest.raises(ChannelClosed):
+        mine.send("?", 0)
+
+
+def test_a_message_that_cannot_be_pickled_leaves_the_line_usable(
+    ends: tuple[Channel, Channel],
+) -> None:
+    mine, theirs = ends
+    with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
+        mine.send(lambda: None)
+    mine.send("fine")
+    assert theirs.receive() == ("fine", None)
+
+
+def test_pairs_have_no_address() -> None:
+    pair = channel_pair()
+    assert all(sock.family == socket.AF_UNIX and not sock.getsockname() for sock in pair)
+    for sock in pair:
+        sock.close()
