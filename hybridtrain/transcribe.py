@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,8 @@ def _read(path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"there is no checkpoint {path}")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles
+            return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         if "Unsupported" in str(error) or "GLOBAL" in str(error):
             raise UserError(

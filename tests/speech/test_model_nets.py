@@ -152,6 +152,13 @@ def test_backward_direction_is_the_forward_one_on_reversed_time() -> None:
         ({"kind": "paper", "layer_norm": True}, "layer_norm"),
         ({"kind": "stt", "dropout": [0.1, 0.2]}, "layers 1, 2, 3 and 5"),
         ({"kind": "stt", "dropout": 1.5}, "share in"),
+        ({"kind": "stt", "dropout": "much"}, "share in"),
+        ({"kind": "stt", "width": 0}, r"width=0: give a whole number, at least 1"),
+        ({"kind": "stt", "width": "wide"}, "width='wide'"),
+        ({"kind": "stt", "width": 12.5}, "width=12.5"),
+        ({"kind": "stt", "context": -1}, "context=-1"),
+        ({"kind": "stt", "relu_clip": 0}, "relu_clip=0"),
+        ({"kind": "paper", "stride": 0}, "stride=0"),
     ],
 )
 def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:

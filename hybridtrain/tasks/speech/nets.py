@@ -170,6 +170,13 @@ NETS: dict[str, type[DeepSpeechSTT] | type[DeepSpeechPaper]] = {
     "paper": DeepSpeechPaper,
 }
 
+LIMITS: dict[str, tuple[float, Any]] = {
+    "width": (1, int),
+    "context": (0, int),
+    "stride": (1, int),
+    "relu_clip": (1e-3, int | float),
+}
+
 
 def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> nn.Module:
     """Make the net that ``options`` describe: ``kind`` (a key of ``NETS``) and its arguments.
@@ -180,6 +187,11 @@ def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> nn.Mod
     kind = arguments.pop("kind", None)
     if kind not in NETS:
         raise UserError(f"model.net.kind={kind!r}: choose one of {', '.join(NETS)}")
+    for name, (least, what) in LIMITS.items():
+        value = arguments.get(name, least)
+        if isinstance(value, bool) or not isinstance(value, what) or value < least:
+            kinds = "a whole number" if what is int else "a number"
+            raise UserError(f"model.net.{name}={value!r}: give {kinds}, at least {least}")
     try:
         return NETS[kind](n_input=n_input, n_output=n_output, **arguments)
     except TypeError as error:
@@ -188,9 +200,11 @@ def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> nn.Mod
 
 def _four_rates(dropout: float | Sequence[float]) -> list[float]:
     """The shares of layers 1, 2, 3 and 5."""
-    rates = list(dropout) if isinstance(dropout, Sequence) else [float(dropout)] * 4
-    if len(rates) != 4 or not all(0.0 <= rate < 1.0 for rate in rates):
+    rates = list(dropout) if isinstance(dropout, Sequence) else [dropout] * 4
+    numbers = all(isinstance(rate, int | float) for rate in rates)
+    if len(rates) != 4 or not numbers or not all(0.0 <= rate < 1.0 for rate in rates):
         raise UserError(
-            f"dropout={dropout!r}: give one share in [0, 1), or four, for layers 1, 2, 3 and 5"
+            f"model.net.dropout={dropout!r}: give one share in [0, 1),"
+            " or four, for layers 1, 2, 3 and 5"
         )
     return rates
