@@ -44,9 +44,12 @@ def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
         return
     base = base_config(parsed)
     for key in keys:
-        old = OmegaConf.select(base, key, throw_on_missing=False, throw_on_resolution_failure=False)
-        new = OmegaConf.select(cfg, key, throw_on_missing=False)
-        _check_type(key, old, new)
+        _check_type(key, _value(base, key), _value(cfg, key))
+
+
+def _value(cfg: DictConfig, key: str) -> Any:
+    """The value, or None where there is none yet (missing, or known only to the running job)."""
+    return OmegaConf.select(cfg, key, throw_on_missing=False, throw_on_resolution_failure=False)
 
 
 def _typed(parsed: Sequence[Any], key: str) -> bool:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str], overrides: list[str]) -> Outcome:
     """Run one command line; ``overrides`` is filled in, for whoever has to explain an error."""
+    if not {"", str(Path.cwd())}.intersection(sys.path):
+        sys.path.insert(0, str(Path.cwd()))  # the console script: a user's module lies here
     flags, found = _split(list(argv))
     overrides[:] = found
     jobs.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]

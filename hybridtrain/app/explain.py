@@ -61,7 +61,7 @@ def _chain(error: BaseException | None) -> Iterable[BaseException]:
 def _in_hydra(error: BaseException) -> bool:
     """Whether Hydra raised this while it prepared the run, before any code of ours began."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-    return "run_job" in names and "execute" not in names
+    return bool({"run_job", "multirun"} & set(names)) and "execute" not in names
 
 
 def one_line(error: BaseException) -> str:

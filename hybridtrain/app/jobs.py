@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
@@ -203,7 +203,8 @@ def _wait(
 
 def _verdict(outcome: Outcome | None, code: int | None, signals: list[int]) -> Outcome:
     if signals:
-        return interrupted(signals[0])
+        directory = outcome.directory if outcome is not None else None
+        return replace(interrupted(signals[0]), directory=directory)
     if outcome is not None:
         return outcome
     if code is not None and code < 0:

@@ -21,8 +21,8 @@ class Rate:
 
     def __init__(self) -> None:
         self._asked = float("-inf")
-        self._numbers: dict[str, int | str | float] = {}
-        self.loss: float | None = None
+        self._numbers: dict[str, str] = {}
+        self._loss: torch.Tensor | None = None
 
     def see(self, outputs: Any) -> None:
         """Keep the loss of a training step, as a tensor until somebody wants to read it."""
@@ -30,27 +30,25 @@ class Rate:
         if isinstance(loss, torch.Tensor) and loss.numel() == 1:
             self._loss = loss.detach()
 
-    _loss: torch.Tensor | None = None
-
-    def numbers(self, trainer: pl.Trainer) -> dict[str, int | str | float]:
+    def numbers(self, trainer: pl.Trainer) -> dict[str, str]:
         """What to show beside the bar."""
         now = time.monotonic()
-        if now - self._asked >= 1.0:
+        if now - self._asked >= 1.0 or "loss" not in self._numbers:
             self._asked = now
             self._numbers = self._ask(trainer)
         return dict(self._numbers)
 
-    def _ask(self, trainer: pl.Trainer) -> dict[str, int | str | float]:
+    def _ask(self, trainer: pl.Trainer) -> dict[str, str]:
         from hybridtrain.app.monitor import RunMonitor
 
-        numbers: dict[str, int | str | float] = {}
+        numbers: dict[str, str] = {}
         if self._loss is not None:
             numbers["loss"] = f"{float(self._loss):.4g}"
         monitor = next((x for x in trainer.callbacks if isinstance(x, RunMonitor)), None)  # type: ignore[attr-defined]
         if monitor is not None:
             stats = monitor.stats(trainer)
             numbers["samples/s"] = f"{stats['samples_per_s']:.4g}"
-            numbers["workers"] = stats["workers"]
+            numbers["workers"] = str(stats["workers"])
         return numbers
 
 

@@ -49,6 +49,7 @@ def hush_lightning() -> None:
     for text in (
         ".*does not have many workers which may be a bottleneck.*",
         ".*The number of training batches .* is smaller than the logging interval.*",
+        ".*The dirpath has changed from.*",
         ".*Checkpoint directory .* exists and is not empty.*",
         ".*callbacks used to create the checkpoint need to be provided.*",
     ):

@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -56,13 +56,13 @@ def execute(cfg: DictConfig) -> Outcome:
         parts = build(cfg, overrides)
         box.append(parts)
         _train_and_test(cfg, parts)
-        return Outcome(metric=_metric(cfg, parts.metrics), directory=summary.short(cfg.run_dir))
+        return Outcome(metric=_metric(cfg, parts.metrics))
 
     with _terminating(), _no_process_left():
         outcome = guarded(lambda: _mapping_signals(body, box), overrides)
     if box:
         _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
-    return outcome
+    return replace(outcome, directory=summary.short(cfg.run_dir))
 
 
 def build(cfg: DictConfig, overrides: list[str]) -> Parts:
@@ -243,7 +243,7 @@ def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> N
         workers=trainer.world_size,
         device=_device(trainer),
         wall_s=round(wall_s, 3),
-        checkpoint=cfg.ckpt if cfg.test_only else _best(trainer) or _last(directory),
+        checkpoint=_checkpoint(cfg, trainer, outcome),
         exit=outcome.exit,
     )
     if (stats := summary.left_stats(directory)) is not None:
@@ -254,8 +254,15 @@ def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> N
     print("\n".join(summary.lines(result, directory, tensorboard)), flush=True)
 
 
-def _last(directory: Path) -> str | None:
-    """The newest checkpoint of a run that did not come to say which is best."""
+def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: Outcome) -> str | None:
+    """The best checkpoint; of a run that was cut short, the newest, to go on from."""
+    if cfg.test_only:
+        return str(cfg.ckpt)
+    newest = _newest(Path(cfg.run_dir))
+    return newest if outcome.exit != 0 else _best(trainer) or newest
+
+
+def _newest(directory: Path) -> str | None:
     found = sorted(directory.glob("checkpoints/*.ckpt"), key=lambda x: x.stat().st_mtime)
     return str(found[-1]) if found else None
 

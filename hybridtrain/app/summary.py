@@ -83,12 +83,19 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("staleness", _staleness(summary)),
         *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
+        ("to go on", _go_on(summary)),
         ("logs", short(directory)),
     ]
     if tensorboard:
         rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(short(directory))}"))
     width = max(len(name) for name, _ in rows)
     return [head, *(f"  {name.ljust(width)}  {text}" for name, text in rows if text)]
+
+
+def _go_on(summary: Summary) -> str:
+    if summary.exit == 0 or summary.checkpoint is None:
+        return ""
+    return f"the same command with ckpt={shlex.quote(short(summary.checkpoint))}"
 
 
 def _staleness(summary: Summary) -> str:

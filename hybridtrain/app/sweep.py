@@ -156,7 +156,9 @@ def table(rows: Sequence[Row]) -> str:
     cells = [["job", "overrides", "metric", "where"]]
     for row in rows:
         done = row.outcome
-        if done.exit != 0:
+        if done.exit >= 128:
+            text = done.error or "interrupted"
+        elif done.exit != 0:
             text = f"failed ({done.exit}): {(done.error or 'no reason given')[:80]}"
         else:
             text = "-" if done.metric is None else f"{done.metric:.6g}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.app.explain import closest
+from hybridtrain.app.explain import closest, one_line
 from hybridtrain.errors import UserError
 
 
@@ -58,11 +58,11 @@ def _load(key: str, name: str) -> Callable[..., Any]:
         if importlib.util.find_spec(top) is None:
             raise UserError(f"{key}._target_={name}: there is no module {top!r} to import")
     try:
-        found = get_object(name)
+        found = pkgutil.resolve_name(name)
     except ModuleNotFoundError:
         raise  # a package that is missing inside an existing module has its own line
     except Exception as error:
-        reason = " ".join(str(error.__cause__ or error).split())
+        reason = one_line(error)
         raise UserError(f"{key}._target_={name} cannot be imported: {reason}") from error
     if not callable(found):
         raise UserError(f"{key}._target_={name} is not a class or function")

@@ -1,0 +1,61 @@
+"""Running the command line inside the test process."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@dataclass
+class Result:
+    """What a command printed and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def complaint(self) -> str:
+        """The one line of stderr; fails when there are more or none."""
+        lines = self.err.strip().splitlines()
+        assert len(lines) == 1, f"expected one line, got:\n{self.err}"
+        return lines[0]
+
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs write below the working directory and change the environment; both are put back."""
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    """``command("task=digits", ...)`` runs the command line and returns what came of it."""
+    from hybridtrain.app.cli import main
+
+    def run(*arguments: str) -> Result:
+        capfd.readouterr()
+        code = main(list(arguments))
+        out, err = capfd.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+def summary(directory: str | Path) -> dict[str, Any]:
+    """The summary that a run left in ``directory``."""
+    content: dict[str, Any] = json.loads((Path(directory) / "summary.json").read_text())
+    return content

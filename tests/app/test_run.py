@@ -1,0 +1,166 @@
+"""One run through the command line: what it leaves behind and how it ends."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.app.conftest import Command, summary
+from tests.app.tiny import TINY, N
+
+KEYS = {
+    *("strategy", "workers", "device", "updates", "samples", "samples_per_s", "wall_s"),
+    *("waiting_share", "staleness", "metrics", "checkpoint", "exit"),
+}
+
+
+@pytest.mark.parametrize(("strategy", "updates"), [("hybrid", 12), ("async", 24), ("ddp", 12)])
+def test_a_run_leaves_summary_checkpoint_and_logs_in_its_directory(
+    command: Command, strategy: str, updates: int
+) -> None:
+    result = command(*TINY, f"strategy={strategy}", "trainer.devices=2", "hydra.run.dir=here")
+    assert (result.code, result.err) == (0, "")
+    found = summary("here")
+    assert set(found) == KEYS
+    assert found["strategy"] == strategy
+    assert (found["workers"], found["device"], found["exit"]) == (2, "cpu", 0)
+    assert found["updates"] == updates
+    assert found["samples"] == 2 * N
+    assert len(found["waiting_share"]) == 2
+    assert found["samples_per_s"] > 0 and found["wall_s"] > 0
+    assert Path(found["checkpoint"]).is_relative_to(Path("here").resolve())
+    assert Path(found["checkpoint"]).is_file()
+    assert Path("here/checkpoints/last.ckpt").is_file()
+    assert sorted(x.name for x in Path().iterdir()) == ["here"]
+    assert "tensorboard --logdir here" in result.out
+    assert "Tip:" not in result.out
+
+
+def test_the_test_sees_every_sample_once_whatever_the_number_of_workers(command: Command) -> None:
+    command(*TINY, "trainer.devices=3", "hydra.run.dir=here")
+    assert summary("here")["metrics"]["test/n"] == N
+
+
+def test_loggers_receive_speed_waiting_staleness_and_learning_rate(command: Command) -> None:
+    options = ["trainer.devices=2", "trainer.log_every_n_steps=1", "hydra.run.dir=here"]
+    command(*TINY, *options, "logger=both")
+    events = EventAccumulator("here/tensorboard").Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"samples_per_s", "waiting/worker_0", "waiting/worker_1"} <= tags
+    assert {"staleness/mean", "staleness/max", "train/loss", "lr-SGD"} <= tags
+    assert "samples_per_s" in Path("here/csv/metrics.csv").read_text()
+
+
+@pytest.mark.parametrize("option", ["logger=none", "callbacks=none", "callbacks.lr=null"])
+def test_logger_and_callbacks_can_be_left_out(command: Command, option: str) -> None:
+    result = command(*TINY, option, "hydra.run.dir=here")
+    assert (result.code, result.err) == (0, "")
+    assert summary("here")["exit"] == 0
+
+
+@pytest.mark.parametrize(
+    "option", ["trainer.enable_progress_bar=false", "trainer.enable_checkpointing=false"]
+)
+def test_the_trainers_switches_turn_our_callbacks_off(command: Command, option: str) -> None:
+    assert command(*TINY, option, "hydra.run.dir=here").code == 0
+    assert (summary("here")["checkpoint"] is None) == ("checkpointing" in option)
+
+
+def test_options_of_a_users_own_module_need_no_plus(command: Command) -> None:
+    command(*TINY, "model.width=5", "hydra.run.dir=here")
+    saved = Path("here/.hydra/config.yaml").read_text()
+    assert "width: 5" in saved
+    assert "name: own" in saved
+
+
+def test_a_failing_module_shows_its_traceback_and_leaves_a_summary(command: Command) -> None:
+    result = command(*TINY, "model.fail_at=3", "trainer.devices=2", "hydra.run.dir=here")
+    assert result.code == 1
+    assert "this module fails on purpose" in result.err
+    assert "in training_step" in result.err  # the user's code, not only ours
+    assert summary("here")["exit"] == 1
+    assert "Failed after" in result.out
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
+def test_training_goes_on_from_a_checkpoint(command: Command, strategy: str) -> None:
+    first = [*TINY, f"strategy={strategy}", "hydra.run.dir=first"]
+    assert command(*first).code == 0
+    more = [*TINY, f"strategy={strategy}", "trainer.max_epochs=5", "hydra.run.dir=second"]
+    assert command(*more, "ckpt=first/checkpoints/last.ckpt").code == 0
+    assert summary("second")["checkpoint"].endswith("epoch=4-step=60.ckpt")
+
+
+def test_test_only_tests_the_checkpoint_and_trains_nothing(command: Command) -> None:
+    command(*TINY, "hydra.run.dir=first")
+    ckpt = summary("first")["checkpoint"]
+    result = command(*TINY, f"ckpt='{ckpt}'", "test_only=true", "hydra.run.dir=second")
+    assert (result.code, result.err) == (0, "")
+    found = summary("second")
+    assert found["metrics"] == {"test/n": N}
+    assert found["updates"] == 0
+
+
+def test_two_runs_of_the_same_second_have_their_own_directories(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hydra.core.utils as hydra_utils
+
+    class Frozen(hydra_utils.datetime):  # type: ignore[misc,name-defined]
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return cls(2030, 1, 1)
+
+    monkeypatch.setattr(hydra_utils, "datetime", Frozen)
+    for _ in range(2):
+        assert command(*TINY, "trainer.max_epochs=1").code == 0
+    names = [x.name for x in Path("outputs/2030-01-01").iterdir()]
+    assert len(names) == 2
+    assert all(re.fullmatch(r"00-00-00-[0-9a-f]{4}", x) for x in names)
+
+
+def test_without_a_terminal_progress_is_plain_lines(command: Command) -> None:
+    result = command(*TINY, "callbacks.progress.line_every_s=0", "trainer.devices=2")
+    lines = [x for x in result.out.splitlines() if x.startswith("epoch ")]
+    assert len(lines) > 2
+    assert re.search(r"epoch 2/2  .*loss \S+  samples/s \S+  workers 2", lines[-1])
+    assert "\x1b" not in result.out
+
+
+def test_the_live_bar_shows_loss_speed_and_workers() -> None:
+    import pytorch_lightning as pl
+
+    from hybridtrain.app.monitor import RunMonitor
+    from hybridtrain.app.progress import LiveProgress
+    from tests.app.tiny import TinyData, TinyModule
+
+    shown: list[dict[str, Any]] = []
+
+    class Watched(LiveProgress):
+        def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> Any:
+            shown.append(super().get_metrics(trainer, pl_module))
+            return shown[-1]
+
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        callbacks=[Watched(), RunMonitor()],
+    )
+    trainer.fit(TinyModule(), datamodule=TinyData())
+    assert {"loss", "samples/s", "workers"} <= set(shown[-1])
+
+
+def test_the_same_seed_gives_the_same_numbers_and_another_others(command: Command) -> None:
+    losses = []
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        command(*TINY, f"seed={seed}", "trainer.devices=2", f"hydra.run.dir={name}")
+        losses.append(summary(name)["metrics"]["train/loss"])
+    assert losses[0] == losses[1] != losses[2]
