@@ -35,10 +35,8 @@ class Failed:
 
     def rebuild(self, worker: int) -> BaseException:
         """The exception, with the worker's number and traceback attached as a note."""
-        error: BaseException
-        if self.exception:
-            error = pickle.loads(self.exception)
-        else:
+        error: BaseException | None = pickle.loads(self.exception) if self.exception else None
+        if error is None or isinstance(error, SystemExit):  # this process is not to exit quietly
             error = WorkerError(f"worker {worker} failed: {self.text.splitlines()[-1]}")
         error.add_note(f"This happened in worker {worker}:\n{self.text}")
         return error

@@ -2,7 +2,7 @@
 
 Theory of operation. The parent starts W workers, each with one end of a socket pair, and then does
 three things in one loop: it carries messages between the workers and the server, it watches the
-processes (a dead one is seen within milliseconds through its sentinel), and it reacts to signals.
+processes (a dead one is seen within milliseconds), and it reacts to signals.
 The first worker that fails, dies or a signal that arrives begins the end: everybody is asked to
 stop, given ``grace_s`` seconds (none, if another signal comes), and then killed. No process
 outlives ``run``.
@@ -47,6 +47,7 @@ class _Worker:
     number: int
     channel: Channel
     process: BaseProcess
+    sentinel: int  # readable once the process has ended
     result: Any = None
     ended: bool = False  # has said how it ended
     gone: bool = False  # the process has been reaped
@@ -90,7 +91,7 @@ class ProcessWorld:
             finally:
                 self._kill_all()
                 for worker in self._workers:
-                    worker.process.close()
+                    _close(worker)
                 nursery.close()
                 self.server.close()
         if self._failure is not None:
@@ -123,10 +124,10 @@ class ProcessWorld:
             for _, theirs in pairs:
                 theirs.close()
         for number, process in enumerate(processes):
-            worker = _Worker(number, Channel(pairs[number][0]), process)
+            worker = _Worker(number, Channel(pairs[number][0]), process, _sentinel(process))
             self._workers.append(worker)
             selector.register(worker.channel, selectors.EVENT_READ, ("message", worker))
-            selector.register(process.sentinel, selectors.EVENT_READ, ("exit", worker))
+            selector.register(worker.sentinel, selectors.EVENT_READ, ("exit", worker))
 
     def _kill_all(self) -> None:
         for worker in self._workers:
@@ -134,7 +135,6 @@ class ProcessWorld:
                 worker.process.kill()
         for worker in self._workers:
             worker.process.join()
-            worker.channel.close()
 
     # ---- one turn of the loop -------------------------------------------------------------------
 
@@ -157,6 +157,8 @@ class ProcessWorld:
         return min(_POLL_S, max(0.0, self._deadline_s - time.monotonic()))
 
     def _listen(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+        if worker.channel not in selector.get_map():
+            return  # it has been closed, or its process reaped, since the selector saw something
         try:
             for message in worker.channel.messages():
                 self._take(worker, message)
@@ -185,9 +187,10 @@ class ProcessWorld:
                 self._workers[number].channel.send(reply, fd)
 
     def _reap(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
-        if worker.channel in selector.get_map():
-            self._listen(worker, selector)  # its last words
-        selector.unregister(worker.process.sentinel)
+        self._listen(worker, selector)  # its last words
+        if worker.channel in selector.get_map():  # its own children may hold the line open
+            selector.unregister(worker.channel)
+        selector.unregister(worker.sentinel)
         worker.process.join()
         worker.gone = True
         if not worker.ended:
@@ -247,6 +250,24 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(former)
+
+
+def _sentinel(process: BaseProcess) -> int:
+    """A descriptor that says at once when the process ends.
+
+    ``process.sentinel`` is a pipe, which the process' own children (a data loader's) keep open.
+    """
+    try:
+        return os.pidfd_open(process.pid or 0)
+    except (AttributeError, OSError):  # not Linux, an old one, or ended already
+        return process.sentinel
+
+
+def _close(worker: _Worker) -> None:
+    if worker.sentinel != worker.process.sentinel:
+        os.close(worker.sentinel)
+    worker.channel.close()
+    worker.process.close()
 
 
 def _obituary(worker: _Worker) -> str:
