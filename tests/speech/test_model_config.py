@@ -43,15 +43,17 @@ def test_one_override_makes_the_published_model() -> None:
 
 
 def test_the_paper_model_takes_the_papers_features() -> None:
-    module = build(
-        "model=paper",
-        "model.net.width=8",
-        "data.features.kind=paper",
-        "data.features.n_features=81",
-    )
+    module = build("experiment=paper_2014", "model.net.width=8")
     assert isinstance(module.net, DeepSpeechPaper)
     assert module.net.dense[0][0].in_features == 81 * 19
-    assert module.frames_per_output == 2
+    assert module.frames_per_output == 2  # of 10 ms
+    assert module.hparams["net"]["stride"] == 2
+
+
+def test_the_paper_model_looks_every_20_ms_whatever_the_frames() -> None:
+    assert build("model=paper", "model.net.width=8").frames_per_output == 1
+    assert build("model=paper", "data.features.step_s=0.005").frames_per_output == 4
+    assert build("model=paper", "model.net.stride=2").frames_per_output == 2
 
 
 def test_the_alphabet_is_that_of_the_data() -> None:

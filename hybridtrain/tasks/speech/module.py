@@ -31,6 +31,7 @@ from hybridtrain.tasks.speech.report import Sentence
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Any]
+OUTPUT_STEP_S = 0.020  # of the 2014 paper: every second frame of 10 ms
 SHOWN = 3  # transcripts per validation in TensorBoard
 
 
@@ -64,9 +65,12 @@ class SpeechModule(pl.LightningModule):
         self.alphabet = Alphabet.of(alphabet)
         if not isinstance(features, Features):
             features = Features(**_plain(features or {}))
+        options = _plain(net)
+        if options.get("stride", 1) is None:
+            options["stride"] = max(1, round(OUTPUT_STEP_S / features.step_s))
         self.save_hyperparameters(
             {
-                "net": _plain(net),
+                "net": options,
                 "alphabet": self.alphabet.symbols,
                 "features": features.settings(),
                 "decoder": _plain(decoder or {}),
@@ -75,7 +79,7 @@ class SpeechModule(pl.LightningModule):
             }
         )
         self.options = DecoderOptions.of(_plain(decoder or {}))
-        self.net = build_net(_plain(net), features.n_features, len(self.alphabet) + 1)
+        self.net = build_net(options, features.n_features, len(self.alphabet) + 1)
         self.frames_per_output = int(getattr(self.net, "stride", 1))  # the data side asks for it
         self.optimizer, self.scheduler = optimizer, scheduler
         self.scheduler_interval = scheduler_interval
