@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pytorch_lightning.strategies.launchers.multiprocessing import _check_missing_main_guard
+from lightning_fabric.strategies.launchers.multiprocessing import _check_missing_main_guard
 
 from hybridtrain.errors import UserError
 

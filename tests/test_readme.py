@@ -1,0 +1,109 @@
+"""The README's commands and code blocks run."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+# What makes a job small enough for a test; the commands themselves are the README's.
+SMALL = {
+    "speech": [
+        "data.train=48",
+        "data.val=8",
+        "data.test=8",
+        "model.net.width=32",
+        "trainer.max_epochs=1",
+    ],
+    "digits": ["trainer.max_epochs=1"],
+    "parabola": ["trainer.max_epochs=5"],
+    "own": [],
+}
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced code blocks in this language."""
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def commands() -> list[list[str]]:
+    """Each command line of the shell blocks, split into words, comments left out."""
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+def runs() -> list[list[str]]:
+    """The arguments of every ``python -m hybridtrain``, also of what train.sh passes on."""
+    found = []
+    for words in commands():
+        if words[:3] == ["python", "-m", "hybridtrain"]:
+            found.append(words[3:])
+        elif words[:2] == ["bash", "scripts/train.sh"]:
+            found.append(words[2:])
+    return found
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a folder of its own, made small."""
+    task = next((a.split("=")[1] for a in arguments if a.startswith("task=")), "speech")
+    extra = [] if "--help" in arguments else SMALL[task]
+    if task == "speech" and "--help" not in arguments:
+        extra = [*extra, f"data.root={folder / 'corpus'}"]
+    command = [sys.executable, "-m", "hybridtrain", *arguments, *extra]
+    return subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_every_command_is_of_a_kind_that_some_test_runs() -> None:
+    kinds = {" ".join(words[:2]) for words in commands()}
+    covered = {
+        "bash scripts/train.sh",  # here, and tests/packaging
+        "bash scripts/test.sh",  # what is running now
+        "pip install",  # tests/packaging
+        "python -m",  # here
+        "docker build",  # tests/packaging, as far as possible without an engine
+        "docker run",
+    }
+    assert kinds <= covered
+    assert len(runs()) >= 6
+
+
+def test_the_python_blocks_run(tmp_path: Path) -> None:
+    assert blocks("python")
+    for number, block in enumerate(blocks("python")):
+        script = tmp_path / f"block_{number}.py"
+        script.write_text(block)
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [a for a in runs() if "-m" not in a], ids=" ".join)
+def test_the_commands_run(arguments: list[str], tmp_path: Path) -> None:
+    done = run(arguments, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "--help" not in arguments:
+        assert "Finished" in done.stdout
+        assert list(tmp_path.glob("outputs/*/*/summary.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [a for a in runs() if "-m" in a], ids=" ".join)
+def test_the_sweep_runs(arguments: list[str], tmp_path: Path) -> None:
+    done = run(arguments, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(list(tmp_path.glob("multirun/*/*/*/summary.json"))) == 4
