@@ -21,7 +21,7 @@ _base_python() {
         return
     done
     echo "hybridtrain needs Python 3.11, 3.12 or 3.13, and none is on PATH; install one or name it in HYBRIDTRAIN_PYTHON." >&2
-    return 1
+    return 2
 }
 
 _complete() {
@@ -36,4 +36,4 @@ _ensure_environment() {
     "$base" "$root/scripts/make_environment.py" "$root" "$venv" "$wanted"
 }
 
-_ensure_environment || exit 2
+_ensure_environment || exit
