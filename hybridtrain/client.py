@@ -17,6 +17,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Arena, Layout
 from hybridtrain.messages import (
     Clip,
+    Done,
     Draw,
     Gather,
     Gathered,
@@ -83,7 +84,7 @@ class Client:
 
     def install(self, optimizers: tuple[bytes, ...], version: int = 0) -> None:
         """Hand the optimizers over, after ``version`` updates; waits for all workers."""
-        self._ask(Install(optimizers, version), object)
+        self._ask(Install(optimizers, version), Done)
 
     def push(
         self,

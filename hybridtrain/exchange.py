@@ -49,14 +49,12 @@ class HostExchange:
         self._rows = [store.gradient(worker, slot) for slot in slots]  # each in parameter's shape
         for parameter, slot in zip(self._parameters, slots, strict=True):
             parameter.data = store.parameter(worker, slot)
-        self._eager = eager
         self._copied: set[int] = set()
-        self._hooks = [self._watch(number) for number in self._hookable()] if eager else []
+        for number, parameter in enumerate(self._parameters):
+            if eager and parameter.requires_grad:
+                self._watch(number)
 
-    def _hookable(self) -> list[int]:
-        return [number for number, p in enumerate(self._parameters) if p.requires_grad]
-
-    def _watch(self, number: int) -> torch.utils.hooks.RemovableHandle:
+    def _watch(self, number: int) -> None:
         row, copied = self._rows[number], self._copied
 
         def copy(parameter: torch.Tensor) -> None:
@@ -65,7 +63,7 @@ class HostExchange:
                 row.copy_(parameter.grad)
                 copied.add(number)
 
-        return self._parameters[number].register_post_accumulate_grad_hook(copy)
+        self._parameters[number].register_post_accumulate_grad_hook(copy)
 
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
         absent, rows, gradients = [], [], []
@@ -83,8 +81,3 @@ class HostExchange:
 
     def refresh(self) -> None:
         """Nothing: the parameters are views of what has moved."""
-
-    def close(self) -> None:
-        """Take the hooks off."""
-        for hook in self._hooks:
-            hook.remove()

@@ -99,19 +99,19 @@ class CudaExchange:
         self._pending: list[int] = []
         self._pending_bytes = 0
         self._sent: set[int] = set()
-        self._hooks = [
-            self._watch(n) for n, p in enumerate(parameters) if p.requires_grad and eager
-        ]
+        for number, parameter in enumerate(self._parameters):
+            if eager and parameter.requires_grad:
+                self._watch(number)
         self.refresh()
 
-    def _watch(self, number: int) -> torch.utils.hooks.RemovableHandle:
+    def _watch(self, number: int) -> None:
         def note(parameter: torch.Tensor) -> None:
             self._pending.append(number)
             self._pending_bytes += parameter.numel() * parameter.element_size()
             if self._pending_bytes >= BUCKET_BYTES:
                 self._send(self._pending)
 
-        return self._parameters[number].register_post_accumulate_grad_hook(note)
+        self._parameters[number].register_post_accumulate_grad_hook(note)
 
     def _send(self, numbers: list[int]) -> None:
         """Queue one bucket's copies behind the computation that has produced them."""

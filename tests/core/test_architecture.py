@@ -134,7 +134,6 @@ print(*sorted({'hybrid', 'async'} & set(StrategyRegistry.available_strategies())
 @pytest.mark.parametrize(
     "imports",
     [
-        "import hybridtrain, pytorch_lightning",
         "import pytorch_lightning, hybridtrain",
         # Somebody only asks whether Lightning could be imported, as many libraries do.
         "import hybridtrain, importlib.util; importlib.util.find_spec('pytorch_lightning')",

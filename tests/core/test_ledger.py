@@ -103,6 +103,17 @@ def test_reading_the_parameters_otherwise_makes_them_fresh() -> None:
     assert made.stats()["staleness"]["max"] == 0
 
 
+def test_a_resumed_run_goes_on_counting_versions_and_counts_its_own_updates() -> None:
+    clock = Clock()
+    made = Ledger(1, clock)
+    made.start(version=100)
+    made.read(0)
+    a_round(made, clock, [1.0])
+    assert made.version == 101
+    assert made.stats()["updates"] == 1
+    assert made.stats()["staleness"]["max"] == 0
+
+
 def test_before_anything_has_happened_all_is_zero() -> None:
     stats: dict[str, Any] = Ledger(2, Clock()).stats()
     assert stats["updates"] == stats["samples"] == stats["samples_per_s"] == 0
