@@ -25,12 +25,11 @@ from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
+from hybridtrain.lightning.options import make_policy, positive
 from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
 from hybridtrain.lightning.session import Session, samples_in
 from hybridtrain.messages import Paused, Resumed
-from hybridtrain.policies import All, OnArrival, Policy
-
-POLICIES: dict[str, Callable[[], Policy]] = {"hybrid": All, "async": OnArrival}
+from hybridtrain.policies import Policy
 
 
 class HybridStrategy(ParallelStrategy):
@@ -217,8 +216,8 @@ class HybridStrategy(ParallelStrategy):
             set_global_step(self._session.trainer, self._session.pull())
 
     def on_validation_start(self) -> None:
+        self.align()  # first: until everybody is here, some still train
         self._note_from_one(Paused())
-        self.align()
 
     def on_validation_end(self) -> None:
         self._note_from_one(Resumed())
@@ -282,22 +281,3 @@ class HybridStrategy(ParallelStrategy):
     def remember_stats(self, stats: dict[str, Any]) -> None:
         """The launcher's last word on a run."""
         self._final_stats = stats
-
-
-def make_policy(policy: str | Policy) -> Policy:
-    """A policy from its name, or the object itself."""
-    if not isinstance(policy, str):
-        return policy
-    if policy not in POLICIES:
-        raise UserError(
-            f"policy={policy!r} was given; known are {', '.join(sorted(POLICIES))}, or an object "
-            "of hybridtrain.policies.Policy"
-        )
-    return POLICIES[policy]()
-
-
-def positive(name: str, value: int) -> int:
-    """The value, if it is a whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}={value!r} was given; it must be a whole number from 1 on")
-    return value
