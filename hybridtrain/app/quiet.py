@@ -33,8 +33,9 @@ def hush() -> None:
     """Install the filters, here and, through the environment, in processes started afresh."""
     # Lightning 2.6 calls what torch 2.13 deprecates, once for each process.
     warnings.filterwarnings("ignore", message=_PYTREE)
-    # Hydra 1.4 says what 1.5 will drop; we admit neither more nor less than both lines need.
+    # Hydra 1.4 announces the end of what 1.3 needs; we admit both.
     warnings.filterwarnings("ignore", message=".*version_base parameter is deprecated.*")
+    warnings.filterwarnings("ignore", message=r".*register_new_resolver\(\) is deprecated.*")
     # The environment's form takes the literal beginning of the message, and no comma.
     mine = "ignore:`isinstance(treespec"
     others = os.environ.get("PYTHONWARNINGS", "")
