@@ -178,7 +178,7 @@ def _save_interrupted(trainer: pl.Trainer) -> None:
     path = Path(folder) / INTERRUPTED_CHECKPOINT
     try:
         trainer.save_checkpoint(path)
-        print(f"stopped at step {trainer.global_step}; go on with ckpt_path={path}", flush=True)
+        print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
     except Exception as error:
         rank_zero_warn(f"no checkpoint could be written to {path}: {error}")
 
