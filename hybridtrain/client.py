@@ -16,6 +16,8 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Arena, Layout
 from hybridtrain.messages import (
+    Average,
+    Averaged,
     Clip,
     Done,
     Draw,
@@ -76,15 +78,19 @@ class Client:
 
     # ---- parameters and steps -------------------------------------------------------------------
 
-    def share(self, layout: Layout) -> Arena:
+    def share(self, layout: Layout, averaging: bool = False) -> Arena:
         """Get the arena that holds the masters and the rows; waits for all workers."""
-        reply, fd = self._ask(Share(layout), Shared)
+        reply, fd = self._ask(Share(layout, averaging), Shared)
         assert fd is not None, "the descriptor travels with the message"
         return Arena(fd, reply.n_bytes)
 
     def install(self, optimizers: tuple[bytes, ...], version: int = 0) -> None:
         """Hand the optimizers over, after ``version`` updates; waits for all workers."""
         self._ask(Install(optimizers, version), Done)
+
+    def average(self, weight: float, absent: tuple[int, ...]) -> tuple[int, ...]:
+        """Have the gradient in the row averaged with all; which parameters nobody had."""
+        return self._ask(Average(weight, absent), Averaged)[0].absent
 
     def push(
         self,
@@ -93,9 +99,11 @@ class Client:
         absent: tuple[int, ...] = (),
         groups: tuple[dict[str, Any], ...] | None = None,
         clip: Clip | None = None,
+        averaged: bool = False,
     ) -> int:
         """Offer the gradient in the row; returns the version to go on from."""
-        return self._ask(Push(optimizer, weight, absent, groups, clip), Released)[0].version
+        reply = self._ask(Push(optimizer, weight, absent, groups, clip, averaged), Released)[0]
+        return reply.version
 
     def pull(self) -> int:
         """Bring the own parameters up to date; returns their version."""

@@ -16,9 +16,13 @@ from hybridtrain.memory.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """These are my parameters: where do they lie? Answered with ``Shared`` when all have asked."""
+    """These are my parameters: where do they lie? Answered with ``Shared`` when all have asked.
+
+    ``averaging``: gradients will be averaged before they are pushed, which needs one more row.
+    """
 
     layout: Layout
+    averaging: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +46,25 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True)
+class Average:
+    """The gradient in my row is one of ``weight`` samples; I want the mean of all before I push.
+
+    ``absent`` are the parameters without a gradient; their places in the row hold zeros. Answered
+    with ``Averaged`` when nobody is left who may still ask.
+    """
+
+    weight: float
+    absent: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     """My contribution lies in my row; step optimizer number ``optimizer``.
 
     ``weight`` is the number of samples behind the gradient (0 abstains); ``absent`` the numbers of
     the parameters that got no gradient; ``groups`` the hyper-parameters of each parameter group,
-    only when they have changed since the worker's last push.
+    only when they have changed since the worker's last push; ``averaged``: the gradient is already
+    the mean of all (perhaps changed since, by everybody alike), so one row stands for all.
     """
 
     optimizer: int
@@ -55,6 +72,7 @@ class Push:
     absent: tuple[int, ...] = ()
     groups: tuple[dict[str, Any], ...] | None = None
     clip: Clip | None = None
+    averaged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +107,7 @@ class ReadStats:
     """What has been counted so far."""
 
 
-Request = Share | Install | Push | Gather | Draw | Pull | Snapshot | ReadStats
+Request = Share | Install | Average | Push | Gather | Draw | Pull | Snapshot | ReadStats
 
 # ---- notes: nobody waits for an answer ----------------------------------------------------------
 
@@ -124,6 +142,13 @@ class Shared:
 @dataclass(frozen=True, slots=True)
 class Done:
     """It is done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Averaged:
+    """The mean lies in the row for it, but for the parameters that nobody had a gradient of."""
+
+    absent: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,4 +204,4 @@ class Refused:
     reason: str
 
 
-Reply = Shared | Done | Released | Gathered | Ticket | State | Stats | Stop | Refused
+Reply = Shared | Done | Averaged | Released | Gathered | Ticket | State | Stats | Stop | Refused

@@ -17,13 +17,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from hybridtrain.averaging import Averaging
 from hybridtrain.batch_queue import BatchQueue
 from hybridtrain.errors import UserError
 from hybridtrain.events import Apply, Fact, Joined, Left, Parked, Pushed, Release
 from hybridtrain.ledger import Ledger
 from hybridtrain.meeting import Meeting, MeetingMismatch
-from hybridtrain.memory import Layout, Store
+from hybridtrain.memory import Store
 from hybridtrain.messages import (
+    Average,
     Done,
     Draw,
     Gather,
@@ -79,6 +81,7 @@ class Server:
         self._pool = Pool(threads)
         self._optimizers = Optimizers()
         self._pushes: dict[int, Push] = {}
+        self._averaging = Averaging(self._members)
         self._queue = BatchQueue(self._members)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
@@ -92,6 +95,8 @@ class Server:
         match request:
             case Push():
                 return self._push(worker, request)
+            case Average():
+                return self._average(worker, request)
             case Gather() | Share() | Install():
                 return self._meet(worker, request)
             case Draw():
@@ -127,7 +132,8 @@ class Server:
         self._members.discard(worker)
         self._meeting.leave(worker)
         self._pushes.pop(worker, None)
-        return self._obey(Left(worker)) + self._close_meeting()
+        freed: Replies = [*self._averaging.left(worker, self.store)]
+        return freed + self._obey(Left(worker)) + self._close_meeting()
 
     # ---- rounds ---------------------------------------------------------------------------------
 
@@ -139,7 +145,14 @@ class Server:
         self._pushes[worker] = push
         # A mini-batch that several optimizers use is counted by the first of them.
         self.ledger.pushed(worker, push.weight if push.optimizer == 0 else 0.0)
-        return self._obey(Pushed(worker))
+        freed: Replies = [*self._averaging.busy(worker, self.store)]
+        return freed + self._obey(Pushed(worker))
+
+    def _average(self, worker: int, request: Average) -> Replies:
+        if self._broken:
+            return [(worker, Stop(now=True))]
+        assert self.store is not None, "parameters are shared before gradients are averaged"
+        return [*self._averaging.ask(worker, request, self.store)]
 
     @property
     def _broken(self) -> bool:
@@ -174,6 +187,7 @@ class Server:
 
     def _release(self, worker: int) -> tuple[int, Reply]:
         self._pushes.pop(worker, None)
+        self._averaging.back(worker)
         self._refresh(worker)
         self.ledger.released(worker)
         return worker, Released(self.ledger.version)
@@ -185,9 +199,10 @@ class Server:
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
         """These workers and all who wait must end, with this reason."""
-        waiting = {*workers, *self._pushes, *self._meeting.waiting}
+        waiting = {*workers, *self._pushes, *self._meeting.waiting, *self._averaging.waiting}
         self._pushes.clear()
         self._meeting.dissolve()
+        self._averaging.dissolve()
         self._stopped |= waiting
         return [(each, Refused(reason)) for each in sorted(waiting)]
 
@@ -203,7 +218,8 @@ class Server:
             self._meeting.bring(worker, tag, request)
         except MeetingMismatch as error:
             return self._refuse([worker], f"{error}; all workers must take the same path here")
-        return self._obey(Parked(worker)) + self._close_meeting()
+        freed: Replies = [*self._averaging.busy(worker, self.store)]
+        return freed + self._obey(Parked(worker)) + self._close_meeting()
 
     def _close_meeting(self) -> Replies:
         workers = sorted(self._meeting.waiting)
@@ -216,6 +232,7 @@ class Server:
             return self._refuse(workers, str(error))
         for worker in workers:
             self.policy.on(Joined(worker))
+            self._averaging.back(worker)
         return [(worker, reply) for worker in workers]
 
     def _conclude(self, workers: list[int], requests: list[Request]) -> Reply:
@@ -223,21 +240,22 @@ class Server:
             case Gather():
                 return Gathered(tuple(r.payload for r in requests if isinstance(r, Gather)))
             case Share():
-                layouts = [r.layout for r in requests if isinstance(r, Share)]
-                return self._share(dict(zip(workers, layouts, strict=True)))
+                shares = [r for r in requests if isinstance(r, Share)]
+                return self._share(dict(zip(workers, shares, strict=True)))
             case Install():
                 return self._install(workers, requests[0])
         raise AssertionError(requests[0])
 
-    def _share(self, layouts: dict[int, Layout]) -> Shared:
-        first, layout = next(iter(layouts.items()))
-        for worker, other in layouts.items():
-            if other != layout:
+    def _share(self, shares: dict[int, Share]) -> Shared:
+        first, share = next(iter(shares.items()))
+        for worker, other in shares.items():
+            if other != share:
                 raise UserError(
                     f"worker {worker} has other parameters than worker {first}; every worker must "
                     "build the same module (same code, same seed, same configuration)"
                 )
-        self.store = Store(layout, self.ledger.n_workers, not self.policy.lockstep)
+        n_workers, private = self.ledger.n_workers, not self.policy.lockstep
+        self.store = Store(share.layout, n_workers, private, averaging=share.averaging)
         return Shared(self.store.arena.n_bytes)
 
     def _install(self, workers: list[int], install: Install) -> Done:
@@ -256,8 +274,9 @@ class Server:
         waiting = set(self._meeting.waiting)
         self._meeting.dissolve()
         if self.policy.lockstep:
-            waiting |= self._pushes.keys()
+            waiting |= self._pushes.keys() | self._averaging.waiting
             self._pushes.clear()
+            self._averaging.dissolve()
         return [(each, Stop(now=True)) for each in sorted(waiting - {worker})]
 
     def close(self) -> None:

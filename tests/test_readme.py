@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -50,6 +51,9 @@ def runs() -> list[list[str]]:
     return found
 
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder of its own, made small."""
     task = next((a.split("=")[1] for a in arguments if a.startswith("task=")), "speech")
@@ -58,7 +62,13 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         extra = [*extra, f"data.root={folder / 'corpus'}"]
     command = [sys.executable, "-m", "hybridtrain", *arguments, *extra]
     return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+        command,
+        cwd=folder,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
 
 
@@ -84,6 +94,7 @@ def test_the_python_blocks_run(tmp_path: Path) -> None:
         done = subprocess.run(
             [sys.executable, str(script)],
             cwd=tmp_path,
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
             timeout=100,

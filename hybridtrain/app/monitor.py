@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities.data import extract_batch_size
+
+from hybridtrain.lightning.batches import samples_in
 
 STATS_FILE = ".run_stats.json"
 
@@ -81,7 +82,7 @@ class RunMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Count the batch, and log now and then."""
-        self._samples += _batch_size(batch)
+        self._samples += samples_in(batch) or 1
         self._steps += 1
         every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
         now = time.perf_counter()
@@ -149,10 +150,3 @@ class RunMonitor(pl.Callback):
             unfinished = self.directory / f"{STATS_FILE}.new"
             unfinished.write_text(json.dumps(stats))
             unfinished.replace(self.directory / STATS_FILE)
-
-
-def _batch_size(batch: Any) -> int:
-    try:
-        return extract_batch_size(batch)
-    except RuntimeError:  # a batch without tensors
-        return 1

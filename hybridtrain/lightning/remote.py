@@ -46,6 +46,8 @@ class RemoteStep:
         self.weight = 0.0  # samples behind the gradients gathered so far
         self.clip: Clip | None = None
         self.version = 0
+        self.abstains = False  # this mini-batch has no gradient
+        self.averaged = False  # the gradients are the mean of all already
         self.pushed = False  # since the mini-batch began
         self.count = 0  # pushes so far
 
@@ -55,14 +57,16 @@ class RemoteStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.push(self.weight)
+        self.push(0.0 if self.abstains else self.weight)
         return loss
 
     def push(self, weight: float) -> None:
         """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain."""
         absent = self._exchange.collect(self._numbers) if weight > 0 else ()
         groups = self._changed_groups()
-        self.version = self._client.push(self._number, weight, absent, groups, self.clip)
+        self.version = self._client.push(
+            self._number, weight, absent, groups, self.clip, self.averaged
+        )
         self._exchange.refresh()
         self.pushed, self.clip = True, None
         self.count += 1

@@ -47,8 +47,11 @@ class Session:
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
         layout = Layout.of(named)
-        arena = client.share(layout)
-        self._store = Store(layout, client.n_workers, private_parameters, arena)
+        # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
+        self._final = gradients_are_final(module.trainer)
+        self.averages = not self._final and not private_parameters and client.n_workers > 1
+        arena = client.share(layout, self.averages)
+        self._store = Store(layout, client.n_workers, private_parameters, arena, self.averages)
         self._publish()
         client.gather("initial parameters", None)
         self._store.refresh(client.worker)
@@ -58,10 +61,9 @@ class Session:
 
     def _make_exchange(self) -> Exchange:
         worker = self._client.worker
-        eager = gradients_are_final(self._module.trainer)
         if self._parameters[0].is_cuda:
-            return CudaExchange(self._parameters, self._store, worker, eager)
-        return HostExchange(self._parameters, self._store, worker, eager)
+            return CudaExchange(self._parameters, self._store, worker, self._final)
+        return HostExchange(self._parameters, self._store, worker, self._final)
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -133,12 +135,62 @@ class Session:
         used = any(step.pushed for step in self.steps)
         for step in self.steps:
             step.weight = weight if used else step.weight + weight
-            step.pushed = False
+            step.pushed, step.abstains, step.averaged = False, False, self.averages
 
-    def record_clip(self, algorithm: str, limit: float) -> None:
-        """Clipping is the server's: it alone has the merged gradient."""
+    def _accumulates(self) -> bool:
+        """Whether this backward only adds to gradients that a later mini-batch will step."""
+        fit_loop = self.trainer.fit_loop
+        return self._module.automatic_optimization and fit_loop._should_accumulate()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Every worker's ``.grad`` becomes the mean of all, weighted by samples."""
+        trained = {n: p for n, p in enumerate(self._parameters) if p.requires_grad}
+        slots, worker = self._store.layout.slots, self._client.worker
+        absent = self._exchange.collect(tuple(trained))
+        for number in absent:
+            self._store.gradient(worker, slots[number]).zero_()
+        nobody = set(self._client.average(self.steps[0].weight, absent))
+        for number, parameter in trained.items():
+            if number in nobody:
+                continue
+            mean = self._store.mean(slots[number])
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = mean.to(parameter.device, copy=True)
+            else:
+                parameter.grad.copy_(mean)
+
+    def abstain(self, abstains: bool) -> None:
+        """Whether this mini-batch has no gradient (``training_step`` returned ``None``)."""
         for step in self.steps:
-            step.clip = Clip(algorithm, limit)
+            step.abstains = abstains
+
+    def take_over(self, plugin: Any) -> None:
+        """Where nobody looks, the server clips what it has merged; else all get the mean first.
+
+        A lone or free-running worker that looks needs neither: its own gradient is what counts.
+        """
+        if self._final:
+            plugin.clip_gradients = self._record_clip
+        if not self.averages:
+            return
+        backward = plugin.backward
+
+        def backward_and_average(*args: Any, **kwargs: Any) -> None:
+            backward(*args, **kwargs)
+            if self.steps and not self._accumulates():
+                self.average()
+
+        plugin.backward = backward_and_average
+
+    def _record_clip(
+        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
+    ) -> None:
+        """In place of the precision plugin's clipping, which sees only this worker's gradient."""
+        if clip_val and clip_val > 0:
+            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+            for step in self.steps:
+                step.clip = Clip(algorithm, float(clip_val))
 
 
 def ordered_parameters(
@@ -181,19 +233,3 @@ def gradients_are_final(trainer: Any) -> bool:
         for callback in trainer.callbacks
         for hook in _GRADIENT_HOOKS
     )
-
-
-def samples_in(batch: Any) -> int | None:
-    """The first dimension of the first tensor in a batch of any nesting, or ``None``."""
-    if isinstance(batch, torch.Tensor):
-        return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, dict):
-        batch = batch.values()
-    elif hasattr(batch, "__dataclass_fields__"):
-        batch = vars(batch).values()
-    elif isinstance(batch, str) or not hasattr(batch, "__iter__"):
-        return None
-    for part in batch:
-        if (found := samples_in(part)) is not None:
-            return found
-    return None

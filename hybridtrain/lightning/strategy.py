@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 
 from hybridtrain.client import Client
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.batches import weigh
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.options import make_policy, positive
 from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
-from hybridtrain.lightning.session import Session, samples_in
+from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Policy
 
@@ -68,6 +69,7 @@ class HybridStrategy(ParallelStrategy):
         self.stop_grace_s = stop_grace_s
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._final_stats: dict[str, Any] | None = None
+        self._abstains = False
         self._client: Client | None = None  # set in workers only
         self._collectives: Collectives | None = None
         self._loaders: Loaders | None = None
@@ -95,6 +97,8 @@ class HybridStrategy(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
+        if self._abstains:
+            return 1  # or Lightning refuses a training_step that returns None
         return len(self.parallel_devices or [None]) * self.workers_per_device
 
     @property
@@ -142,11 +146,11 @@ class HybridStrategy(ParallelStrategy):
         super().setup(trainer)
         assert self.lightning_module is not None
         self.collectives.teach(self.lightning_module)
-        self.precision_plugin.clip_gradients = self._record_clip  # type: ignore[method-assign]
         if trainer.state.fn == "fit":
             self._session = Session(
                 self.client, self.lightning_module, self.optimizers, not self.policy.lockstep
             )
+            self._session.take_over(self.precision_plugin)
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -162,22 +166,18 @@ class HybridStrategy(ParallelStrategy):
 
     # ---- one step -------------------------------------------------------------------------------
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None and self._session is not None
+        self._abstains = output is None and self.lightning_module.automatic_optimization
+        self._session.abstain(self._abstains)
+        return output
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
-        self.collectives.local = not self.policy.lockstep
+        self.collectives.local, self._abstains = not self.policy.lockstep, False
         weight = self._loaders.next_weight()
-        self._session.begin_batch(self._weigh(batch) if weight is None else weight)
-
-    @staticmethod
-    def _weigh(batch: Any) -> float:
-        found = samples_in(batch)
-        if found is None:
-            raise UserError(
-                f"the number of samples in a batch of type {type(batch).__name__} cannot be seen, "
-                "so gradients cannot be weighted; let the first tensor in the batch have the "
-                "samples as its first dimension"
-            )
-        return float(found)
+        self._session.begin_batch(weigh(batch) if weight is None else weight)
 
     def optimizer_step(
         self,
@@ -190,6 +190,7 @@ class HybridStrategy(ParallelStrategy):
         step = self._session.steps[self.optimizers.index(optimizer)]
         before, count, self._snapshot = step.version, step.count, None
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._abstains = False
         if step.count == count:
             step.push(0.0)  # the precision plugin skipped the step; nobody may wait for it
         if not self.policy.lockstep:
@@ -197,14 +198,6 @@ class HybridStrategy(ParallelStrategy):
             set_global_step(trainer, step.version - 1)
             catch_up_schedulers(trainer, before, step.version - 1)
         return output
-
-    def _record_clip(
-        self, optimizer: Optimizer, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
-    ) -> None:
-        """In place of the precision plugin's clipping, which sees only this worker's gradient."""
-        if clip_val and clip_val > 0 and self._session is not None:
-            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-            self._session.record_clip(algorithm, float(clip_val))
 
     # ---- ends of epochs -------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ class Store:
         private_parameters: give each worker a row of parameters of its own, for policies under
             which the masters move while workers compute.
         arena: one made by another process's ``Store`` of the same shape; else a new one.
+        averaging: have one more row, for the mean of the gradients.
     """
 
     def __init__(
@@ -28,10 +29,12 @@ class Store:
         n_workers: int,
         private_parameters: bool,
         arena: Arena | None = None,
+        averaging: bool = False,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
         self.private_parameters = private_parameters
+        self.averaging = averaging
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}
         n_bytes = self._place_buffers()
         self.arena = arena or Arena.create(n_bytes)
@@ -40,11 +43,13 @@ class Store:
         self.copies = (
             [self._flat("copies", w) for w in range(n_workers)] if private_parameters else []
         )  # W × dtype -> (P,), or nothing
+        self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
 
     def _place_buffers(self) -> int:
         end = 0
         rows = {"masters": 1, "gradients": self.n_workers}
         rows["copies"] = self.n_workers if self.private_parameters else 0
+        rows["means"] = int(self.averaging)
         for kind, count in rows.items():
             for row in range(count):
                 for dtype, size in self.layout.sizes.items():
@@ -69,6 +74,10 @@ class Store:
     def gradient(self, worker: int, slot: Slot) -> torch.Tensor:
         """The place of the worker's gradient of this parameter, in the parameter's shape."""
         return self._view("gradients", worker, slot)
+
+    def mean(self, slot: Slot) -> torch.Tensor:
+        """The place of the mean gradient of this parameter, in the parameter's shape."""
+        return self._view("means", 0, slot)
 
     def parameter(self, worker: int, slot: Slot) -> torch.Tensor:
         """What the worker computes with: its own copy, or the master itself in lock-step."""

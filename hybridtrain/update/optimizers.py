@@ -49,13 +49,8 @@ class Optimizers:
         if told:
             update.set_groups(told[0])
         if counted:
-            total = sum(push.weight for push in counted.values())
-            contributions = [
-                Contribution(worker, push.weight / total, frozenset(push.absent))
-                for worker, push in counted.items()
-            ]
             with torch.no_grad():
-                update.step(contributions, next(iter(counted.values())).clip)
+                update.step(_contributions(counted), next(iter(counted.values())).clip)
         return tuple(counted)
 
     def dump(self) -> bytes:
@@ -63,3 +58,15 @@ class Optimizers:
         buffer = io.BytesIO()
         torch.save([update.state() for update in self._updates], buffer)
         return buffer.getvalue()
+
+
+def _contributions(pushes: Mapping[int, Push]) -> list[Contribution]:
+    """Everybody's share by samples, or one row for all where gradients are averaged already."""
+    if all(push.averaged for push in pushes.values()):
+        worker, push = next(iter(pushes.items()))
+        return [Contribution(worker, 1.0, frozenset(push.absent))]
+    total = sum(push.weight for push in pushes.values())
+    return [
+        Contribution(worker, push.weight / total, frozenset(push.absent))
+        for worker, push in pushes.items()
+    ]

@@ -146,6 +146,29 @@ SCRIPT = """
 """
 
 
+INHERITING = """
+    import sys, torch
+    from tests.lightning.toys import fit
+
+    where = f"file://{sys.argv[1]}"
+    torch.distributed.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+    _, trainer = fit("hybrid", 2, 6, max_epochs=1)
+    print("steps", trainer.global_step)
+"""
+
+
+def test_workers_leave_a_process_group_that_they_inherit(tmp_path: Path) -> None:
+    """As ddp leaves one behind, in the process it ran in; with it Lightning would broadcast."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(INHERITING), str(tmp_path / "rendezvous")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "steps 4" in done.stdout, done.stderr
+
+
 def start(strategy: str, folder: Path, phase: str) -> subprocess.Popen[str]:
     """A run in a process group of its own, brought to ``phase``."""
     process = subprocess.Popen(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import DDPStrategy
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, StepLR
 
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
@@ -130,8 +131,8 @@ class TwoGroups(Regression):
 def test_groups_frozen_and_unused_parameters() -> None:
     whole, _ = fit("hybrid", 1, 12, TwoGroups)
     shared, _ = fit("hybrid", 2, 6, TwoGroups)
-    # Run by this very process, and leaves a process group behind.
-    theirs, _ = fit("ddp_find_unused_parameters_true", 1, 48, TwoGroups, regression_data(48))
+    ddp = DDPStrategy(start_method="fork", find_unused_parameters=True)
+    theirs, _ = fit(ddp, 2, 24, TwoGroups, regression_data(48))
     ours, _ = fit("hybrid", 2, 24, TwoGroups, regression_data(48))
     assert distance(shared, whole) < 1e-6
     assert distance(ours, theirs) < 1e-6

@@ -11,7 +11,7 @@ from hybridtrain.errors import UserError
 
 
 def rise_and_fall(optimizer: Optimizer, epochs: int | None, rise: int = 1) -> LambdaLR:
-    """Factor (e + 1) / (rise + 1) in epochs e < ``rise``, then a half cosine that ends at ``epochs``.
+    """Factor (e + 1) / (rise + 1) in epochs e < ``rise``, then a half cosine ending at ``epochs``.
 
     For a schedule that steps once per epoch. Without an end (``epochs`` None or -1, as Lightning's
     max_epochs may be) it stays at 1. A run that goes on with more epochs follows the new end.

@@ -1,0 +1,86 @@
+"""The mean of all gradients before anybody steps, for those who want to look at it.
+
+Where a hook reads or changes gradients, or the user clips them, every worker must see the merged
+gradient, as it would under all-reduce. Then a step takes two rounds: all bring their gradients and
+get the mean back; each does with it what its hooks do, all alike; all push, and one row stands for
+all. The rule of waiting is that of lock-step (:class:`hybridtrain.policies.All`): nobody waits for
+a worker that has gone to push without asking (it abstains) or sits in a meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hybridtrain.events import Apply, Fact, Joined, Left, Parked, Pushed, Release
+from hybridtrain.memory import Store
+from hybridtrain.messages import Average, Averaged
+from hybridtrain.policies import All
+
+
+class Averaging:
+    """Collects gradients until nobody is left who may still bring one.
+
+    Args:
+        workers: all that are there.
+    """
+
+    def __init__(self, workers: Iterable[int]) -> None:
+        self._rule = All()
+        self._asked: dict[int, Average] = {}
+        for worker in workers:
+            self._rule.on(Joined(worker))
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Who waits for a mean."""
+        return frozenset(self._asked)
+
+    def ask(self, worker: int, request: Average, store: Store) -> list[tuple[int, Averaged]]:
+        """The worker's gradient lies in its row."""
+        self._asked[worker] = request
+        return self._obey(Pushed(worker), store)
+
+    def busy(self, worker: int, store: Store | None) -> list[tuple[int, Averaged]]:
+        """The worker waits for something else; who waits for it here need not any longer."""
+        return self._obey(Parked(worker), store)
+
+    def back(self, worker: int) -> None:
+        """The worker computes again."""
+        self._rule.on(Joined(worker))
+
+    def left(self, worker: int, store: Store | None) -> list[tuple[int, Averaged]]:
+        """The worker is gone."""
+        self._asked.pop(worker, None)
+        return self._obey(Left(worker), store)
+
+    def dissolve(self) -> None:
+        """Forget who has asked."""
+        self._asked.clear()
+
+    def _obey(self, fact: Fact, store: Store | None) -> list[tuple[int, Averaged]]:
+        reply = Averaged(())
+        freed: list[int] = []
+        for order in self._rule.on(fact):
+            match order:
+                case Apply(workers):
+                    assert store is not None, "gradients lie in a store"
+                    asked = {w: self._asked[w] for w in workers if w in self._asked}
+                    reply = Averaged(average(asked, store))
+                case Release(workers):
+                    freed += [w for w in workers if self._asked.pop(w, None) is not None]
+        return [(worker, reply) for worker in freed]
+
+
+@torch.no_grad()
+def average(asked: dict[int, Average], store: Store) -> tuple[int, ...]:
+    """Write the mean, weighted by samples, to its row; which parameters nobody had."""
+    total = sum(request.weight for request in asked.values())
+    counted = {w: request for w, request in asked.items() if request.weight > 0}
+    for dtype, mean in store.means.items():  # (P,)
+        mean.zero_()
+        for worker, request in counted.items():
+            mean.add_(store.gradients[worker][dtype], alpha=request.weight / total)
+    absent = [set(request.absent) for request in counted.values()]
+    return tuple(sorted(set.intersection(*absent))) if absent else ()
