@@ -52,7 +52,16 @@ class RemoteStep:
         self.count = 0  # pushes so far
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Run the closure, push, wait for the release."""
+        """Run the closure, push, wait for the release; with the optimizer's own step hooks."""
+        optimizer: Any = self._optimizer
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (closure,), {})
+        loss = self._compute_and_push(closure)
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, (closure,), {})
+        return loss
+
+    def _compute_and_push(self, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():

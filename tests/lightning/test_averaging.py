@@ -103,6 +103,27 @@ def test_a_remainder_is_weighted_in_the_average_too(n: int, tmp_path: Path) -> N
     assert distance(shared, whole) < 1e-6
 
 
+def test_hooks_of_the_optimizer_run_around_the_step(tmp_path: Path) -> None:
+    class Hooked(Regression):
+        def configure_optimizers(self) -> Any:
+            optimizer = NESTEROV(self.parameters())
+            told: list[float] = []
+            optimizer.register_step_pre_hook(lambda *_: told.append(float(flat(self).sum())))
+            optimizer.register_step_post_hook(lambda *_: told.append(float(flat(self).sum())))
+            self.told = told
+            return optimizer
+
+        def on_train_end(self) -> None:
+            torch.save(torch.tensor(self.told), tmp_path / f"{self.global_rank}.pt")
+
+    hooked, _ = fit("hybrid", 2, 6, Hooked, max_epochs=2)
+    plain, _ = fit("hybrid", 2, 6, partial(Regression, NESTEROV), max_epochs=2)
+    assert distance(hooked, plain) == 0.0
+    told = torch.load(tmp_path / "0.pt").view(8, 2)  # steps × (before, after)
+    assert torch.equal(told[1:, 0], told[:-1, 1])
+    assert bool((told[:, 0] != told[:, 1]).all())
+
+
 class Sometimes(Regression):
     """Some workers, and in one step all of them, have nothing to say."""
 
