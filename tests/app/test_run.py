@@ -98,7 +98,10 @@ def test_training_goes_on_from_a_checkpoint(command: Command, strategy: str) -> 
 def test_test_only_tests_the_checkpoint_and_trains_nothing(command: Command) -> None:
     command(*TINY, "hydra.run.dir=first")
     ckpt = summary("first")["checkpoint"]
-    result = command(*TINY, f"ckpt='{ckpt}'", "test_only=true", "hydra.run.dir=second")
+    assert "=" in ckpt  # as Lightning names them; Hydra alone would refuse it unquoted
+    quoted = command(*TINY, f"ckpt='{ckpt}'", "test_only=true", "hydra.run.dir=quoted")
+    assert (quoted.code, quoted.err) == (0, "")
+    result = command(*TINY, f"ckpt={ckpt}", "test_only=true", "hydra.run.dir=second")
     assert (result.code, result.err) == (0, "")
     found = summary("second")
     assert found["metrics"] == {"test/n": N}
