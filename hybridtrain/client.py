@@ -115,10 +115,13 @@ class Client:
 
     # ---- reading --------------------------------------------------------------------------------
 
-    def snapshot(self) -> list[dict[int, dict[str, Any]]]:
-        """Each optimizer's ``state_dict()["state"]``; own parameters are of the same version."""
+    def snapshot(self) -> tuple[int, list[dict[int, dict[str, Any]]]]:
+        """Each optimizer's ``state_dict()["state"]``, and the version they and the parameters have.
+
+        Own parameters are brought to the same version.
+        """
         reply, _ = self._ask(Snapshot(), State)
-        return torch.load(io.BytesIO(reply.payload), weights_only=True)
+        return reply.version, torch.load(io.BytesIO(reply.payload), weights_only=True)
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`hybridtrain.ledger.Ledger.stats`."""

@@ -178,9 +178,10 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A pickled or ``torch.save``d state."""
+    """The optimizers' states as ``torch.save`` writes them, after update number ``version``."""
 
     payload: bytes
+    version: int
 
 
 @dataclass(frozen=True, slots=True)

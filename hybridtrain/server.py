@@ -106,7 +106,7 @@ class Server:
                 return [(worker, Released(self.ledger.version))]
             case Snapshot():
                 self._refresh(worker)
-                return [(worker, State(self._optimizers.dump()))]
+                return [(worker, State(self._optimizers.dump(), self.ledger.version))]
             case ReadStats():
                 return [(worker, Stats(self.ledger.stats()))]
 

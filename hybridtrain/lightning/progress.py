@@ -7,6 +7,9 @@ steps mean the same under every policy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytorch_lightning as pl
 
 
@@ -33,3 +36,14 @@ def catch_up_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
         if config.interval == "step" and not config.reduce_on_plateau:
             for _ in range(now // config.frequency - before // config.frequency):
                 config.scheduler.step()  # type: ignore[call-arg]
+
+
+def precede(owner: Any, method: str, first: Callable[[], None]) -> None:
+    """Let ``first`` run before every call of ``owner.method``."""
+    original = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
+
+    setattr(owner, method, call)

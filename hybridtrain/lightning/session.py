@@ -118,11 +118,11 @@ class Session:
         """The module's."""
         return self._module.trainer
 
-    def snapshot(self) -> list[dict[int, dict[str, Any]]]:
-        """Each optimizer's state; the module's parameters are brought to the same version."""
-        states = self._client.snapshot()
+    def snapshot(self) -> tuple[int, list[dict[int, dict[str, Any]]]]:
+        """A version and each optimizer's state; the module's parameters are brought to it."""
+        version, states = self._client.snapshot()
         self._exchange.refresh()
-        return states
+        return version, states
 
     def pull(self) -> int:
         """Bring the module's parameters up to date; their version."""

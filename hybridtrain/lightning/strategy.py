@@ -27,7 +27,7 @@ from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.options import make_policy, positive
-from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
+from hybridtrain.lightning.progress import catch_up_schedulers, precede, set_global_step
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Policy
@@ -131,6 +131,7 @@ class HybridStrategy(ParallelStrategy):
         self._loaders = Loaders(trainer, client, free_running=not self.policy.lockstep)
         self._loaders.attach()
         trainer.callbacks.insert(0, Boundary(client, self))
+        precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
 
     @property
     def client(self) -> Client:
@@ -241,12 +242,13 @@ class HybridStrategy(ParallelStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def before_checkpoint(self) -> None:
+        """Others may train on while worker 0 writes: weights, moments, step of one version."""
         training = self._session is not None and bool(self._session.steps)
         if training and self.is_global_zero and not self.policy.lockstep:
             assert self._session is not None
-            self._snapshot = self._session.snapshot()  # weights and moments of one version
-        return super().lightning_module_state_dict()
+            version, self._snapshot = self._session.snapshot()
+            set_global_step(self._session.trainer, version)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Moments from the server, hyper-parameters from this worker's optimizer."""
@@ -255,7 +257,7 @@ class HybridStrategy(ParallelStrategy):
         if self._session is None or not self._session.steps or not self.is_global_zero:
             return state
         if self._snapshot is None:
-            self._snapshot = self._session.snapshot()
+            _, self._snapshot = self._session.snapshot()
         return {**state, "state": self._snapshot[self.optimizers.index(optimizer)]}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
