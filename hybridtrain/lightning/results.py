@@ -63,6 +63,7 @@ def pack(trainer: pl.Trainer, returned: Any) -> Home | None:
 def unpack(trainer: pl.Trainer, home: Home) -> Any:
     """Called in the parent; returns what the trainer's method returned in worker 0."""
     weights = _load(home.weights)
+    trainer.precision_plugin.convert_module(trainer.lightning_module)  # as the workers did
     # Not strict: a worker's configure_model may have made layers that this process has not.
     trainer.lightning_module.load_state_dict(weights, strict=False)
     metrics = _load(home.tensors)
