@@ -46,7 +46,6 @@ class RemoteStep:
         self.weight = 0.0  # samples behind the gradients gathered so far
         self.clip: Clip | None = None
         self.version = 0
-        self.abstains = False  # this mini-batch has no gradient
         self.averaged = False  # the gradients are the mean of all already
         self.pushed = False  # since the mini-batch began
         self.count = 0  # pushes so far
@@ -66,7 +65,7 @@ class RemoteStep:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.push(0.0 if self.abstains else self.weight)
+        self.push(self.weight)
         return loss
 
     def push(self, weight: float) -> None:

@@ -57,6 +57,8 @@ class Session:
         self._store.refresh(client.worker)
         self._share_buffers()
         self._exchange = self._make_exchange()
+        self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
+        self._batch_weight = 0.0
         self.steps: list[RemoteStep] = []
 
     def _make_exchange(self) -> Exchange:
@@ -135,7 +137,8 @@ class Session:
         used = any(step.pushed for step in self.steps)
         for step in self.steps:
             step.weight = weight if used else step.weight + weight
-            step.pushed, step.abstains, step.averaged = False, False, self.averages
+            step.pushed, step.averaged = False, self.averages
+        self._batch_weight = weight
 
     def _accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""
@@ -154,16 +157,21 @@ class Session:
         for number, parameter in trained.items():
             if number in nobody:
                 continue
-            mean = self._store.mean(slots[number])
+            mean = self._means[number]
             if parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = mean.to(parameter.device, copy=True)
             else:
                 parameter.grad.copy_(mean)
 
-    def abstain(self, abstains: bool) -> None:
-        """Whether this mini-batch has no gradient (``training_step`` returned ``None``)."""
+    def abstain(self) -> None:
+        """This mini-batch has no gradient (``training_step`` returned ``None``).
+
+        What earlier mini-batches have accumulated still counts.
+        """
         for step in self.steps:
-            step.abstains = abstains
+            step.weight -= self._batch_weight
+        if self.averages and self.steps[0].weight > 0 and not self._accumulates():
+            self.average()  # there will be no backward to do it
 
     def take_over(self, plugin: Any) -> None:
         """Where nobody looks, the server clips what it has merged; else all get the mean first.

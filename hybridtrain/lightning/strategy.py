@@ -171,7 +171,8 @@ class HybridStrategy(ParallelStrategy):
         output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None and self._session is not None
         self._abstains = output is None and self.lightning_module.automatic_optimization
-        self._session.abstain(self._abstains)
+        if self._abstains:
+            self._session.abstain()
         return output
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -151,6 +151,29 @@ def fresh() -> pl.LightningModule:
     return Regression()
 
 
+class EverySecond(Regression):
+    """The mini-batch that ends each window of accumulation has nothing to say."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx % 2 else loss
+
+
+class EverySecondLooking(EverySecond):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert all(p.grad is not None for p in self.parameters())
+
+
+@pytest.mark.parametrize("module", [EverySecond, EverySecondLooking])
+def test_what_was_accumulated_before_an_abstention_still_counts(module: Any) -> None:
+    options: dict[str, Any] = {"overfit_batches": 1.0, "accumulate_grad_batches": 2}
+    alone, _ = fit("auto", 1, 12, module, **options)  # both in order, not shuffled
+    shared, trainer = fit("hybrid", 2, 6, module, **options)
+    assert trainer.global_step == 6
+    assert distance(shared, alone) < 1e-6
+    assert distance(shared, fresh()) > 1e-4
+
+
 def test_an_abstaining_worker_has_no_part_in_the_mean() -> None:
     class OnlyRankOne(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
