@@ -1,0 +1,13 @@
+"""All cases, by theme."""
+
+from __future__ import annotations
+
+from tests.parity.case import Case
+from tests.parity.cases import optimizers
+
+THEMES = (optimizers.THEME,)
+
+CASES: dict[str, Case] = {case.id: case for theme in THEMES for case in theme.cases.values()}
+
+# Cases whose feature is still being built; must be empty in the end.
+PENDING: frozenset[str] = frozenset()

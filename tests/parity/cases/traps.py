@@ -1,0 +1,3 @@
+"""Traps of the design that do not apply here, and why."""
+
+NOT_APPLICABLE: dict[int, str] = {}

@@ -1,0 +1,90 @@
+"""Runs one case under one strategy, in a process that does nothing else."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+import hybridtrain  # noqa: F401  (registers the strategies)
+from tests.parity.case import Case
+from tests.parity.files import contents
+from tests.parity.record import MemoryLogger, Recorder, detached, flatten
+
+SEED = 7
+UNION = "union"  # one worker, no strategy, mini-batches of all workers together
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Which strategy with how many workers."""
+
+    strategy: str
+    workers: int
+
+
+def play(case: Case, run: Run, folder: Path) -> None:
+    """Run, and leave ``rank-*.pt`` and ``main.pt`` in the folder."""
+    files = folder / "run"
+    files.mkdir(parents=True)
+    os.chdir(files)
+    quiet()
+    Recorder(folder).attach()
+    pl.seed_everything(SEED, verbose=False)
+    seen: dict[str, Any] = {}
+    try:
+        seen["returned"] = _act(case, run, files, seen)
+    except BaseException as error:
+        traceback.print_exc()
+        seen["error"] = {"type": type(error).__name__, "text": str(error)}
+    seen["files"] = contents(files)
+    torch.save(flatten(seen), folder / "main.pt")
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _act(case: Case, run: Run, files: Path, seen: dict[str, Any]) -> Any:
+    module = case.module()
+    trainer = make_trainer(case, run, files)
+    together = run.workers if run.strategy == UNION else 1
+    returned = case.act(trainer, module, case.data(case.batch * together))
+    seen["module"] = detached(module.state_dict())
+    seen["callback_metrics"] = detached(dict(trainer.callback_metrics))
+    seen["state"] = {"fn": trainer.state.fn, "status": trainer.state.status}
+    return detached(returned)
+
+
+def make_trainer(case: Case, run: Run, files: Path) -> pl.Trainer:
+    options: dict[str, Any] = {
+        "accelerator": "cuda" if case.gpu else "cpu",
+        "devices": run.workers,
+        "strategy": case.ddp if run.strategy == "ddp" else run.strategy,
+        "default_root_dir": files,
+        "max_epochs": 2,
+        "logger": MemoryLogger(),
+        "log_every_n_steps": 1,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    if run.strategy == UNION:
+        options |= {"devices": 1, "strategy": "auto"}
+    mine: Mapping[str, Any] = case.trainer(files)
+    return pl.Trainer(**(options | dict(mine)))
+
+
+def quiet() -> None:
+    warnings.simplefilter("ignore")
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    redirect_stdout(sys.stderr).__enter__()

@@ -1,0 +1,45 @@
+"""Under ``hybrid``, everything a user can observe is what DDP would have given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.case import Case
+from tests.parity.cases import CASES, PENDING
+from tests.parity.harness import STRATEGIES, Harness, Job
+
+
+def _runs() -> list[Any]:
+    """Two workers for every case; three for some, and for all among the slow tests."""
+    return [
+        pytest.param(case, strategy, workers, id=f"{case.id}-{strategy}-{workers}", marks=marks)
+        for case in CASES.values()
+        for strategy in STRATEGIES
+        for workers, marks in ((2, _marks(case, True)), (3, _marks(case, case.wide)))
+    ]
+
+
+def _marks(case: Case, by_default: bool) -> list[pytest.MarkDecorator]:
+    marks = [] if by_default else [pytest.mark.slow]
+    if case.gpu:
+        marks.append(pytest.mark.gpu)
+    if case.id in PENDING:
+        marks.append(pytest.mark.skip(reason="being built"))
+    return marks
+
+
+@pytest.mark.parametrize(("case", "strategy", "workers"), _runs())
+def test_the_strategy_gives_what_the_reference_gives(
+    harness: Harness, case: Case, strategy: str, workers: int
+) -> None:
+    harness.check_end(Job(case, case.versus, workers))
+    harness.check_end(Job(case, strategy, workers))
+    verdict = harness.verdict(case, strategy, workers, case.versus)
+    allowed = case.allowed(workers)
+    assert verdict.compared > 5, "nothing was compared"
+    assert verdict.grade <= allowed, (
+        f"{case.id} under {strategy} with {workers} workers is not {allowed}, but "
+        f"{verdict.grade} against {case.versus}:\n{verdict.explain()}"
+    )
