@@ -89,7 +89,7 @@ class Environment:
         """Install the project, editable, with every extra, at the pinned versions."""
         say("installing hybridtrain and what it needs")
         pins = str(self.root / "constraints.txt")
-        self.must_pip("--constraint", pins, "--editable", f"{self.root}[all,dev]")
+        self.must_pip("--constraint", pins, "--editable", f"{self.root}[all,test,dev]")
 
 
 def _wants_cpu_build() -> bool:
