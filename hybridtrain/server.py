@@ -17,10 +17,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from hybridtrain.averaging import Averaging
 from hybridtrain.batch_queue import BatchQueue
 from hybridtrain.errors import UserError
-from hybridtrain.events import Apply, Fact, Joined, Left, Parked, Pushed, Release
 from hybridtrain.ledger import Ledger
 from hybridtrain.meeting import Meeting, MeetingMismatch
 from hybridtrain.memory import Store
@@ -50,10 +48,9 @@ from hybridtrain.messages import (
     Stopped,
 )
 from hybridtrain.policies import Policy
-from hybridtrain.update import Optimizers, load_updates
+from hybridtrain.rounds import Replies, Rounds
+from hybridtrain.update import OptimizerFailed, Optimizers, load_updates
 from hybridtrain.update.pool import Pool
-
-Replies = list[tuple[int, Reply]]
 
 
 class Server:
@@ -75,38 +72,36 @@ class Server:
     ) -> None:
         self.policy = policy
         self.ledger = Ledger(n_workers, clock)
-        self.store: Store | None = None
+        self.failure: BaseException | None = None  # what an optimizer has raised
         self._members = set(range(n_workers))
         self._meeting: Meeting[Request] = Meeting(set(self._members))
         self._pool = Pool(threads)
-        self._optimizers = Optimizers()
-        self._pushes: dict[int, Push] = {}
-        self._averaging = Averaging(self._members)
+        self._rounds = Rounds(policy, self.ledger, self._members)
         self._queue = BatchQueue(self._members)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
-        for worker in range(n_workers):
-            self.policy.on(Joined(worker))
+
+    @property
+    def store(self) -> Store | None:
+        """Masters and rows, once parameters have been shared."""
+        return self._rounds.store
 
     # ---- requests -------------------------------------------------------------------------------
 
     def handle(self, worker: int, request: Request) -> Replies:
         """One request in, replies out."""
         match request:
-            case Push():
-                return self._push(worker, request)
-            case Average():
-                return self._average(worker, request)
+            case Push() | Average():
+                return self._round(worker, request)
             case Gather() | Share() | Install():
                 return self._meet(worker, request)
             case Draw():
                 return [(worker, self._queue.draw(worker, request))]
             case Pull():
-                self._refresh(worker)
+                self._rounds.refresh(worker)
                 return [(worker, Released(self.ledger.version))]
             case Snapshot():
-                self._refresh(worker)
-                return [(worker, State(self._optimizers.dump(), self.ledger.version))]
+                return self._snapshot(worker)
             case ReadStats():
                 return [(worker, Stats(self.ledger.stats()))]
 
@@ -131,79 +126,40 @@ class Server:
         """The worker is gone, with whatever it had not pushed."""
         self._members.discard(worker)
         self._meeting.leave(worker)
-        self._pushes.pop(worker, None)
-        freed: Replies = [*self._averaging.left(worker, self.store)]
-        return freed + self._obey(Left(worker)) + self._close_meeting()
+        return self._guarded([], lambda: self._rounds.lost(worker)) + self._close_meeting()
 
     # ---- rounds ---------------------------------------------------------------------------------
 
-    def _push(self, worker: int, push: Push) -> Replies:
-        if self._broken:
+    def _round(self, worker: int, request: Push | Average) -> Replies:
+        if self._rounds.broken:
             return [(worker, Stop(now=True))]
-        if (reason := self._objection(worker, push)) is not None:
-            return self._refuse([worker], reason)
-        self._pushes[worker] = push
-        # A mini-batch that several optimizers use is counted by the first of them.
-        self.ledger.pushed(worker, push.weight if push.optimizer == 0 else 0.0)
-        freed: Replies = [*self._averaging.busy(worker, self.store)]
-        return freed + self._obey(Pushed(worker))
+        if isinstance(request, Average):
+            return self._rounds.average(worker, request)
+        return self._guarded([worker], lambda: self._rounds.push(worker, request))
 
-    def _average(self, worker: int, request: Average) -> Replies:
-        if self._broken:
-            return [(worker, Stop(now=True))]
-        assert self.store is not None, "parameters are shared before gradients are averaged"
-        return [*self._averaging.ask(worker, request, self.store)]
+    def _guarded(self, workers: Iterable[int], action: Callable[[], Replies]) -> Replies:
+        """What cannot be accepted, or fails, ends the run for all who wait."""
+        try:
+            return action()
+        except OptimizerFailed as error:
+            self.failure = self.failure or error.__cause__
+            return self._refuse(workers, str(error))
+        except UserError as error:
+            return self._refuse(workers, str(error))
 
-    @property
-    def _broken(self) -> bool:
-        """Somebody has stopped under a lock-step policy: no round can be a whole one any more."""
-        return self.policy.lockstep and bool(self._stopped)
-
-    def _objection(self, worker: int, push: Push) -> str | None:
-        """Why this push makes no sense, if so."""
-        other = next((p.optimizer for p in self._pushes.values()), push.optimizer)
-        if self.policy.lockstep and other != push.optimizer:
-            return (
-                f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
-                f"{other}; in lock-step all workers must step their optimizers in the same order"
-            )
-        return self._optimizers.objection(worker, push)
-
-    def _obey(self, fact: Fact) -> Replies:
-        if self._broken:
-            return []
-        replies: Replies = []
-        for order in self.policy.on(fact):
-            match order:
-                case Apply(workers):
-                    self._apply(workers)
-                case Release(workers):
-                    replies += [self._release(worker) for worker in workers]
-        return replies
-
-    def _apply(self, workers: tuple[int, ...]) -> None:
-        counted = self._optimizers.step({worker: self._pushes[worker] for worker in workers})
-        self.ledger.updated(counted)
-
-    def _release(self, worker: int) -> tuple[int, Reply]:
-        self._pushes.pop(worker, None)
-        self._averaging.back(worker)
-        self._refresh(worker)
-        self.ledger.released(worker)
-        return worker, Released(self.ledger.version)
-
-    def _refresh(self, worker: int) -> None:
-        if self.store is not None:
-            self.store.refresh(worker)
-        self.ledger.read(worker)
+    def _snapshot(self, worker: int) -> Replies:
+        if self.failure is not None:
+            reason = f"an optimizer failed half-way through its step: {self.failure}"
+            return [(worker, Refused(reason))]
+        self._rounds.refresh(worker)
+        return [(worker, State(self._rounds.optimizers.dump(), self.ledger.version))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
         """These workers and all who wait must end, with this reason."""
-        waiting = {*workers, *self._pushes, *self._meeting.waiting, *self._averaging.waiting}
-        self._pushes.clear()
+        waiting = {*workers, *self._meeting.waiting, *self._rounds.waiting}
         self._meeting.dissolve()
-        self._averaging.dissolve()
-        self._stopped |= waiting
+        self._rounds.dissolve()
+        self._note_stopped(waiting)
         return [(each, Refused(reason)) for each in sorted(waiting)]
 
     # ---- meetings -------------------------------------------------------------------------------
@@ -218,8 +174,7 @@ class Server:
             self._meeting.bring(worker, tag, request)
         except MeetingMismatch as error:
             return self._refuse([worker], f"{error}; all workers must take the same path here")
-        freed: Replies = [*self._averaging.busy(worker, self.store)]
-        return freed + self._obey(Parked(worker)) + self._close_meeting()
+        return self._guarded([worker], lambda: self._rounds.park(worker)) + self._close_meeting()
 
     def _close_meeting(self) -> Replies:
         workers = sorted(self._meeting.waiting)
@@ -231,8 +186,7 @@ class Server:
         except UserError as error:
             return self._refuse(workers, str(error))
         for worker in workers:
-            self.policy.on(Joined(worker))
-            self._averaging.back(worker)
+            self._rounds.join(worker)
         return [(worker, reply) for worker in workers]
 
     def _conclude(self, workers: list[int], requests: list[Request]) -> Reply:
@@ -255,29 +209,35 @@ class Server:
                     "build the same module (same code, same seed, same configuration)"
                 )
         n_workers, private = self.ledger.n_workers, not self.policy.lockstep
-        self.store = Store(share.layout, n_workers, private, averaging=share.averaging)
-        return Shared(self.store.arena.n_bytes)
+        store = Store(share.layout, n_workers, private, averaging=share.averaging)
+        self._rounds.store = store
+        return Shared(store.arena.n_bytes)
 
     def _install(self, workers: list[int], install: Install) -> Done:
         assert self.store is not None, "parameters are shared before optimizers are installed"
-        self._optimizers = Optimizers(load_updates(install.optimizers, self.store, self._pool))
+        updates = load_updates(install.optimizers, self.store, self._pool)
+        self._rounds.optimizers = Optimizers(updates)
         self.ledger.start(install.version)
         for worker in workers:
-            self._refresh(worker)
+            self._rounds.refresh(worker)
         return Done()
 
     # ---- stopping -------------------------------------------------------------------------------
 
     def _stop_waiting_for(self, worker: int) -> Replies:
         """The worker has stopped: what others wait for together with it will not happen."""
-        self._stopped.add(worker)
+        self._note_stopped({worker})
         waiting = set(self._meeting.waiting)
         self._meeting.dissolve()
         if self.policy.lockstep:
-            waiting |= self._pushes.keys() | self._averaging.waiting
-            self._pushes.clear()
-            self._averaging.dissolve()
+            waiting |= self._rounds.waiting
+            self._rounds.dissolve()
         return [(each, Stop(now=True)) for each in sorted(waiting - {worker})]
+
+    def _note_stopped(self, workers: set[int]) -> None:
+        """In lock-step no round can be a whole one any more."""
+        self._stopped |= workers
+        self._rounds.broken = self.policy.lockstep and bool(self._stopped)
 
     def close(self) -> None:
         """End the threads of the update."""

@@ -2,7 +2,14 @@
 
 from hybridtrain.update.build import build_update, load_updates
 from hybridtrain.update.contribution import Contribution
-from hybridtrain.update.optimizers import Optimizers
+from hybridtrain.update.optimizers import OptimizerFailed, Optimizers
 from hybridtrain.update.update import Update
 
-__all__ = ["Contribution", "Optimizers", "Update", "build_update", "load_updates"]
+__all__ = [
+    "Contribution",
+    "OptimizerFailed",
+    "Optimizers",
+    "Update",
+    "build_update",
+    "load_updates",
+]

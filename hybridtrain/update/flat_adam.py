@@ -62,6 +62,7 @@ class FlatAdam:
     def __init__(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store, pool: Pool
     ) -> None:
+        self.name = type(optimizer).__name__
         self._store, self._pool, self._numbers = store, pool, tuple(numbers)
         self._groups: list[dict[str, Any]] = [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 
+from hybridtrain.errors import UserError
 from hybridtrain.messages import Push
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.update import Update
+
+
+class OptimizerFailed(UserError):
+    """An optimizer's own code raised; ``__cause__`` is what it raised."""
 
 
 class Optimizers:
@@ -45,13 +51,24 @@ class Optimizers:
         """
         told = [push.groups for push in pushes.values() if push.groups is not None]
         counted = {worker: push for worker, push in pushes.items() if push.weight > 0}
-        update = self._updates[next(iter(pushes.values())).optimizer]
-        if told:
-            update.set_groups(told[0])
-        if counted:
-            with torch.no_grad():
-                update.step(_contributions(counted), next(iter(counted.values())).clip)
+        number = next(iter(pushes.values())).optimizer
+        with torch.no_grad(), self._naming(number):
+            if told:
+                self._updates[number].set_groups(told[0])
+            if counted:
+                clip = next(iter(counted.values())).clip
+                self._updates[number].step(_contributions(counted), clip)
         return tuple(counted)
+
+    @contextmanager
+    def _naming(self, number: int) -> Iterator[None]:
+        """Say which optimizer it was that has raised."""
+        try:
+            yield
+        except Exception as error:
+            who = f"optimizer {number} ({self._updates[number].name})"
+            error.add_note(f"This happened in the process that holds the parameters, in {who}.")
+            raise OptimizerFailed(f"{who} raised {type(error).__name__}: {error}") from error
 
     def dump(self) -> bytes:
         """Each optimizer's state per parameter, as ``torch.save`` writes it."""

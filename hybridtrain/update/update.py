@@ -12,7 +12,12 @@ from hybridtrain.update.contribution import Contribution
 
 
 class Update(Protocol):
-    """One optimizer on the master parameters."""
+    """One optimizer on the master parameters.
+
+    ``name`` is that of the optimizer's class.
+    """
+
+    name: str
 
     @property
     def n_groups(self) -> int:

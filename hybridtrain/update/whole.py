@@ -29,6 +29,7 @@ class WholeParameters:
     def __init__(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
     ) -> None:
+        self.name = type(optimizer).__name__
         self._optimizer = optimizer
         self._numbers = tuple(numbers)
         self._store = store

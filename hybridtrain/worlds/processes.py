@@ -24,7 +24,8 @@ from typing import Any
 import torch
 
 from hybridtrain.messages import Paused, Resumed, Shared, Stop, Stopped
-from hybridtrain.server import Replies, Server
+from hybridtrain.rounds import Replies
+from hybridtrain.server import Server
 from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.child import Birth, Body, run_worker
 from hybridtrain.worlds.nursery import Nursery
@@ -180,6 +181,9 @@ class ProcessWorld:
                 self._send(self.server.handle(worker.number, message))
 
     def _send(self, replies: Replies) -> None:
+        if self.server.failure is not None and self._failure is None:
+            self._failure = self.server.failure
+            self._ask_to_stop()
         for number, reply in replies:
             store = self.server.store
             fd = store.arena.fd if isinstance(reply, Shared) and store is not None else None

@@ -22,7 +22,8 @@ from hybridtrain.messages import (
     Stop,
 )
 from hybridtrain.policies import All, Policy
-from hybridtrain.server import Replies, Server
+from hybridtrain.rounds import Replies
+from hybridtrain.server import Server
 from hybridtrain.update.portable import dump
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
