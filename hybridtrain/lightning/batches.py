@@ -1,23 +1,119 @@
-"""How many samples a mini-batch has, and so how much its gradient weighs."""
+"""How many samples a mini-batch has, and so how much its gradient weighs.
+
+The user's own word comes first (``strategy.num_samples_key``, or a method ``num_samples(batch)`` of
+the module), then what the sampler knows, then what the batch shows. A filler weighs nothing.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
 
 from hybridtrain.errors import UserError
 
+Key = str | int
+
+
+class Scales:
+    """Weighs mini-batches.
+
+    Args:
+        module: the user's; may have a method ``num_samples(batch) -> int``.
+        key: which entry or attribute of a batch tells its number of samples, if the user says so.
+    """
+
+    def __init__(self, module: object, key: Key | None = None) -> None:
+        self._key = key
+        self._hook = _hook(module)
+
+    def weigh(self, batch: Any, known: float | None = None) -> float:
+        """The number of samples.
+
+        Args:
+            batch: as the training step gets it.
+            known: what the sampler says; 0 for a filler, ``None`` where it cannot tell.
+
+        Raises:
+            UserError: if nobody can tell, or the user's key or hook tells nonsense.
+        """
+        if known == 0:
+            return 0.0
+        if self._key is not None:
+            where = f"num_samples_key={self._key!r} was given"
+            return _number(_entry(batch, self._key), where)
+        if self._hook is not None:
+            return _number(self._hook(batch), "the method num_samples(batch) was asked", whole=True)
+        return known if known is not None else _shown(batch)
+
+
+def _hook(module: object) -> Any:
+    """The module's ``num_samples``, if it is a method that takes a batch (and nothing else)."""
+    method = getattr(module, "num_samples", None)
+    if not inspect.ismethod(method):
+        return None
+    parameters = inspect.signature(method).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    return method if len(needed) == 1 else None
+
+
+def _entry(batch: Any, key: Key) -> Any:
+    if isinstance(batch, Mapping):
+        if key in batch:
+            return batch[key]
+    elif isinstance(key, int):
+        if isinstance(batch, Sequence) and -len(batch) <= key < len(batch):
+            return batch[key]
+    elif hasattr(batch, key):
+        return getattr(batch, key)
+    raise UserError(
+        f"num_samples_key={key!r} was given, but a batch is {_described(batch)}; give another key, "
+        "or write a method num_samples(batch) -> int on the LightningModule"
+    )
+
+
+def _described(batch: Any) -> str:
+    """What the user could have named instead."""
+    kind = f"of type {type(batch).__name__}"
+    if isinstance(batch, Mapping):
+        return f"{kind} and has the keys {', '.join(repr(each) for each in batch)}"
+    names = getattr(batch, "_fields", None) or sorted(getattr(batch, "__dict__", ()))
+    if names:
+        return f"{kind} and has the attributes {', '.join(names)}"
+    if isinstance(batch, Sequence):
+        return f"{kind} and has {len(batch)} entries, counted from 0"
+    return f"{kind} and has no entries"
+
+
+def _number(value: Any, asked: str, whole: bool = False) -> float:
+    """A number as it is; of a tensor its first dimension, of a list its length."""
+    if isinstance(value, torch.Tensor) and value.ndim and not whole:
+        return float(value.shape[0])
+    if isinstance(value, Sized) and not isinstance(value, str | torch.Tensor) and not whole:
+        return float(len(value))
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = -1.0
+    if isinstance(value, bool) or number < 0 or number != int(number):
+        raise UserError(
+            f"{asked} for the number of samples in a batch, and the answer was {value!r}; it must "
+            "be a whole number from 0 on" + ("" if whole else ", a tensor or a list")
+        )
+    return number
+
 
 def samples_in(batch: Any) -> int | None:
     """The first dimension of the first tensor in a batch of any nesting, or ``None``."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 1
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         batch = batch.values()
     elif hasattr(batch, "__dataclass_fields__"):
         batch = vars(batch).values()
-    elif isinstance(batch, str) or not hasattr(batch, "__iter__"):
+    elif isinstance(batch, str | Iterator) or not hasattr(batch, "__iter__"):
         return None
     for part in batch:
         if (found := samples_in(part)) is not None:
@@ -25,17 +121,13 @@ def samples_in(batch: Any) -> int | None:
     return None
 
 
-def weigh(batch: Any) -> float:
-    """The number of samples.
-
-    Raises:
-        UserError: if the batch does not show it.
-    """
+def _shown(batch: Any) -> float:
     found = samples_in(batch)
     if found is None:
         raise UserError(
             f"the number of samples in a batch of type {type(batch).__name__} cannot be seen, so "
-            "its gradient cannot be weighted; let the first tensor in the batch have the samples "
-            "as its first dimension"
+            "its gradient cannot be weighted; say which entry of the batch tells it "
+            "(strategy.num_samples_key=KEY), or write a method num_samples(batch) -> int on the "
+            "LightningModule"
         )
     return float(found)

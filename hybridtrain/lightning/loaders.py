@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
@@ -10,6 +11,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from hybridtrain.client import Client
+from hybridtrain.lightning.batches import Key, Scales
 from hybridtrain.lightning.samplers import (
     EpochSampler,
     EvaluationSampler,
@@ -29,10 +31,18 @@ class Loaders:
         trainer: of this worker.
         client: to the server.
         free_running: draw from the shared queue instead of taking fixed shares.
+        num_samples_key: the user's word on what tells the number of samples in a batch.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: Client, free_running: bool) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        client: Client,
+        free_running: bool,
+        num_samples_key: Key | None = None,
+    ) -> None:
         self._trainer: Any = trainer
+        self._num_samples_key = num_samples_key
         self._client, self._free_running = client, free_running
         self._samplers: list[EpochSampler] = []
 
@@ -53,7 +63,19 @@ class Loaders:
         order = self._order(dataloader, shuffle)
         return EvaluationSampler(order(0), self._client)
 
-    def next_weight(self) -> float | None:
+    @cached_property
+    def _scales(self) -> Scales:
+        return Scales(self._trainer.lightning_module, self._num_samples_key)
+
+    def weigh(self, batch: Any) -> float:
+        """Samples in the mini-batch that begins.
+
+        Raises:
+            UserError: if nobody can tell.
+        """
+        return self._scales.weigh(batch, self._next_weight())
+
+    def _next_weight(self) -> float | None:
         """Samples in the coming mini-batch, or ``None`` where the samplers cannot tell."""
         weights = [sampler.next_weight() for sampler in self._samplers]
         return weights[0] if len(weights) == 1 else None

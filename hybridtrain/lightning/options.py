@@ -27,3 +27,13 @@ def positive(name: str, value: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UserError(f"{name}={value!r} was given; it must be a whole number from 1 on")
     return value
+
+
+def sample_key(key: str | int | None) -> str | int | None:
+    """The value, if a batch can be asked for it."""
+    if isinstance(key, bool) or not isinstance(key, str | int | None):
+        raise UserError(
+            f"num_samples_key={key!r} was given; it must be a key, an attribute's name or a whole "
+            "number (the place in the batch)"
+        )
+    return key

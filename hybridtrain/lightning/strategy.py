@@ -21,12 +21,11 @@ from torch.optim import Optimizer
 
 from hybridtrain.client import Client
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.batches import weigh
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
-from hybridtrain.lightning.options import make_policy, positive
+from hybridtrain.lightning.options import make_policy, positive, sample_key
 from hybridtrain.lightning.progress import catch_up_schedulers, precede, set_global_step
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Paused, Resumed
@@ -44,6 +43,8 @@ class HybridStrategy(ParallelStrategy):
             safe (Linux, CUDA not yet initialised), else spawn.
         threads_per_worker: torch threads of each worker; ``"auto"``: cores divided by workers.
         stop_grace_s: how long workers may take to stop after Ctrl-C or a failure, in seconds.
+        num_samples_key: the entry of a batch that tells how many samples it has (a number, or a
+            tensor or list with the samples along its first dimension), where it cannot be seen.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
     Raises:
@@ -59,6 +60,7 @@ class HybridStrategy(ParallelStrategy):
         start_method: str = "auto",
         threads_per_worker: int | Literal["auto"] = "auto",
         stop_grace_s: float = 30.0,
+        num_samples_key: str | int | None = None,
         **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
@@ -67,6 +69,7 @@ class HybridStrategy(ParallelStrategy):
         self.start_method = start_method
         self.threads_per_worker = threads_per_worker
         self.stop_grace_s = stop_grace_s
+        self.num_samples_key = sample_key(num_samples_key)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._final_stats: dict[str, Any] | None = None
         self._abstains = False
@@ -128,7 +131,7 @@ class HybridStrategy(ParallelStrategy):
         self._client = client
         self._collectives = Collectives(client)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
-        self._loaders = Loaders(trainer, client, free_running=not self.policy.lockstep)
+        self._loaders = Loaders(trainer, client, not self.policy.lockstep, self.num_samples_key)
         self._loaders.attach()
         trainer.callbacks.insert(0, Boundary(client, self))
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
@@ -178,8 +181,7 @@ class HybridStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
         self.collectives.local, self._abstains = not self.policy.lockstep, False
-        weight = self._loaders.next_weight()
-        self._session.begin_batch(weigh(batch) if weight is None else weight)
+        self._session.begin_batch(self._loaders.weigh(batch))
 
     def optimizer_step(
         self,
