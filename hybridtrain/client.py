@@ -39,6 +39,7 @@ from hybridtrain.messages import (
     Stats,
     Stop,
     Ticket,
+    Writes,
 )
 
 
@@ -100,14 +101,15 @@ class Client:
         groups: tuple[dict[str, Any], ...] | None = None,
         clip: Clip | None = None,
         averaged: bool = False,
+        writes: Writes | None = None,
     ) -> int:
         """Offer the gradient in the row; returns the version to go on from."""
-        reply = self._ask(Push(optimizer, weight, absent, groups, clip, averaged), Released)[0]
-        return reply.version
+        push = Push(optimizer, weight, absent, groups, clip, averaged, writes or {})
+        return self._ask(push, Released)[0].version
 
-    def pull(self) -> int:
+    def pull(self, writes: Writes | None = None) -> int:
         """Bring the own parameters up to date; returns their version."""
-        return self._ask(Pull(), Released)[0].version
+        return self._ask(Pull(writes or {}), Released)[0].version
 
     def draw(self, loader: int, epoch: int, n_batches: int) -> Ticket:
         """The next mini-batch of the epoch, or its end."""
@@ -115,12 +117,12 @@ class Client:
 
     # ---- reading --------------------------------------------------------------------------------
 
-    def snapshot(self) -> tuple[int, list[dict[int, dict[str, Any]]]]:
-        """Each optimizer's ``state_dict()["state"]``, and the version they and the parameters have.
+    def snapshot(self, refresh: bool = True) -> tuple[int, list[dict[int, dict[str, Any]]]]:
+        """Each optimizer's ``state_dict()["state"]``, and the version that they have.
 
-        Own parameters are brought to the same version.
+        With ``refresh``, own parameters are brought to the same version.
         """
-        reply, _ = self._ask(Snapshot(), State)
+        reply, _ = self._ask(Snapshot(refresh), State)
         return reply.version, torch.load(io.BytesIO(reply.payload), weights_only=True)
 
     def stats(self) -> dict[str, Any]:

@@ -5,17 +5,22 @@ copied as soon as autograd has accumulated them, while they are in the cache, or
 the push where somebody may still change them. On a GPU rows and parameters cross the bus: see
 :mod:`hybridtrain.exchange_cuda`.
 
+User code may also write to parameters itself (weight clamping). Those that *follow* the masters,
+which are those that an optimizer steps, are handed over with the next push; all others (a frozen
+teacher moved by hand) are the worker's own business, as they are under all-reduce.
+
 Legend: P elements of one dtype's buffer, W workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
-from hybridtrain.memory import Store
+from hybridtrain.memory import Store, open_window
+from hybridtrain.messages import Writes
 
 
 class Exchange(Protocol):
@@ -25,9 +30,32 @@ class Exchange(Protocol):
         """Bring these parameters' gradients to the row; returns the numbers that have none."""
         ...
 
-    def refresh(self) -> None:
-        """The masters have moved: bring the module's parameters up to date."""
+    def follow(self, numbers: Iterable[int]) -> None:
+        """These parameters follow the masters from now on, and no others. At first, all do."""
         ...
+
+    def writes(self) -> Writes:
+        """What user code has made, since the last refresh, of parameters that follow."""
+        ...
+
+    def refresh(self) -> None:
+        """The masters have moved: bring what follows up to date. Comes after ``writes``."""
+        ...
+
+
+def tells_writes(store: Store, worker: int) -> bool:
+    """Whether the server wants to know what this worker's user code has written.
+
+    In lock-step all write alike, and worker 0 speaks for all, as its parameters are those that
+    all-reduce would have saved.
+    """
+    return store.private_parameters or worker == 0
+
+
+def elements(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements, in the order of its shape."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes()
 
 
 class HostExchange:
@@ -47,8 +75,12 @@ class HostExchange:
         self._parameters = list(parameters)
         slots = store.layout.slots
         self._rows = [store.gradient(worker, slot) for slot in slots]  # each in parameter's shape
+        self._window = open_window(store, worker)
+        self._tells_writes = tells_writes(store, worker)
+        self._number_of = {slot: number for number, slot in enumerate(slots)}
+        self._following = list(slots)
         for parameter, slot in zip(self._parameters, slots, strict=True):
-            parameter.data = store.parameter(worker, slot)
+            parameter.data = self._window.view(slot)
         self._copied: set[int] = set()
         for number, parameter in enumerate(self._parameters):
             if eager and parameter.requires_grad:
@@ -79,5 +111,15 @@ class HostExchange:
         self._copied.clear()
         return tuple(absent)
 
+    def follow(self, numbers: Iterable[int]) -> None:
+        chosen = set(numbers)
+        self._following = [slot for slot, number in self._number_of.items() if number in chosen]
+
+    def writes(self) -> Writes:
+        changed = self._window.written(self._following)
+        if not self._tells_writes:
+            return {}
+        return {self._number_of[slot]: elements(self._window.view(slot)) for slot in changed}
+
     def refresh(self) -> None:
-        """Nothing: the parameters are views of what has moved."""
+        self._window.refresh(self._following)

@@ -9,14 +9,16 @@ Legend: P elements of one dtype's buffer, W workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchange import elements, tells_writes
 from hybridtrain.memory import Store
+from hybridtrain.messages import Writes
 
 BUCKET_BYTES = 4 * 2**20
 
@@ -96,6 +98,8 @@ class CudaExchange:
         sources = store.copies[worker] if store.private_parameters else store.masters
         for flat in (*store.gradients[worker].values(), *sources.values()):
             self._streams.pin(flat)
+        self._tells_writes = tells_writes(store, worker)
+        self._following = list(range(len(slots)))
         self._pending: list[int] = []
         self._pending_bytes = 0
         self._sent: set[int] = set()
@@ -131,8 +135,41 @@ class CudaExchange:
         self._sent.clear()
         return tuple(n for n in numbers if self._parameters[n].grad is None)
 
+    def follow(self, numbers: Iterable[int]) -> None:
+        self._following = sorted(numbers)
+        self._fingerprints = self._take_fingerprints()
+
+    def writes(self) -> Writes:
+        """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""
+        (counts, norms), (counts_now, norms_now) = self._fingerprints, self._take_fingerprints()
+        changed = (norms != norms_now).any(dim=1).tolist()
+        changed = [a or b != c for a, b, c in zip(changed, counts, counts_now, strict=True)]
+        if not self._tells_writes:
+            return {}
+        numbers = [n for n, yes in zip(self._following, changed, strict=True) if yes]
+        return {number: elements(self._parameters[number]) for number in numbers}
+
     @torch.no_grad()
     def refresh(self) -> None:
-        """Queue the copies of all parameters; the next forward runs after them."""
-        for parameter, source in zip(self._parameters, self._sources, strict=True):
-            parameter.copy_(source, non_blocking=True)
+        """Queue the copies; the next forward runs after them."""
+        for number in self._following:
+            self._parameters[number].copy_(self._sources[number], non_blocking=True)
+        self._fingerprints = self._take_fingerprints()
+
+    @torch.no_grad()
+    def _take_fingerprints(self) -> tuple[list[int], torch.Tensor]:
+        """Torch's count of in-place changes and, since ``.data`` evades it, norms, (followed, 2).
+
+        The norms stay on the device: nothing waits for them here.
+        """
+        tensors = [self._parameters[number] for number in self._following]
+        counts = [tensor._version for tensor in tensors]
+        if not tensors:
+            return counts, torch.empty(0, 2)
+        norms = [_norms(tensors, order) for order in (1.0, 2.0)]
+        return counts, torch.stack(norms, dim=1)
+
+
+def _norms(tensors: Sequence[torch.Tensor], order: float) -> torch.Tensor:
+    """One number per tensor, float64."""
+    return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors), order)])

@@ -6,10 +6,13 @@ is the world's business.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from hybridtrain.memory.layout import Layout
+
+Writes = Mapping[int, bytes]  # number of a parameter -> its elements, in the order of its shape
 
 # ---- requests -----------------------------------------------------------------------------------
 
@@ -64,7 +67,8 @@ class Push:
     ``weight`` is the number of samples behind the gradient (0 abstains); ``absent`` the numbers of
     the parameters that got no gradient; ``groups`` the hyper-parameters of each parameter group,
     only when they have changed since the worker's last push; ``averaged``: the gradient is already
-    the mean of all (perhaps changed since, by everybody alike), so one row stands for all.
+    the mean of all (perhaps changed since, by everybody alike), so one row stands for all;
+    ``writes``: parameters that user code has changed itself since the last release.
     """
 
     optimizer: int
@@ -73,6 +77,7 @@ class Push:
     groups: tuple[dict[str, Any], ...] | None = None
     clip: Clip | None = None
     averaged: bool = False
+    writes: Writes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +99,16 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Bring my own parameters up to date."""
+    """Bring my own parameters up to date, after these ``writes`` of user code."""
+
+    writes: Writes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of all optimizers, and my own parameters brought to the same version."""
+    """The state of all optimizers; with ``refresh``, bring my own parameters to its version."""
+
+    refresh: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.events import Apply, Fact, Joined, Left, Parked, Pushed, Release
 from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
-from hybridtrain.messages import Average, Push, Released, Reply
+from hybridtrain.messages import Average, Push, Released, Reply, Writes
 from hybridtrain.policies import Policy
 from hybridtrain.update import Optimizers
 
@@ -86,6 +86,12 @@ class Rounds:
             self.store.refresh(worker)
         self._ledger.read(worker)
 
+    def take(self, worker: int, writes: Writes) -> None:
+        """User code in the worker has written to parameters itself."""
+        if writes:
+            assert self.store is not None, "parameters are shared before they are written to"
+            self.store.take(worker, writes)
+
     def dissolve(self) -> None:
         """Forget who has pushed or asked."""
         self._pushes.clear()
@@ -114,6 +120,8 @@ class Rounds:
         return replies
 
     def _apply(self, workers: tuple[int, ...]) -> None:
+        for worker in workers:
+            self.take(worker, self._pushes[worker].writes)
         counted = self.optimizers.step({worker: self._pushes[worker] for worker in workers})
         self._ledger.updated(counted)
 

@@ -97,11 +97,12 @@ class Server:
                 return self._meet(worker, request)
             case Draw():
                 return [(worker, self._queue.draw(worker, request))]
-            case Pull():
+            case Pull(writes):
+                self._rounds.take(worker, writes)
                 self._rounds.refresh(worker)
                 return [(worker, Released(self.ledger.version))]
-            case Snapshot():
-                return self._snapshot(worker)
+            case Snapshot(refresh):
+                return self._snapshot(worker, refresh)
             case ReadStats():
                 return [(worker, Stats(self.ledger.stats()))]
 
@@ -147,11 +148,12 @@ class Server:
         except UserError as error:
             return self._refuse(workers, str(error))
 
-    def _snapshot(self, worker: int) -> Replies:
+    def _snapshot(self, worker: int, refresh: bool) -> Replies:
         if self.failure is not None:
             reason = f"an optimizer failed half-way through its step: {self.failure}"
             return [(worker, Refused(reason))]
-        self._rounds.refresh(worker)
+        if refresh:
+            self._rounds.refresh(worker)
         return [(worker, State(self._rounds.optimizers.dump(), self.ledger.version))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:

@@ -41,3 +41,7 @@ class Boundary(pl.Callback):
     def on_train_epoch_end(self, *_: Any) -> None:
         self._client.check_stop()
         self._strategy.align()
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Before any other callback, which may swap parameters for the validation."""
+        self._strategy.align()

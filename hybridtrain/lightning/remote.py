@@ -72,8 +72,9 @@ class RemoteStep:
         """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain."""
         absent = self._exchange.collect(self._numbers) if weight > 0 else ()
         groups = self._changed_groups()
+        writes = self._exchange.writes()
         self.version = self._client.push(
-            self._number, weight, absent, groups, self.clip, self.averaged
+            self._number, weight, absent, groups, self.clip, self.averaged, writes
         )
         self._exchange.refresh()
         self.pushed, self.clip = True, None

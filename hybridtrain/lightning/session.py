@@ -91,7 +91,9 @@ class Session:
         payload = tuple(self._dump(optimizer) for optimizer in self._optimizers)
         first = self._client.worker == 0
         self._client.install(payload if first else (), self.trainer.global_step)
+        self._exchange.writes()  # published already
         self._exchange.refresh()
+        self._exchange.follow(n for o in self._optimizers for n in self._numbers(o))
         self.steps = [
             RemoteStep(n, optimizer, self._numbers(optimizer), self._exchange, self._client)
             for n, optimizer in enumerate(self._optimizers)
@@ -121,14 +123,19 @@ class Session:
         return self._module.trainer
 
     def snapshot(self) -> tuple[int, list[dict[int, dict[str, Any]]]]:
-        """A version and each optimizer's state; the module's parameters are brought to it."""
-        version, states = self._client.snapshot()
-        self._exchange.refresh()
+        """A version and each optimizer's state; the module's parameters are brought to it.
+
+        Unless user code has changed them (averaged weights, swapped in): those are to be saved.
+        """
+        changed = bool(self._exchange.writes())
+        version, states = self._client.snapshot(refresh=not changed)
+        if not changed:
+            self._exchange.refresh()
         return version, states
 
     def pull(self) -> int:
         """Bring the module's parameters up to date; their version."""
-        version = self._client.pull()
+        version = self._client.pull(self._exchange.writes())
         self._exchange.refresh()
         return version
 

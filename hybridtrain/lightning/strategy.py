@@ -213,8 +213,7 @@ class HybridStrategy(ParallelStrategy):
             set_global_step(self._session.trainer, self._session.pull())
 
     def on_validation_start(self) -> None:
-        self.align()  # first: until everybody is here, some still train
-        self._note_from_one(Paused())
+        self._note_from_one(Paused())  # all have met: nobody trains any more
 
     def on_validation_end(self) -> None:
         self._note_from_one(Resumed())

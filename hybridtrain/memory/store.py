@@ -5,6 +5,9 @@ Legend: P elements of one dtype's buffer (padding included), W workers.
 
 from __future__ import annotations
 
+import mmap
+from collections.abc import Mapping
+
 import torch
 
 from hybridtrain.memory.arena import Arena, align
@@ -35,7 +38,8 @@ class Store:
         self.n_workers = n_workers
         self.private_parameters = private_parameters
         self.averaging = averaging
-        self._starts: dict[tuple[str, torch.dtype, int], int] = {}
+        self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
+        self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
         n_bytes = self._place_buffers()
         self.arena = arena or Arena.create(n_bytes)
         self.masters = self._flat("masters", 0)  # dtype -> (P,) host, shared
@@ -52,9 +56,11 @@ class Store:
         rows["means"] = int(self.averaging)
         for kind, count in rows.items():
             for row in range(count):
+                self._regions[kind, row] = end
                 for dtype, size in self.layout.sizes.items():
                     self._starts[kind, dtype, row] = end
                     end = align(end + size * dtype.itemsize)
+                end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         return end
 
     def _flat(self, kind: str, row: int) -> dict[torch.dtype, torch.Tensor]:
@@ -63,8 +69,11 @@ class Store:
             for dtype, size in self.layout.sizes.items()
         }
 
+    def _place(self, kind: str, row: int, slot: Slot) -> int:
+        return self._starts[kind, slot.dtype, row] + slot.offset * slot.dtype.itemsize
+
     def _view(self, kind: str, row: int, slot: Slot) -> torch.Tensor:
-        start = self._starts[kind, slot.dtype, row] + slot.offset * slot.dtype.itemsize
+        start = self._place(kind, row, slot)
         return slot.view(self.arena.tensor(start, slot.numel, slot.dtype))
 
     def master(self, slot: Slot) -> torch.Tensor:
@@ -81,9 +90,40 @@ class Store:
 
     def parameter(self, worker: int, slot: Slot) -> torch.Tensor:
         """What the worker computes with: its own copy, or the master itself in lock-step."""
-        if self.private_parameters:
-            return self._view("copies", worker, slot)
-        return self.master(slot)
+        return self._view(*self._row_of_parameters(worker), slot)
+
+    def place_of_parameter(self, worker: int, slot: Slot) -> int:
+        """The arena's byte at which :meth:`parameter` begins."""
+        return self._place(*self._row_of_parameters(worker), slot)
+
+    def region_of_parameters(self, worker: int) -> tuple[int, int]:
+        """The whole pages of the arena, in bytes, that hold all of a worker's parameters."""
+        row = self._row_of_parameters(worker)
+        n_bytes = sum(align(size * dtype.itemsize) for dtype, size in self.layout.sizes.items())
+        start = self._regions[row]
+        return start, start + -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+    def _row_of_parameters(self, worker: int) -> tuple[str, int]:
+        return ("copies", worker) if self.private_parameters else ("masters", 0)
+
+    @torch.no_grad()
+    def take(self, worker: int, writes: Mapping[int, bytes]) -> None:
+        """Take over what user code in a worker has made of some parameters.
+
+        Where the masters have moved since the worker read them, its change is what counts: the
+        difference to what it had read is added.
+
+        Args:
+            worker: whose.
+            writes: the number of a slot -> its elements, in the order of its shape.
+        """
+        for number, elements in writes.items():
+            slot = self.layout.slots[number]
+            value = torch.frombuffer(bytearray(elements), dtype=slot.dtype).view(slot.shape)
+            if self.private_parameters:
+                self.master(slot).add_(value - self.parameter(worker, slot))
+            else:
+                self.master(slot).copy_(value)
 
     def refresh(self, worker: int) -> None:
         """Copy the masters to the worker's own parameters; nothing to do when it reads in place."""

@@ -183,12 +183,39 @@ def test_two_optimizers_collect_their_own_parameters() -> None:
 def test_parameters_on_the_host_become_views_of_shared_memory(private: bool) -> None:
     net, store, exchange = set_up(host(True), private)
     for slot, parameter in zip(store.layout.slots, net.parameters(), strict=True):
-        assert parameter.data_ptr() == store.parameter(1, slot).data_ptr()
         assert parameter.stride() == slot.stride
         store.master(slot).fill_(0.25)
     store.refresh(1)
+    assert exchange.writes() == {}
     exchange.refresh()
     assert all(bool((p == 0.25).all()) for p in net.parameters())
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("private", [False, True])
+@pytest.mark.parametrize("make", [host(True), cuda(True)])
+def test_what_user_code_writes_to_parameters_is_told_unless_they_do_not_follow(
+    make: Make, private: bool
+) -> None:
+    net, store, exchange = set_up(make, private)
+    exchange.refresh()
+    first, second, third = TRAINED[:3]
+    exchange.follow([first, second, third])
+    parameters = list(net.parameters())
+    parameters[first].data.mul_(0.5)
+    with torch.no_grad():
+        parameters[third].neg_()  # keeps every norm
+    parameters[FROZEN].data.fill_(7.0)  # a frozen teacher is the worker's own business
+    told = {n: bytes_of(parameters[n]) for n in (first, third)}
+    assert exchange.writes() == (told if private else {}), "in lock-step worker 0 speaks for all"
+    exchange.refresh()
+    for number in (first, third):
+        assert torch.equal(parameters[number], store.parameter(1, store.layout.slots[number]))
+    assert set(parameters[FROZEN].tolist()) == {7.0}
+    assert exchange.writes() == {}
 
 
 def test_eager_copies_are_made_while_backward_runs() -> None:

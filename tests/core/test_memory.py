@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import mmap
 import os
 from pathlib import Path
 
@@ -198,6 +199,7 @@ def test_refresh_brings_one_workers_copy_up_to_date_and_no_other() -> None:
 def test_the_store_takes_the_memory_it_says(private: bool) -> None:
     layout, n_workers = Layout.of(mixed()), 3
     row = sum(-(-size * dtype.itemsize // 64) * 64 for dtype, size in layout.sizes.items())
+    row = -(-row // mmap.PAGESIZE) * mmap.PAGESIZE
     store = Store(layout, n_workers, private)
     assert store.arena.n_bytes == row * (1 + n_workers * (2 if private else 1))
 
