@@ -101,10 +101,10 @@ class Client:
         groups: tuple[dict[str, Any], ...] | None = None,
         clip: Clip | None = None,
         averaged: bool = False,
-        writes: Writes | None = None,
+        **rest: Any,
     ) -> int:
-        """Offer the gradient in the row; returns the version to go on from."""
-        push = Push(optimizer, weight, absent, groups, clip, averaged, writes or {})
+        """Offer the gradient in the row; returns the version to go on from. See ``Push``."""
+        push = Push(optimizer, weight, absent, groups, clip, averaged, **rest)
         return self._ask(push, Released)[0].version
 
     def pull(self, writes: Writes | None = None) -> int:

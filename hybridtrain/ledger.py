@@ -6,6 +6,7 @@ time*, which stands still while training pauses (validation).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ class _Worker:
     computing_s: float = 0.0
     waiting_s: float = 0.0
     samples: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -71,13 +73,17 @@ class Ledger:
             self._started_at_s += self.clock() - self._paused_at_s
             self._paused_at_s = None
 
-    def pushed(self, worker: int, weight: float) -> None:
-        """The worker has brought a gradient of ``weight`` samples, and waits."""
+    def pushed(self, worker: int, weight: float, fault: str = "") -> None:
+        """The worker has brought a gradient of ``weight`` samples, and waits.
+
+        ``fault`` says why it had to leave its contribution out, if so.
+        """
         account, now = self._accounts[worker], self._now_s()
         if account.released_at_s is not None:
             account.computing_s += now - account.released_at_s
         account.released_at_s, account.pushed_at_s = None, now
         account.samples += weight
+        account.faults.update([fault] if fault else [])
         self.samples += weight
 
     def updated(self, workers: tuple[int, ...]) -> None:
@@ -107,6 +113,8 @@ class Ledger:
     def stats(self) -> dict[str, Any]:
         """Updates, samples, samples per second of training, waiting shares in [0, 1], staleness.
 
+        ``left_out``: how many contributions each worker had to leave out, by the kind of fault.
+
         Staleness is counted per contribution: updates made between the reading of the parameters
         and the application of the gradient computed from them.
         """
@@ -123,6 +131,10 @@ class Ledger:
             "staleness": {
                 "mean": self.staleness_sum / max(self.contributions, 1),
                 "max": self.staleness_max,
+            },
+            "left_out": {
+                fault: [account.faults[fault] for account in self._accounts]
+                for fault in sorted(set().union(*(a.faults for a in self._accounts)))
             },
             "workers": self.n_workers,
         }

@@ -68,7 +68,9 @@ class Push:
     the parameters that got no gradient; ``groups`` the hyper-parameters of each parameter group,
     only when they have changed since the worker's last push; ``averaged``: the gradient is already
     the mean of all (perhaps changed since, by everybody alike), so one row stands for all;
-    ``writes``: parameters that user code has changed itself since the last release.
+    ``writes``: parameters that user code has changed itself since the last release; ``fault``: why
+    there is no contribution, where there should have been one; ``veto``: because of it, the whole
+    step is to be left out.
     """
 
     optimizer: int
@@ -78,6 +80,8 @@ class Push:
     clip: Clip | None = None
     averaged: bool = False
     writes: Writes = field(default_factory=dict)
+    fault: str = ""
+    veto: bool = False
 
 
 @dataclass(frozen=True, slots=True)

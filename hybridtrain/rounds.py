@@ -55,7 +55,7 @@ class Rounds:
             raise UserError(reason)
         self._pushes[worker] = push
         # A mini-batch that several optimizers use is counted by the first of them.
-        self._ledger.pushed(worker, push.weight if push.optimizer == 0 else 0.0)
+        self._ledger.pushed(worker, push.weight if push.optimizer == 0 else 0.0, push.fault)
         freed: Replies = [*self._averaging.busy(worker, self.store)]
         return freed + self._obey(Pushed(worker))
 

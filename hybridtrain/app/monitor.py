@@ -22,6 +22,7 @@ class RunStats(TypedDict):
     """The numbers of a run so far.
 
     ``waiting_share`` has one entry for each worker, 0 to 1; none where nobody measures it.
+    ``left_out``: contributions that each worker had to leave out, by the kind of fault.
     """
 
     updates: int
@@ -29,6 +30,7 @@ class RunStats(TypedDict):
     samples_per_s: float
     waiting_share: list[float]
     staleness: dict[str, float]
+    left_out: dict[str, list[int]]
     workers: int
     train_s: float
 
@@ -119,6 +121,7 @@ class RunMonitor(pl.Callback):
             samples_per_s=0.0,
             waiting_share=[],
             staleness={"mean": 0.0, "max": 0.0},
+            left_out={},
             workers=trainer.world_size,
             train_s=train_s,
         )
@@ -142,6 +145,7 @@ class RunMonitor(pl.Callback):
             "staleness/max": stats["staleness"]["max"],
         }
         metrics |= {f"waiting/worker_{i}": x for i, x in enumerate(stats["waiting_share"])}
+        metrics |= {f"left_out/{fault}": sum(each) for fault, each in stats["left_out"].items()}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.global_step)
 

@@ -28,6 +28,7 @@ class Summary:
     wall_s: float = 0.0  # of everything, start-up and test included
     waiting_share: list[float | None] = field(default_factory=list)  # (W,) 0 to 1; None: unknown
     staleness: dict[str, float] = field(default_factory=lambda: {"mean": 0.0, "max": 0.0})
+    left_out: dict[str, list[int]] = field(default_factory=dict)  # fault -> by worker
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     exit: int = 0
@@ -41,6 +42,7 @@ class Summary:
         known = [round(float(x), 4) for x in stats["waiting_share"]]
         self.waiting_share = [*known] if known else [None] * self.workers
         self.staleness = {k: round(float(x), 4) for k, x in stats["staleness"].items()}
+        self.left_out = dict(stats["left_out"])
 
 
 def left_stats(directory: Path) -> RunStats | None:
@@ -81,6 +83,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("samples", f"{summary.samples}, {summary.samples_per_s:.4g} a second"),
         ("waiting", f"{waiting} % of the time, worker by worker" if waiting else ""),
         ("staleness", _staleness(summary)),
+        ("left out", _left_out(summary)),
         *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
         ("to go on", _go_on(summary)),
@@ -101,6 +104,15 @@ def _go_on(summary: Summary) -> str:
 def _staleness(summary: Summary) -> str:
     mean, most = summary.staleness.get("mean", 0.0), summary.staleness.get("max", 0.0)
     return f"{mean:.2f} updates on average, {most:.0f} at most" if most else ""
+
+
+def _left_out(summary: Summary) -> str:
+    kinds = {"nonfinite": "not finite", "oom": "out of memory"}
+    return "; ".join(
+        f"{sum(each)} contributions {kinds.get(fault, fault)}, "
+        f"worker by worker {', '.join(map(str, each))}"
+        for fault, each in summary.left_out.items()
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from hybridtrain.client import Client
 from hybridtrain.exchange import Exchange
+from hybridtrain.lightning.guard import Guard
 from hybridtrain.messages import Clip
 
 Groups = tuple[dict[str, Any], ...]
@@ -27,6 +28,7 @@ class RemoteStep:
         numbers: the slot number of each of its parameters.
         exchange: brings gradients out and parameters in.
         client: to the server.
+        guard: whether what is brought out may count.
     """
 
     # Schedulers look for this mark and warn of a step that was replaced after they were made.
@@ -39,9 +41,10 @@ class RemoteStep:
         numbers: tuple[int, ...],
         exchange: Exchange,
         client: Client,
+        guard: Guard,
     ) -> None:
         self._number, self._optimizer, self._numbers = number, optimizer, numbers
-        self._exchange, self._client = exchange, client
+        self._exchange, self._client, self._guard = exchange, client, guard
         self._sent: Groups | None = None
         self.weight = 0.0  # samples behind the gradients gathered so far
         self.clip: Clip | None = None
@@ -71,10 +74,18 @@ class RemoteStep:
     def push(self, weight: float) -> None:
         """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain."""
         absent = self._exchange.collect(self._numbers) if weight > 0 else ()
-        groups = self._changed_groups()
-        writes = self._exchange.writes()
+        if weight > 0 and not self._guard.accepts(self._numbers, absent):
+            weight, absent = 0.0, ()
         self.version = self._client.push(
-            self._number, weight, absent, groups, self.clip, self.averaged, writes
+            self._number,
+            weight,
+            absent,
+            self._changed_groups(),
+            self.clip,
+            self.averaged,
+            writes=self._exchange.writes(),
+            fault=self._guard.pop_fault(),
+            veto=self._guard.veto,
         )
         self._exchange.refresh()
         self.pushed, self.clip = True, None

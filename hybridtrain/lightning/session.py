@@ -5,24 +5,23 @@ Legend: P elements of one dtype's buffer, W workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.exchange import Exchange, HostExchange
 from hybridtrain.exchange_cuda import CudaExchange
+from hybridtrain.finite import FiniteCheck
+from hybridtrain.lightning.guard import Guard, OnFault
+from hybridtrain.lightning.parameters import gradients_are_final, ordered_parameters
 from hybridtrain.lightning.remote import RemoteStep
 from hybridtrain.memory import Layout, Store
 from hybridtrain.messages import Clip
 from hybridtrain.update.portable import dump
-
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
-_MODULE_GRADIENT_HOOKS = (*_GRADIENT_HOOKS, "configure_gradient_clipping", "optimizer_step")
 
 
 class Session:
@@ -33,6 +32,7 @@ class Session:
         module: set up and on its device.
         optimizers: as configured by the user.
         private_parameters: the workers compute on copies of their own.
+        on_fault: what to do where there is no contribution to make.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Session:
         module: LightningModule,
         optimizers: Sequence[torch.optim.Optimizer],
         private_parameters: bool,
+        on_fault: OnFault,
     ) -> None:
         self._client, self._module, self._optimizers = client, module, list(optimizers)
         named = ordered_parameters(module, self._optimizers)
@@ -58,6 +59,8 @@ class Session:
         self._share_buffers()
         self._exchange = self._make_exchange()
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
+        check = FiniteCheck(self._store, client.worker)
+        self.guard = Guard(on_fault, check, layout, module.trainer)
         self._batch_weight = 0.0
         self.steps: list[RemoteStep] = []
 
@@ -95,7 +98,9 @@ class Session:
         self._exchange.refresh()
         self._exchange.follow(n for o in self._optimizers for n in self._numbers(o))
         self.steps = [
-            RemoteStep(n, optimizer, self._numbers(optimizer), self._exchange, self._client)
+            RemoteStep(
+                n, optimizer, self._numbers(optimizer), self._exchange, self._client, self.guard
+            )
             for n, optimizer in enumerate(self._optimizers)
         ]
         for optimizer, step in zip(self._optimizers, self.steps, strict=True):
@@ -139,9 +144,10 @@ class Session:
         self._exchange.refresh()
         return version
 
-    def begin_batch(self, weight: float) -> None:
+    def begin_batch(self, batch: Any, weight: float) -> None:
         """A mini-batch of so many samples begins; their gradients add up until the next step."""
         used = any(step.pushed for step in self.steps)
+        self.guard.begin(batch, used)
         for step in self.steps:
             step.weight = weight if used else step.weight + weight
             step.pushed, step.averaged = False, self.averages
@@ -158,6 +164,8 @@ class Session:
         trained = {n: p for n, p in enumerate(self._parameters) if p.requires_grad}
         slots, worker = self._store.layout.slots, self._client.worker
         absent = self._exchange.collect(tuple(trained))
+        if not self.guard.accepts(tuple(trained), absent):
+            self._weigh_nothing()
         for number in absent:
             self._store.gradient(worker, slots[number]).zero_()
         nobody = set(self._client.average(self.steps[0].weight, absent))
@@ -170,7 +178,7 @@ class Session:
             else:
                 parameter.grad.copy_(mean)
 
-    def abstain(self) -> None:
+    def _abstain(self) -> None:
         """This mini-batch has no gradient (``training_step`` returned ``None``).
 
         What earlier mini-batches have accumulated still counts.
@@ -179,6 +187,36 @@ class Session:
             step.weight -= self._batch_weight
         if self.averages and self.steps[0].weight > 0 and not self._accumulates():
             self.average()  # there will be no backward to do it
+
+    def training_step(self, step: Callable[[], Any]) -> Any:
+        """Run the user's; ``None``, as if it had returned that, where a fault is forgiven."""
+        automatic = self._module.automatic_optimization
+        try:
+            output = step()
+        except Exception as error:
+            # Under manual optimization others already wait for steps that would not come.
+            if not automatic or not self.guard.forgives(error):
+                raise
+            output = None
+        if output is None and automatic:
+            self._abstain()
+        return output
+
+    def backward(self, run: Callable[[], torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
+        """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
+        try:
+            return run()
+        except Exception as error:
+            if not self.guard.forgives(error):
+                raise
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._weigh_nothing()
+        return loss.detach()
+
+    def _weigh_nothing(self) -> None:
+        for step in self.steps:
+            step.weight = 0.0
 
     def take_over(self, plugin: Any) -> None:
         """Where nobody looks, the server clips what it has merged; else all get the mean first.
@@ -206,45 +244,3 @@ class Session:
             algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
             for step in self.steps:
                 step.clip = Clip(algorithm, float(clip_val))
-
-
-def ordered_parameters(
-    module: LightningModule, optimizers: Sequence[torch.optim.Optimizer]
-) -> list[tuple[str, torch.nn.Parameter]]:
-    """The module's parameters, those of the optimizers first and group by group.
-
-    Raises:
-        UserError: if there is nothing to train, or an optimizer has parameters of its own.
-    """
-    names = {id(p): name for name, p in module.named_parameters()}
-    if not any(p.requires_grad for p in module.parameters()):
-        raise UserError(
-            f"{type(module).__name__} has no parameters that need gradients; there is nothing to "
-            "train: check requires_grad, or use trainer.test"
-        )
-    found: dict[int, torch.nn.Parameter] = {}
-    for optimizer in optimizers:
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) not in names:
-                raise UserError(
-                    f"{type(optimizer).__name__} was given a tensor of shape "
-                    f"{tuple(parameter.shape)} that is not a parameter of {type(module).__name__}; "
-                    "register it on the module (torch.nn.Parameter), so that it can be shared"
-                )
-            found[id(parameter)] = parameter
-    found |= {id(p): p for p in module.parameters()}
-    return [(names[key], parameter) for key, parameter in found.items()]
-
-
-def gradients_are_final(trainer: Any) -> bool:
-    """Whether nobody reads or changes ``.grad`` between backward and the optimizer's step."""
-    module = trainer.lightning_module
-    if not module.automatic_optimization or getattr(trainer.precision_plugin, "scaler", None):
-        return False
-    if any(is_overridden(hook, module, parent=LightningModule) for hook in _MODULE_GRADIENT_HOOKS):
-        return False
-    return not any(
-        is_overridden(hook, callback, parent=Callback)
-        for callback in trainer.callbacks
-        for hook in _GRADIENT_HOOKS
-    )

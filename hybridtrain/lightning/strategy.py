@@ -11,6 +11,7 @@ worker's own copy, brought up to date with every release.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -23,6 +24,7 @@ from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.options import make_policy, positive, sample_key
@@ -45,6 +47,9 @@ class HybridStrategy(ParallelStrategy):
         stop_grace_s: how long workers may take to stop after Ctrl-C or a failure, in seconds.
         num_samples_key: the entry of a batch that tells how many samples it has (a number, or a
             tensor or list with the samples along its first dimension), where it cannot be seen.
+        on_nonfinite: when a worker's gradient is not finite: ``"raise"`` ends the run and says
+            whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it.
+        on_oom: the same when a worker runs out of memory in a step.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
     Raises:
@@ -61,6 +66,8 @@ class HybridStrategy(ParallelStrategy):
         threads_per_worker: int | Literal["auto"] = "auto",
         stop_grace_s: float = 30.0,
         num_samples_key: str | int | None = None,
+        on_nonfinite: str = "raise",
+        on_oom: str = "raise",
         **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
@@ -70,6 +77,7 @@ class HybridStrategy(ParallelStrategy):
         self.threads_per_worker = threads_per_worker
         self.stop_grace_s = stop_grace_s
         self.num_samples_key = sample_key(num_samples_key)
+        self._on_fault = OnFault(on_nonfinite, on_oom)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._final_stats: dict[str, Any] | None = None
         self._abstains = False
@@ -152,7 +160,11 @@ class HybridStrategy(ParallelStrategy):
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
             self._session = Session(
-                self.client, self.lightning_module, self.optimizers, not self.policy.lockstep
+                self.client,
+                self.lightning_module,
+                self.optimizers,
+                not self.policy.lockstep,
+                self._on_fault,
             )
             self._session.take_over(self.precision_plugin)
 
@@ -171,17 +183,22 @@ class HybridStrategy(ParallelStrategy):
     # ---- one step -------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().training_step(*args, **kwargs)
         assert self.lightning_module is not None and self._session is not None
+        output = self._session.training_step(partial(super().training_step, *args, **kwargs))
         self._abstains = output is None and self.lightning_module.automatic_optimization
-        if self._abstains:
-            self._session.abstain()
         return output
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        assert self._session is not None
+        run = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
+        return self._session.backward(run, closure_loss)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
         self.collectives.local, self._abstains = not self.policy.lockstep, False
-        self._session.begin_batch(self._loaders.weigh(batch))
+        self._session.begin_batch(batch, self._loaders.weigh(batch))
 
     def optimizer_step(
         self,

@@ -47,10 +47,11 @@ class Optimizers:
         """Apply one round's pushes, all for one optimizer; returns the workers that counted.
 
         Those that abstain have no share, but the hyper-parameters they tell do count: a worker
-        tells a change only once.
+        tells a change only once. A single veto leaves the step out.
         """
         told = [push.groups for push in pushes.values() if push.groups is not None]
-        counted = {worker: push for worker, push in pushes.items() if push.weight > 0}
+        vetoed = any(push.veto for push in pushes.values())
+        counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
         number = next(iter(pushes.values())).optimizer
         with torch.no_grad(), self._naming(number):
             if told:

@@ -14,7 +14,7 @@ from tests.app.tiny import TINY, N
 
 KEYS = {
     *("strategy", "workers", "device", "updates", "samples", "samples_per_s", "wall_s"),
-    *("waiting_share", "staleness", "metrics", "checkpoint", "exit"),
+    *("waiting_share", "staleness", "left_out", "metrics", "checkpoint", "exit"),
 }
 
 
