@@ -19,11 +19,13 @@ from hybridtrain.messages import (
     Average,
     Averaged,
     Clip,
+    Cover,
     Done,
     Draw,
     Gather,
     Gathered,
     Install,
+    Lap,
     Note,
     Pull,
     Push,
@@ -41,6 +43,7 @@ from hybridtrain.messages import (
     Ticket,
     Writes,
 )
+from hybridtrain.spans import Spans
 
 
 class StopRequested(KeyboardInterrupt):
@@ -76,6 +79,8 @@ class Client:
         self.solo = False  # the others have ended: meetings are with oneself
         self._line = line
         self._stop: Stop | None = None
+        self._covers: list[Cover] = []
+        self.unseen: dict[Lap, Spans] = {}  # of the shared queue, at the last snapshot
 
     # ---- parameters and steps -------------------------------------------------------------------
 
@@ -104,16 +109,21 @@ class Client:
         **rest: Any,
     ) -> int:
         """Offer the gradient in the row; returns the version to go on from. See ``Push``."""
+        rest["covers"], self._covers = tuple(self._covers), []
         push = Push(optimizer, weight, absent, groups, clip, averaged, **rest)
         return self._ask(push, Released)[0].version
+
+    def cover(self, cover: Cover) -> None:
+        """The next push stands for this mini-batch of the shared queue, too."""
+        self._covers.append(cover)
 
     def pull(self, writes: Writes | None = None) -> int:
         """Bring the own parameters up to date; returns their version."""
         return self._ask(Pull(writes or {}), Released)[0].version
 
-    def draw(self, loader: int, epoch: int, n_batches: int) -> Ticket:
-        """The next mini-batch of the epoch, or its end."""
-        return self._ask(Draw(loader, epoch, n_batches), Ticket)[0]
+    def draw(self, request: Draw) -> Ticket:
+        """The next mini-batch of a pass, or its end."""
+        return self._ask(request, Ticket)[0]
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -123,6 +133,7 @@ class Client:
         With ``refresh``, own parameters are brought to the same version.
         """
         reply, _ = self._ask(Snapshot(refresh), State)
+        self.unseen = reply.unseen
         return reply.version, torch.load(io.BytesIO(reply.payload), weights_only=True)
 
     def stats(self) -> dict[str, Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridtrain.memory.layout import Layout
+from hybridtrain.spans import Spans
 
 Writes = Mapping[int, bytes]  # number of a parameter -> its elements, in the order of its shape
 
@@ -60,6 +61,21 @@ class Average:
     absent: tuple[int, ...] = ()
 
 
+class Lap(NamedTuple):
+    """One pass over one loader; ``number`` counts the passes within the epoch."""
+
+    loader: int
+    epoch: int
+    number: int = 0
+
+
+class Cover(NamedTuple):
+    """One mini-batch drawn from the shared queue."""
+
+    lap: Lap
+    spans: Spans
+
+
 @dataclass(frozen=True, slots=True)
 class Push:
     """My contribution lies in my row; step optimizer number ``optimizer``.
@@ -70,7 +86,8 @@ class Push:
     the mean of all (perhaps changed since, by everybody alike), so one row stands for all;
     ``writes``: parameters that user code has changed itself since the last release; ``fault``: why
     there is no contribution, where there should have been one; ``veto``: because of it, the whole
-    step is to be left out.
+    step is to be left out; ``covers``: the mini-batches from the shared queue that are done with
+    this push.
     """
 
     optimizer: int
@@ -82,6 +99,7 @@ class Push:
     writes: Writes = field(default_factory=dict)
     fault: str = ""
     veto: bool = False
+    covers: tuple[Cover, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +112,19 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The next mini-batch of an epoch with ``n_batches`` of them, from the shared queue."""
+    """Positions for my next mini-batch, from the shared queue.
 
-    loader: int
-    epoch: int
-    n_batches: int
+    ``spans``: what of the epoch's order, ``length`` long, is to be done in this pass; ``sizes``:
+    everybody's mini-batches; ``drop_last``: whole ones only; ``begins``: I begin the pass (perhaps
+    anew: what I had drawn of it, but not trained on, goes back).
+    """
+
+    lap: Lap
+    spans: Spans
+    length: int
+    sizes: tuple[int, ...]
+    drop_last: bool = False
+    begins: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,21 +206,25 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The number of a mini-batch, or ``None``: the epoch has no more.
+    """The positions of a mini-batch in the epoch's order; none: the pass has no more.
 
     A mini-batch that does not count is run, but its gradient has no weight.
     """
 
-    batch: int | None
+    spans: Spans
     counts: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The optimizers' states as ``torch.save`` writes them, after update number ``version``."""
+    """The optimizers' states as ``torch.save`` writes them, after update number ``version``.
+
+    ``unseen``: what of the shared queue is not behind these states.
+    """
 
     payload: bytes
     version: int
+    unseen: dict[Lap, Spans] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,7 @@ class Server:
         """The worker is gone, with whatever it had not pushed."""
         self._members.discard(worker)
         self._meeting.leave(worker)
+        self._queue.lost(worker)
         return self._guarded([], lambda: self._rounds.lost(worker)) + self._close_meeting()
 
     # ---- rounds ---------------------------------------------------------------------------------
@@ -136,12 +137,17 @@ class Server:
             return [(worker, Stop(now=True))]
         if isinstance(request, Average):
             return self._rounds.average(worker, request)
+        self._queue.cover(worker, request.covers)
         return self._guarded([worker], lambda: self._rounds.push(worker, request))
 
     def _guarded(self, workers: Iterable[int], action: Callable[[], Replies]) -> Replies:
         """What cannot be accepted, or fails, ends the run for all who wait."""
         try:
-            return action()
+            replies = action()
+            for each, reply in replies:
+                if isinstance(reply, Released):
+                    self._queue.settle(each)
+            return replies
         except OptimizerFailed as error:
             self.failure = self.failure or error.__cause__
             return self._refuse(workers, str(error))
@@ -154,7 +160,8 @@ class Server:
             return [(worker, Refused(reason))]
         if refresh:
             self._rounds.refresh(worker)
-        return [(worker, State(self._rounds.optimizers.dump(), self.ledger.version))]
+        state = self._rounds.optimizers.dump()
+        return [(worker, State(state, self.ledger.version, self._queue.unseen()))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
         """These workers and all who wait must end, with this reason."""

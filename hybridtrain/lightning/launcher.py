@@ -61,6 +61,7 @@ class HybridLauncher(_Launcher):
         assert trainer is not None, "Lightning always passes its trainer"
         start_method = resolve_start_method(strategy.start_method)
         check_trainer(trainer, strategy.policy.lockstep, start_method)
+        strategy.data_options.check_workers(strategy.world_size)
         n_workers, cores = strategy.world_size, usable_cores()
         threads = strategy.threads_per_worker
         server = Server(

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Sized
 from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
+from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls
 from pytorch_lightning.trainer.states import RunningStage
+from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from hybridtrain.client import Client
-from hybridtrain.lightning.batches import Key, Scales
-from hybridtrain.lightning.samplers import (
-    EpochSampler,
-    EvaluationSampler,
-    Order,
-    Plan,
-    QueueSampler,
-    ShareSampler,
-    drawn_order,
-    seeded_order,
-)
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.batches import Scales
+from hybridtrain.lightning.evaluation import EvaluationSampler
+from hybridtrain.lightning.options import DataOptions
+from hybridtrain.lightning.orders import Drawn, Order, Seeded
+from hybridtrain.lightning.progress import precede, remeasure
+from hybridtrain.lightning.resume import KEY, Resumed, describe, read
+from hybridtrain.lightning.samplers import EpochSampler, Plan, QueueSampler, ShareSampler
 
 
 class Loaders:
@@ -31,25 +32,37 @@ class Loaders:
         trainer: of this worker.
         client: to the server.
         free_running: draw from the shared queue instead of taking fixed shares.
-        num_samples_key: the user's word on what tells the number of samples in a batch.
+        options: what the user has said about data.
     """
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        client: Client,
-        free_running: bool,
-        num_samples_key: Key | None = None,
+        self, trainer: pl.Trainer, client: Client, free_running: bool, options: DataOptions
     ) -> None:
         self._trainer: Any = trainer
-        self._num_samples_key = num_samples_key
         self._client, self._free_running = client, free_running
+        self._options = options
         self._samplers: list[EpochSampler] = []
+        self._made_in_epoch: int | None = None
+        self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it
+        self._resumed: Resumed | None = None
+        self._moved = False  # what Lightning iterates over has another length now
 
     def attach(self) -> None:
         """Take the decision over from the trainer's data connector."""
         connector: Any = self._trainer._data_connector
+        self._lightnings_prepare = connector._prepare_dataloader
         connector._resolve_sampler = self.resolve
+        connector._prepare_dataloader = self.prepare
+        strategy = self._trainer.strategy
+        load, save = strategy.load_checkpoint, strategy.save_checkpoint
+        strategy.load_checkpoint = lambda *args, **rest: self.restore(load(*args, **rest))
+        strategy.save_checkpoint = lambda first, *args, **rest: save(
+            self.write(first), *args, **rest
+        )
+        precede(self._trainer.fit_loop, "reset", self._settle)
+        precede(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin_epoch)
+
+    # ---- making loaders -------------------------------------------------------------------------
 
     def resolve(
         self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
@@ -60,12 +73,60 @@ class Loaders:
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
             return self._training(dataloader, shuffle and not self._trainer.overfit_batches)
-        order = self._order(dataloader, shuffle)
-        return EvaluationSampler(order(0), self._client)
+        return EvaluationSampler(self._order(dataloader, shuffle)(0), self._client)
+
+    def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+        """Lightning's own, with mini-batches of this worker's size."""
+        prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
+        if not isinstance(prepared, DataLoader):
+            return prepared
+        if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
+            prepared = _with_batches(prepared, dataloader.batch_sampler)
+        if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
+            size = self._options.batch_sizes[self._client.worker]
+            _check_batches(prepared)
+            prepared.batch_sampler.batch_size = size  # type: ignore[union-attr]
+            vars(prepared)["batch_size"] = size  # what a user may read; torch guards the attribute
+        return prepared
+
+    def _training(self, dataloader: DataLoader[Any], shuffle: bool) -> EpochSampler:
+        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        if self._made_in_epoch != epoch:  # the loaders are new or reloaded
+            self._samplers, self._made_in_epoch = [], epoch
+        plan, number = self._plan(dataloader, shuffle), len(self._samplers)
+        begun = None
+        if self._resumed is not None and not hasattr(dataloader, "load_state_dict"):
+            begun = self._resumed.begun(number, plan)
+        kind = QueueSampler if self._free_running else ShareSampler
+        self._samplers.append(kind(plan, epoch, self._client, number, begun))
+        return self._samplers[-1]
+
+    def _plan(self, dataloader: DataLoader[Any], shuffle: bool) -> Plan:
+        order, n_workers = self._order(dataloader, shuffle), self._client.n_workers
+        sampler, batches = dataloader.sampler, dataloader.batch_sampler
+        length = len(sampler) if isinstance(sampler, Sized) else 0
+        if self._options.batch_sizes is not None:
+            _check_batches(dataloader)
+        if batches is None:
+            return Plan(order, length, (1,) * n_workers, drop_last=False, items_are_batches=True)
+        size = getattr(batches, "batch_size", 1) or 1
+        plain = type(batches) is BatchSampler
+        drop_last = bool(getattr(batches, "drop_last", False))
+        sizes = self._options.batch_sizes or (size,) * n_workers
+        return Plan(order, length, sizes, drop_last, items_are_batches=not plain)
+
+    def _order(self, dataloader: DataLoader[Any], shuffle: bool) -> Order:
+        sampler: Sampler[int] = dataloader.sampler  # type: ignore[assignment]
+        if isinstance(sampler, SequentialSampler) or _is_plain_random(sampler):
+            seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if shuffle else None
+            return Seeded(len(dataloader.dataset), seed)  # type: ignore[arg-type]
+        return Drawn(sampler, self._client)
+
+    # ---- mini-batches ---------------------------------------------------------------------------
 
     @cached_property
     def _scales(self) -> Scales:
-        return Scales(self._trainer.lightning_module, self._num_samples_key)
+        return Scales(self._trainer.lightning_module, self._options.num_samples_key)
 
     def weigh(self, batch: Any) -> float:
         """Samples in the mini-batch that begins.
@@ -73,41 +134,89 @@ class Loaders:
         Raises:
             UserError: if nobody can tell.
         """
-        return self._scales.weigh(batch, self._next_weight())
+        portions = [sampler.next_portion() for sampler in self._samplers]
+        weights = [portion.weight for portion in portions if portion is not None]
+        known = [weight for weight in weights if weight is not None]
+        sure = len(known) == len(portions) > 0
+        return self._scales.weigh(batch, sum(known) if sure else None)
 
-    def _next_weight(self) -> float | None:
-        """Samples in the coming mini-batch, or ``None`` where the samplers cannot tell."""
-        weights = [sampler.next_weight() for sampler in self._samplers]
-        return weights[0] if len(weights) == 1 else None
+    def commit(self) -> None:
+        """A step has been made with the mini-batches since the last one."""
+        for sampler in self._samplers:
+            sampler.commit()
+        loop = self._trainer.fit_loop
+        ready = loop.epoch_loop.batch_progress.current.ready
+        self._committed = (loop.epoch_progress.current.processed, ready)
 
-    def _training(self, dataloader: DataLoader[Any], shuffle: bool) -> EpochSampler:
-        plan = self._plan(dataloader, shuffle)
+    # ---- going on in the middle of an epoch -----------------------------------------------------
+
+    def write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint, with what is left of the epoch."""
+        if self._trainer.state.fn != "fit" or "optimizer_states" not in checkpoint:
+            return checkpoint
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
-        sampler: EpochSampler
-        if self._free_running:
-            sampler = QueueSampler(plan, epoch, self._client, len(self._samplers))
-        else:
-            length = len(dataloader.sampler)  # type: ignore[arg-type]
-            sampler = ShareSampler(plan, epoch, self._client, length)
-        self._samplers.append(sampler)
-        return sampler
+        batches = 0
+        if self._resumed is not None and self._resumed.epoch == epoch:
+            batches = self._resumed.batches
+        if self._committed is not None and self._committed[0] == epoch:
+            batches = self._committed[1]
+        unseen = self._client.unseen if self._free_running else {}
+        return {**checkpoint, KEY: describe(epoch, batches, self._samplers, unseen)}
 
-    def _plan(self, dataloader: DataLoader[Any], shuffle: bool) -> Plan:
-        order = self._order(dataloader, shuffle)
-        batches = dataloader.batch_sampler
-        if batches is None:
-            return Plan(order, 1, drop_last=False, items_are_batches=True)
-        size = getattr(batches, "batch_size", 1) or 1
-        plain = type(batches) is BatchSampler
-        drop_last = bool(getattr(batches, "drop_last", False))
-        return Plan(order, size, drop_last, items_are_batches=not plain)
+    def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint as Lightning is to see it; training will go on from there."""
+        if self._trainer.state.fn == "fit":
+            self._resumed = read(checkpoint)
+        if self._resumed is not None:
+            message = "You're resuming from a checkpoint that ended before the epoch ended"
+            warnings.filterwarnings("ignore", message)  # and it is all right
+        return checkpoint
 
-    def _order(self, dataloader: DataLoader[Any], shuffle: bool) -> Order:
-        sampler: Sampler[int] = dataloader.sampler  # type: ignore[assignment]
-        if isinstance(sampler, SequentialSampler) or _is_plain_random(sampler):
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
-            return seeded_order(len(dataloader.dataset), seed, shuffle)  # type: ignore[arg-type]
-        return drawn_order(sampler, self._client)
+    def _settle(self) -> None:
+        """Counters have been restored, and loaders may have been made before they were."""
+        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        late = [sampler for sampler in self._samplers if sampler.epoch != epoch]
+        for sampler in late:
+            sampler.set_epoch(epoch)
+        if late:
+            remeasure(self._trainer)
+            self._moved = True
+
+    def _begin_epoch(self) -> None:
+        """Lengths are those of this epoch, and so is what is iterated over."""
+        loop = self._trainer.fit_loop
+        epoch = loop.epoch_progress.current.processed
+        if self._resumed is not None and self._resumed.epoch != epoch:
+            self._resumed, self._moved = None, True
+            remeasure(self._trainer)
+        goes_on = loop.is_resuming or loop.epoch_loop.restarting
+        lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
+        stale = self._moved or any(sampler.stale() for sampler in self._samplers)
+        if stale and not lightning_iterates:
+            iter(loop._data_fetcher)
+        self._moved = False
+
+
+def _check_batches(dataloader: DataLoader[Any]) -> None:
+    """Refuse mini-batches whose size is not ours to choose."""
+    if type(dataloader.batch_sampler) is not BatchSampler:
+        what = (
+            "items that are whole mini-batches (batch_size=None)"
+            if dataloader.batch_sampler is None
+            else f"a batch sampler of its own ({type(dataloader.batch_sampler).__name__})"
+        )
+        raise UserError(
+            f"batch_size_per_worker was given, but the training DataLoader has {what}, whose sizes "
+            "it cannot change; give the DataLoader a batch_size, or leave batch_size_per_worker out"
+        )
+
+
+def _with_batches(prepared: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    """Mini-batches, where Lightning has lost them: of an explicit ``batch_sampler``."""
+    args, kwargs = _get_dataloader_init_args_and_kwargs(prepared, prepared.sampler)
+    rebuilt = BatchSampler(prepared.sampler, batches.batch_size, batches.drop_last)
+    kwargs |= {"sampler": None, "batch_sampler": rebuilt, "batch_size": 1, "drop_last": False}
+    return _reinstantiate_wrapped_cls(prepared, *args, **kwargs)
 
 
 def _is_plain_random(sampler: object) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies import All, OnArrival, Policy
@@ -29,11 +31,44 @@ def positive(name: str, value: int) -> int:
     return value
 
 
-def sample_key(key: str | int | None) -> str | int | None:
-    """The value, if a batch can be asked for it."""
-    if isinstance(key, bool) or not isinstance(key, str | int | None):
+@dataclass(frozen=True)
+class DataOptions:
+    """What a user may say about data.
+
+    ``num_samples_key``: which entry of a batch tells its number of samples; ``batch_sizes``: of
+    each worker.
+
+    Raises:
+        UserError: if that makes no sense.
+    """
+
+    num_samples_key: str | int | None = None
+    batch_sizes: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, key: Any, sizes: Any) -> DataOptions:
+        """Checked."""
+        if isinstance(key, bool) or not isinstance(key, str | int | None):
+            raise UserError(
+                f"num_samples_key={key!r} was given; it must be a key, an attribute's name or a "
+                "whole number (the place in the batch)"
+            )
+        return cls(key, None if sizes is None else _sizes(sizes))
+
+    def check_workers(self, n_workers: int) -> None:
+        """Everybody must know its size."""
+        if self.batch_sizes is not None and len(self.batch_sizes) != n_workers:
+            raise UserError(
+                f"batch_size_per_worker={list(self.batch_sizes)} was given for {n_workers} "
+                f"worker{'s' * (n_workers > 1)}; give one size for each worker"
+            )
+
+
+def _sizes(sizes: Any) -> tuple[int, ...]:
+    whole = isinstance(sizes, Sequence) and not isinstance(sizes, str)
+    if not whole or not sizes or not all(type(n) is int and n >= 1 for n in sizes):
         raise UserError(
-            f"num_samples_key={key!r} was given; it must be a key, an attribute's name or a whole "
-            "number (the place in the batch)"
+            f"batch_size_per_worker={sizes!r} was given; it must be a list of whole numbers from 1 "
+            "on, one for each worker, as in [32,8]"
         )
-    return key
+    return tuple(sizes)

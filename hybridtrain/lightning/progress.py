@@ -11,6 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
+from pytorch_lightning.trainer.states import RunningStage
 
 
 def set_global_step(trainer: pl.Trainer, completed: int) -> None:
@@ -47,3 +50,21 @@ def precede(owner: Any, method: str, first: Callable[[], None]) -> None:
         return original(*args, **kwargs)
 
     setattr(owner, method, call)
+
+
+def remeasure(trainer: pl.Trainer) -> None:
+    """The training loaders have other lengths than when Lightning asked for them."""
+    loop, loader = trainer.fit_loop, trainer.fit_loop._combined_loader
+    if loader is None or loader.limits is None or (length := sized_len(loader)) is None:
+        return
+    lengths = [sized_len(each) for each in loader.flattened]
+    loader.limits[:] = [  # in place: the iterator holds the same list
+        _parse_num_batches(
+            RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches
+        )
+        for n in lengths
+    ]
+    length = len(loader)
+    loop.max_batches = length
+    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch != float("inf"):
+        trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))

@@ -3,93 +3,198 @@
 The order of an epoch is the same in every worker: a permutation seeded with ``seed + epoch`` (what
 ``DistributedSampler`` uses), or the order of the user's own sampler as worker 0 has drawn it. The
 union of the workers' mini-batches of one step is a slice of that order, whatever the number of
-workers; nothing is repeated and nothing is left out. Where a share runs empty before the others, it
-is filled up with a sample that has no weight, so that all workers take the same number of steps.
+workers and the sizes of their mini-batches; nothing is repeated and nothing is left out. Where a
+worker has no sample in the last step it runs a filler that has no weight, so that all workers take
+the same number of steps.
+
+A *lap* is one pass over the order; a short loader beside a longer one is passed over several times
+in an epoch. A sampler knows what training has done of its lap, which is not what it has handed out:
+loaders and Lightning fetch ahead, and gradients that wait for others to be accumulated do not count
+yet. That is what a checkpoint in the middle of an epoch needs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.utils.data import Sampler
 
 from hybridtrain.client import Client
-
-Order = Callable[[int], list[int]]  # epoch -> indices into the data set
+from hybridtrain.lightning.orders import Begun, Order
+from hybridtrain.messages import Cover, Draw, Lap
+from hybridtrain.spans import Spans, positions, split, total
 
 
 @dataclass(frozen=True)
 class Plan:
     """What the sampler of one loader needs to know.
 
-    ``batch_size`` is the worker's own; 1 where the data set's items are whole mini-batches.
+    ``sizes`` are the workers' mini-batches; 1 where the data set's items are whole mini-batches.
     """
 
     order: Order
-    batch_size: int
+    length: int
+    sizes: tuple[int, ...]
     drop_last: bool
     items_are_batches: bool = False
 
 
-class EpochSampler(Sampler[int]):
-    """A sampler that knows its epoch, and what the mini-batches it has handed out weigh."""
+@dataclass(frozen=True)
+class Portion:
+    """One mini-batch as the sampler has planned it.
 
-    def __init__(self, plan: Plan, epoch: int) -> None:
-        self.plan = plan
-        self.epoch = epoch
-        self._weights: deque[float | None] = deque()
+    ``weight`` in samples, ``None``: look at the mini-batch itself; ``batches`` and ``done`` of the
+    lap, mini-batches and positions, this one included; ``cover``: where it was drawn from.
+    """
+
+    weight: float | None
+    lap: int
+    batches: int
+    done: int = 0
+    cover: Cover | None = None
+
+
+class EpochSampler(Sampler[int]):
+    """A sampler that knows its epoch and lap, and what of it has been handed out and done."""
+
+    def __init__(
+        self, plan: Plan, epoch: int, client: Client, number: int = 0, begun: Begun | None = None
+    ) -> None:
+        self.plan, self.epoch, self.number = plan, epoch, number
+        self._client, self._begun = client, begun
+        self._planned: deque[Portion] = deque()
+        self._running: Portion | None = None  # the mini-batch that training has got last
+        self._done: tuple[int, Portion] | None = None  # in which epoch
+        self._iterated: int | None = None  # the epoch of the current lap
+        self.source = begun.order if begun else plan.order  # of the current lap's order
+        self.order: Sequence[int] = ()
+        self._lap, self._ended = 0, False
+
+    @property
+    def batch_size(self) -> int:
+        """This worker's."""
+        return self.plan.sizes[self._client.worker]
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch."""
         self.epoch = epoch
 
-    def next_weight(self) -> float | None:
-        """Samples in the next mini-batch; ``None``: look at the mini-batch itself. In order."""
-        return self._weights.popleft() if self._weights else None
+    def has_begun(self, epoch: int) -> bool:
+        """Whether something of the epoch has been done, here or before the checkpoint."""
+        begun = self._begun is not None and self._begun.epoch == epoch
+        return self.epoch == epoch and (begun or self._iterated == epoch)
 
-    def _record(self, n_samples: int) -> None:
+    def stale(self) -> bool:
+        """Whether the current iteration is one over another epoch."""
+        return self._iterated not in (None, self.epoch)
+
+    def _resumed(self, lap: int | None = None) -> Begun | None:
+        """What a checkpoint says of this epoch (and lap)."""
+        begun = self._begun
+        fits = begun and begun.epoch == self.epoch and lap in (None, begun.lap)
+        return begun if fits else None
+
+    def _begin(self) -> tuple[Sequence[int], Spans, int]:
+        """A lap begins (anew): the epoch's order, what is to be done of it, mini-batches before."""
+        if self._iterated != self.epoch:
+            first = self._resumed()
+            self._lap = first.lap if first else 0
+        elif self._ended:
+            self._lap += 1
+        if self._iterated != self.epoch or not self._ended:
+            self._planned.clear()
+        self._iterated, self._ended = self.epoch, False
+        begun = self._resumed(self._lap)
+        self.source = (begun or self.plan).order
+        self.order = self.source(self.epoch)
+        if begun:
+            return self.order, begun.spans, begun.batches
+        return self.order, ((0, len(self.order)),), 0
+
+    def _plan_next(self, n_samples: int, batches: int, done: int, cover: Cover | None) -> None:
         unknown = self.plan.items_are_batches and n_samples > 0
-        self._weights.append(None if unknown else float(n_samples))
+        weight = None if unknown else float(n_samples)
+        self._planned.append(Portion(weight, self._lap, batches, done, cover))
+
+    def next_portion(self) -> Portion | None:
+        """Training has got the next mini-batch; ``None``: it was not planned here."""
+        portion = self._planned.popleft() if self._planned else None
+        if portion is not None:
+            self._running = portion
+            if portion.cover is not None:
+                self._client.cover(portion.cover)
+        return portion
+
+    def commit(self) -> None:
+        """A step has been made with all the mini-batches that training has got."""
+        if self._running is not None:
+            self._done = (self.epoch, self._running)
+
+    def progress(self, unseen: dict[Lap, Spans]) -> tuple[int, int, Spans]:
+        """Of the current epoch: the lap, mini-batches done in it, and positions still to do.
+
+        Args:
+            unseen: by the parameters, as the server's queue knows it.
+        """
+        begun = self._resumed()
+        lap, batches, done = (begun.lap, begun.batches, 0) if begun else (0, 0, 0)
+        if self._done is not None and self._done[0] == self.epoch:
+            portion = self._done[1]
+            lap, batches, done = portion.lap, portion.batches, portion.done
+        begun = self._resumed(lap)
+        spans = begun.spans if begun else ((0, self.plan.length),)
+        drawn = unseen.get(Lap(self.number, self.epoch, lap))
+        return lap, batches, split(spans, done)[1] if drawn is None else drawn
 
 
 class ShareSampler(EpochSampler):
-    """Worker ``worker``'s fixed share of every global mini-batch: every W-th of its samples."""
+    """This worker's fixed share of every global mini-batch.
 
-    def __init__(self, plan: Plan, epoch: int, client: Client, length: int) -> None:
-        super().__init__(plan, epoch)
-        self._worker, self._n_workers = client.worker, client.n_workers
-        self._length = self._usable(length)
+    A global mini-batch of G = sum(sizes) positions is dealt out in one pattern, as evenly as the
+    sizes allow: with equal sizes every W-th sample. The last, smaller one is its beginning, so that
+    it is shared in proportion.
+    """
 
-    def _usable(self, length: int) -> int:
-        global_batch = self.plan.batch_size * self._n_workers
-        return length // global_batch * global_batch if self.plan.drop_last else length
+    def _shares(self, todo: int) -> Iterator[list[int]]:
+        """This worker's places in each global mini-batch of ``todo`` positions."""
+        places, whole = self._places(), sum(self.plan.sizes)
+        usable = todo // whole * whole if self.plan.drop_last else todo
+        for start in range(0, usable, whole):
+            yield [start + place for place in places if start + place < usable]
 
-    def _own(self) -> int:
-        """How many samples are this worker's."""
-        return len(range(self._worker, self._length, self._n_workers))
+    def _places(self) -> list[int]:
+        return dealt(self.plan.sizes)[self._client.worker]
 
-    def _steps(self) -> int:
-        return -(-self._length // (self.plan.batch_size * self._n_workers))
+    def _todo(self) -> tuple[int, int]:
+        """Positions to do in the first lap of the epoch, and mini-batches done before."""
+        begun = self._resumed()
+        return (total(begun.spans), begun.batches) if begun else (self.plan.length, 0)
 
     def __len__(self) -> int:
-        """Indices to come, fillers included: every worker takes the same number of steps."""
-        missing_steps = self._steps() - -(-self._own() // self.plan.batch_size)
-        return self._own() + missing_steps
+        """Indices of the epoch, fillers included: every worker takes the same number of steps.
+
+        Lightning counts on from the mini-batches that were done before a checkpoint, so they are
+        part of the length, though they do not come again.
+        """
+        todo, before = self._todo()
+        whole, size = sum(self.plan.sizes), self.batch_size
+        full, rest = divmod(todo, whole)
+        rest = 0 if self.plan.drop_last else rest
+        last = sum(place < rest for place in self._places())
+        return (before + full) * size + (last or (size if rest else 0))
 
     def __iter__(self) -> Iterator[int]:
-        order = self.plan.order(self.epoch)[: self._length]
-        mine = order[self._worker :: self._n_workers]
-        self._weights.clear()
-        for start in range(0, len(mine), self.plan.batch_size):
-            batch = mine[start : start + self.plan.batch_size]
-            self._record(len(batch))
-            yield from batch
-        for _ in range(len(self) - len(mine)):
-            self._weights.append(0.0)
-            yield order[0]
+        order, spans, batches = self._begin()
+        todo = list(positions(spans))
+        whole = sum(self.plan.sizes)
+        for number, places in enumerate(self._shares(len(todo)), 1):
+            done = min(number * whole, len(todo))
+            self._plan_next(len(places), batches + number, done, None)
+            share = [order[todo[place]] for place in places]
+            yield from share or filler(order, self.batch_size)
+        self._ended = True
 
 
 class QueueSampler(EpochSampler):
@@ -99,60 +204,32 @@ class QueueSampler(EpochSampler):
     upper bound.
     """
 
-    def __init__(self, plan: Plan, epoch: int, client: Client, loader: int) -> None:
-        super().__init__(plan, epoch)
-        self._client, self._loader = client, loader
-
     def __iter__(self) -> Iterator[int]:
-        order, size = self.plan.order(self.epoch), self.plan.batch_size
-        n_batches = len(order) // size if self.plan.drop_last else -(-len(order) // size)
-        self._weights.clear()
-        while True:
-            ticket = self._client.draw(self._loader, self.epoch, n_batches)
-            if ticket.batch is None:
-                return
-            batch = order[ticket.batch * size : (ticket.batch + 1) * size]
-            self._record(len(batch) if ticket.counts else 0)
-            yield from batch
+        order, spans, batches = self._begin()
+        lap, begins = Lap(self.number, self.epoch, self._lap), True
+        plan, n_drawn = self.plan, self.batch_size
+        # The loader makes mini-batches by counting, so a smaller one must be the last.
+        while n_drawn == self.batch_size:
+            ask = Draw(lap, spans, len(order), plan.sizes, plan.drop_last, begins)
+            ticket = self._client.draw(ask)
+            begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
+            if ticket.counts:
+                self._plan_next(n_drawn, batches, 0, Cover(lap, ticket.spans))
+            else:
+                self._plan_next(0, batches, 0, None)
+            yield from (order[position] for position in positions(ticket.spans))
+        self._ended = True
 
 
-class EvaluationSampler(Sampler[int]):
-    """Every W-th sample, none twice, in the order of the user's sampler.
-
-    Where there are fewer samples than workers every worker sees them all, because Lightning skips
-    the evaluation of a worker that has none and would leave the others waiting.
-    """
-
-    def __init__(self, indices: list[int], client: Client) -> None:
-        whole = len(indices) < client.n_workers
-        self._indices = indices if whole else indices[client.worker :: client.n_workers]
-
-    def __len__(self) -> int:
-        return len(self._indices)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._indices)
+def dealt(sizes: tuple[int, ...]) -> list[list[int]]:
+    """Which places of a global mini-batch belong to each worker, as evenly mixed as may be."""
+    turns = sorted(((k + 0.5) / size, w) for w, size in enumerate(sizes) for k in range(size))
+    owners: list[list[int]] = [[] for _ in sizes]
+    for place, (_, worker) in enumerate(turns):
+        owners[worker].append(place)
+    return owners
 
 
-def seeded_order(length: int, seed: int, shuffle: bool) -> Order:
-    """The order ``DistributedSampler`` would use, unpadded."""
-
-    def order(epoch: int) -> list[int]:
-        if not shuffle:
-            return list(range(length))
-        generator = torch.Generator().manual_seed(seed + epoch)
-        return torch.randperm(length, generator=generator).tolist()
-
-    return order
-
-
-def drawn_order(sampler: Sampler[int], client: Client) -> Order:
-    """The user's own sampler, drawn by worker 0 for everybody (it may be random)."""
-
-    def order(epoch: int) -> list[int]:
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
-        mine = list(sampler) if client.worker == 0 else None
-        return client.gather("order of the epoch", mine)[0]
-
-    return order
+def filler(order: Sequence[int], size: int) -> list[int]:
+    """A mini-batch for a worker without samples: an ordinary one, so that any module can run it."""
+    return list(order[:size])

@@ -10,7 +10,7 @@ worker's own copy, brought up to date with every release.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
-from hybridtrain.lightning.options import make_policy, positive, sample_key
+from hybridtrain.lightning.options import DataOptions, make_policy, positive
 from hybridtrain.lightning.progress import catch_up_schedulers, precede, set_global_step
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Paused, Resumed
@@ -50,6 +50,7 @@ class HybridStrategy(ParallelStrategy):
         on_nonfinite: when a worker's gradient is not finite: ``"raise"`` ends the run and says
             whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it.
         on_oom: the same when a worker runs out of memory in a step.
+        batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
     Raises:
@@ -68,6 +69,7 @@ class HybridStrategy(ParallelStrategy):
         num_samples_key: str | int | None = None,
         on_nonfinite: str = "raise",
         on_oom: str = "raise",
+        batch_size_per_worker: Sequence[int] | None = None,
         **lightning: Any,
     ) -> None:
         super().__init__(**lightning)
@@ -76,8 +78,8 @@ class HybridStrategy(ParallelStrategy):
         self.start_method = start_method
         self.threads_per_worker = threads_per_worker
         self.stop_grace_s = stop_grace_s
-        self.num_samples_key = sample_key(num_samples_key)
         self._on_fault = OnFault(on_nonfinite, on_oom)
+        self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._final_stats: dict[str, Any] | None = None
         self._abstains = False
@@ -139,7 +141,7 @@ class HybridStrategy(ParallelStrategy):
         self._client = client
         self._collectives = Collectives(client)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
-        self._loaders = Loaders(trainer, client, not self.policy.lockstep, self.num_samples_key)
+        self._loaders = Loaders(trainer, client, not self.policy.lockstep, self.data_options)
         self._loaders.attach()
         trainer.callbacks.insert(0, Boundary(client, self))
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
@@ -207,13 +209,14 @@ class HybridStrategy(ParallelStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._session is not None
+        assert self._session is not None and self._loaders is not None
         step = self._session.steps[self.optimizers.index(optimizer)]
         before, count, self._snapshot = step.version, step.count, None
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._abstains = False
         if step.count == count:
             step.push(0.0)  # the precision plugin skipped the step; nobody may wait for it
+        self._loaders.commit()
         if not self.policy.lockstep:
             trainer = self._session.trainer
             set_global_step(trainer, step.version - 1)

@@ -1,4 +1,4 @@
-"""The shared queue of mini-batches: each drawn once, everybody served."""
+"""The shared queue of mini-batches: each position drawn once, everybody served."""
 
 from __future__ import annotations
 
@@ -6,76 +6,175 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridtrain.batch_queue import BatchQueue
-from hybridtrain.messages import Draw, Ticket
+from hybridtrain.messages import Cover, Draw, Lap, Ticket
+from hybridtrain.spans import Spans, merged, positions, split, total
+
+FIRST = Lap(0, 0)
 
 
-def test_whoever_asks_gets_the_next_batch_so_the_fast_do_more() -> None:
-    queue = BatchQueue({0, 1})
-    drawn = [queue.draw(0, Draw(0, 0, 5)).batch for _ in range(5)]
-    assert drawn == [0, 1, 2, 3, None], "the last batch is kept for worker 1"
-    assert queue.draw(1, Draw(0, 0, 5)) == Ticket(4)
-    assert queue.draw(1, Draw(0, 0, 5)) == Ticket(None)
+def draw(
+    length: int,
+    sizes: tuple[int, ...],
+    lap: Lap = FIRST,
+    spans: Spans | None = None,
+    drop_last: bool = False,
+    begins: bool = False,
+) -> Draw:
+    return Draw(lap, ((0, length),) if spans is None else spans, length, sizes, drop_last, begins)
+
+
+def test_whoever_asks_gets_the_next_positions_so_the_fast_do_more() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(9, (2, 2))
+    drawn = [queue.draw(0, ask).spans for _ in range(5)]
+    assert drawn == [((0, 2),), ((2, 4),), ((4, 6),), ((6, 7),), ()], "two are kept for worker 1"
+    assert queue.draw(1, ask) == Ticket(((7, 9),))
+    assert queue.draw(1, ask) == Ticket(())
+
+
+def test_everybody_draws_mini_batches_of_its_own_size() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(12, (4, 1))
+    assert queue.draw(1, ask) == Ticket(((0, 1),))
+    assert queue.draw(0, ask) == Ticket(((1, 5),))
+    assert queue.draw(1, ask) == Ticket(((5, 6),))
+    assert queue.draw(0, ask) == Ticket(((6, 10),))
+    assert queue.draw(0, ask) == Ticket(((10, 12),))
 
 
 def test_with_fewer_batches_than_workers_those_left_over_run_one_that_does_not_count() -> None:
-    queue = BatchQueue({0, 1, 2})
-    assert queue.draw(2, Draw(0, 0, 1)) == Ticket(0)
-    assert queue.draw(0, Draw(0, 0, 1)) == Ticket(0, counts=False)
-    assert queue.draw(1, Draw(0, 0, 1)) == Ticket(0, counts=False)
-    assert [queue.draw(w, Draw(0, 0, 1)).batch for w in range(3)] == [None, None, None]
+    queue, ask = BatchQueue({0, 1, 2}), draw(3, (4, 4, 2))
+    assert queue.draw(2, ask) == Ticket(((0, 2),))
+    assert queue.draw(0, ask) == Ticket(((2, 3),))
+    assert queue.draw(1, ask) == Ticket(((0, 3),), counts=False)
+    assert [queue.draw(w, ask).spans for w in range(3)] == [(), (), ()]
 
 
-def test_an_epoch_without_batches_ends_at_once() -> None:
-    assert BatchQueue({0}).draw(0, Draw(0, 0, 0)) == Ticket(None)
+def test_drop_last_never_hands_out_a_smaller_mini_batch() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(13, (4, 4), drop_last=True)
+    drawn = [queue.draw(w, ask) for w in (0, 0, 0, 1, 1)]
+    assert [total(t.spans) for t in drawn] == [4, 4, 0, 4, 0]
+    too_few = BatchQueue({0, 1})
+    assert too_few.draw(0, draw(3, (4, 4), drop_last=True)) == Ticket(())
 
 
-def test_epochs_and_loaders_are_counted_apart() -> None:
+def test_an_epoch_without_samples_ends_at_once() -> None:
+    assert BatchQueue({0}).draw(0, draw(0, (4,))) == Ticket(())
+
+
+def test_a_rest_that_is_in_pieces_is_drawn_across_the_gaps() -> None:
+    queue, ask = BatchQueue({0}), draw(20, (4,), spans=((3, 5), (9, 15)))
+    assert queue.draw(0, ask) == Ticket(((3, 5), (9, 11)))
+    assert queue.draw(0, ask) == Ticket(((11, 15),))
+    assert queue.draw(0, ask) == Ticket(())
+
+
+def test_a_rest_of_nothing_lets_everybody_reach_the_end_of_the_epoch() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(20, (4, 4), spans=())
+    assert [queue.draw(w, ask).counts for w in (0, 1)] == [False, False]
+    assert [queue.draw(w, ask).spans for w in (0, 1)] == [(), ()]
+
+
+def test_epochs_laps_and_loaders_are_counted_apart() -> None:
     queue = BatchQueue({0})
-    assert [queue.draw(0, Draw(0, 0, 1)).batch for _ in range(2)] == [0, None]
-    assert queue.draw(0, Draw(0, 1, 1)).batch == 0
-    assert queue.draw(0, Draw(1, 0, 1)).batch == 0
+    for lap in (Lap(0, 0), Lap(0, 0, 1), Lap(1, 0), Lap(0, 1)):
+        ask = draw(2, (2,), lap)
+        assert [queue.draw(0, ask).spans for _ in range(2)] == [((0, 2),), ()]
 
 
 def test_no_batch_is_kept_for_a_lost_worker() -> None:
     members = {0, 1}
-    queue = BatchQueue(members)
-    assert queue.draw(0, Draw(0, 0, 2)).batch == 0
+    queue, ask = BatchQueue(members), draw(4, (2, 2))
+    assert queue.draw(0, ask).spans == ((0, 2),)
     members.discard(1)
-    assert queue.draw(0, Draw(0, 0, 2)).batch == 1
+    queue.lost(1)
+    assert queue.draw(0, ask).spans == ((2, 4),)
 
 
-@settings(max_examples=200, deadline=None)
+def test_what_is_drawn_is_unseen_until_the_push_that_covers_it_is_answered() -> None:
+    queue, ask = BatchQueue({0}), draw(6, (2,))
+    first, _ = queue.draw(0, ask), queue.draw(0, ask)
+    assert queue.unseen() == {Lap(0, 0): ((0, 6),)}
+    queue.cover(0, (Cover(Lap(0, 0), first.spans),))
+    assert queue.unseen() == {Lap(0, 0): ((0, 6),)}
+    queue.settle(0)
+    assert queue.unseen() == {Lap(0, 0): ((2, 6),)}
+
+
+def test_what_a_lost_worker_has_not_done_goes_to_the_others() -> None:
+    members = {0, 1}
+    queue, ask = BatchQueue(members), draw(8, (2, 2))
+    done, _ = queue.draw(1, ask), queue.draw(1, ask)
+    queue.cover(1, (Cover(Lap(0, 0), done.spans),))
+    queue.settle(1)
+    members.discard(1)
+    queue.lost(1)
+    assert [queue.draw(0, ask).spans for _ in range(4)] == [((2, 4),), ((4, 6),), ((6, 8),), ()]
+
+
+def test_a_pass_that_begins_anew_gives_back_what_was_fetched_ahead() -> None:
+    queue = BatchQueue({0})
+    queue.draw(0, draw(4, (2,), begins=True))
+    assert queue.draw(0, draw(4, (2,), begins=True)).spans == ((0, 2),)
+    assert queue.draw(0, draw(4, (2,))).spans == ((2, 4),)
+
+
+@settings(max_examples=300, deadline=None)
 @given(
-    n_workers=st.integers(1, 5),
-    n_batches=st.integers(0, 12),
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
+    length=st.integers(0, 30),
+    cuts=st.lists(st.integers(0, 30), max_size=6),
+    drop_last=st.booleans(),
     order=st.lists(st.integers(0, 4), max_size=60),
     losses=st.sets(st.integers(0, 4), max_size=2),
 )
-def test_every_batch_is_drawn_once_and_everybody_is_served(
-    n_workers: int, n_batches: int, order: list[int], losses: set[int]
+def test_every_position_is_done_once_and_everybody_is_served(
+    sizes: tuple[int, ...],
+    length: int,
+    cuts: list[int],
+    drop_last: bool,
+    order: list[int],
+    losses: set[int],
 ) -> None:
-    members = set(range(n_workers))
-    lost = losses & members if len(losses & members) < n_workers else set()
-    queue, drawn, done = BatchQueue(members), [], set()
-    served: dict[int, list[Ticket]] = {worker: [] for worker in range(n_workers)}
-    for turn, asked in enumerate(order + [w for _ in range(n_batches + 1) for w in range(5)]):
+    ends = sorted({min(c, length) for c in cuts})
+    spans = merged(zip(ends[::2], ends[1::2], strict=False)) if cuts else ((0, length),)
+    members = set(range(len(sizes)))
+    lost = losses & members if len(losses & members) < len(sizes) else set()
+    ask = draw(length, sizes, spans=spans, drop_last=drop_last)
+    queue, done = BatchQueue(members), set()
+    trained: list[int] = []
+    served: dict[int, list[Ticket]] = {worker: [] for worker in range(len(sizes))}
+    for turn, asked in enumerate(order + [w for _ in range(length + 2) for w in range(5)]):
         if turn == 3:
             members -= lost
-        worker = asked % n_workers
+            for worker in lost:
+                queue.lost(worker)
+        worker = asked % len(sizes)
         if worker not in members or worker in done:
             continue
-        ticket = queue.draw(worker, Draw(0, 0, n_batches))
-        if ticket.batch is None:
+        ticket = queue.draw(worker, ask)
+        if not ticket.spans:
             done.add(worker)
-        else:
-            served[worker].append(ticket)
-            drawn += [ticket.batch] if ticket.counts else []
+            continue
+        served[worker].append(ticket)
+        if ticket.counts:
+            assert total(ticket.spans) == sizes[worker] or not drop_last
+            trained += positions(ticket.spans)
+            queue.cover(worker, (Cover(Lap(0, 0), ticket.spans),))
+            queue.settle(worker)
     assert done >= members, "everybody's epoch ends"
-    assert sorted(drawn) == sorted(set(drawn)), "nothing twice"
-    assert set(drawn) <= set(range(n_batches))
-    if not lost:
-        assert sorted(drawn) == list(range(n_batches)), "nothing left out"
-    if n_batches > 0:
+    assert len(trained) == len(set(trained)), "nothing twice"
+    rest = [p for each in queue.unseen().values() for p in positions(each)]
+    assert sorted([*trained, *rest]) == list(positions(spans)), "nothing lost"
+    if not drop_last and not lost:
+        assert not rest, "nothing left out"
+    if length >= (min(sizes) if drop_last else 1):
         assert all(served[worker] for worker in members), "everybody takes part"
-    if n_batches >= n_workers:
-        assert all(t.counts for tickets in served.values() for t in tickets)
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(-2, 60))
+def test_spans_are_split_and_joined_without_loss(ends: list[int], n: int) -> None:
+    ends = sorted(set(ends))
+    spans = tuple(zip(ends[::2], ends[1::2], strict=False))
+    head, tail = split(spans, n)
+    assert [*positions(head), *positions(tail)] == [*positions(spans)]
+    assert total(head) == min(max(n, 0), total(spans))
+    assert [*positions(merged([*tail, *head]))] == [*positions(spans)]

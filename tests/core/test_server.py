@@ -13,8 +13,10 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Arena, Layout
 from hybridtrain.messages import (
     Clip,
+    Cover,
     Draw,
     Install,
+    Lap,
     Paused,
     Pull,
     Push,
@@ -359,14 +361,39 @@ def test_pulling_brings_only_the_own_copy_up_to_date() -> None:
     assert served.store.parameter(1, slot)[0] == -1.0
 
 
-def test_mini_batches_are_drawn_from_one_queue_and_none_is_kept_for_the_lost() -> None:
+def test_mini_batches_are_drawn_from_one_queue_and_what_the_lost_left_is_drawn_again() -> None:
     served = Served(2, OnArrival())
-    draw = partial(served.server.handle, request=Draw(0, 0, 3))
-    assert draw(0) == [(0, Ticket(0))]
-    assert draw(0) == [(0, Ticket(1))]
+    draw = partial(served.server.handle, request=Draw(Lap(0, 0), ((0, 3),), 3, (1, 1)))
+    assert draw(1) == [(1, Ticket(((0, 1),)))]
+    assert draw(0) == [(0, Ticket(((1, 2),)))]
     served.server.lost(1)
-    assert draw(0) == [(0, Ticket(2))]
-    assert draw(0) == [(0, Ticket(None))]
+    assert draw(0) == [(0, Ticket(((0, 1),)))]
+    assert draw(0) == [(0, Ticket(((2, 3),)))]
+    assert draw(0) == [(0, Ticket(()))]
+
+
+def test_a_snapshot_tells_what_of_the_queue_is_not_behind_its_version() -> None:
+    served = Served(2, OnArrival())
+    lap = Lap(0, 0)
+    for worker in (0, 1):
+        served.server.handle(worker, Draw(lap, ((0, 6),), 6, (2, 2)))
+    ((_, state),) = served.server.handle(0, Snapshot())
+    assert isinstance(state, State) and state.unseen == {lap: ((0, 6),)}
+    served.push(1, 1.0, covers=(Cover(lap, ((2, 4),)),))
+    ((_, state),) = served.server.handle(0, Snapshot())
+    assert isinstance(state, State) and state.version == 1
+    assert state.unseen == {lap: ((0, 2), (4, 6))}
+
+
+def test_a_push_that_waits_for_others_has_not_been_seen_yet() -> None:
+    served, lap = Served(2), Lap(0, 0)
+    served.server.handle(0, Draw(lap, ((0, 4),), 4, (2, 2)))
+    served.push(0, 1.0, covers=(Cover(lap, ((0, 2),)),))
+    ((_, state),) = served.server.handle(1, Snapshot())
+    assert isinstance(state, State) and state.unseen == {lap: ((0, 4),)}
+    served.push(1, 1.0)
+    ((_, state),) = served.server.handle(1, Snapshot())
+    assert isinstance(state, State) and state.unseen == {lap: ((2, 4),)}
 
 
 def test_the_figures_tell_who_waited_for_whom() -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.guard import NotFinite, sample_ids
-from hybridtrain.lightning.samplers import seeded_order
+from hybridtrain.lightning.orders import Seeded
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 SEED, EPOCHS, BATCH = 7, 2, 6  # mini-batch of each of two workers
@@ -113,7 +113,7 @@ def expected(choice: str, accumulate: int = 1) -> torch.nn.Module:
     module, data = Net(), Numbered()
     size = 2 * BATCH
     for epoch in range(EPOCHS):
-        order = seeded_order(len(data), SEED, True)(epoch)
+        order = Seeded(len(data), SEED)(epoch)
         steps = [order[i : i + size] for i in range(0, len(order), size)]
         for first in range(0, len(steps), accumulate):
             # Everything that a worker has accumulated since the last step counts, or none of it.

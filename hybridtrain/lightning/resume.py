@@ -1,0 +1,164 @@
+"""Going on in the middle of an epoch: what a checkpoint says about the samples not seen yet.
+
+Lightning writes how many mini-batches of the epoch are done, but not which samples they were of,
+and starts the loaders from the beginning when it goes on. Under the one key ``hybridtrain`` a
+checkpoint therefore holds, for every loader, the positions of the epoch's order that are still to
+do, and how to draw that order again (its seed, or the remaining indices of a user's own sampler).
+So a run may go on with another number of workers, other mini-batches or another policy. Nobody
+needs the key: elsewhere the checkpoint is Lightning's own.
+
+Gradients that wait for others to be accumulated are not in a checkpoint, so mini-batches count as
+done up to the last step, and Lightning's counters are set back to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.orders import Begun, Fixed, Order, Seeded
+from hybridtrain.lightning.samplers import EpochSampler, Plan
+from hybridtrain.messages import Lap
+from hybridtrain.spans import Spans, positions
+
+KEY = "hybridtrain"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """An epoch to go on with; ``loaders`` is ``None`` if the checkpoint was written elsewhere."""
+
+    epoch: int
+    batches: int
+    loaders: list[dict[str, Any]] | None
+
+    def begun(self, number: int, plan: Plan) -> Begun | None:
+        """What is left for loader ``number``; nothing is known: a whole epoch."""
+        if self.loaders is None:
+            whole = sum(plan.sizes)
+            steps = max(-(-plan.length // whole), 1)
+            batches = self.batches if self.batches <= steps else self.batches % steps
+            start = min(batches * whole, plan.length)
+            return Begun(self.epoch, plan.order, ((start, plan.length),), batches)
+        if number >= len(self.loaders):
+            return None
+        state = self.loaders[number]
+        if state["length"] != plan.length:
+            rank_zero_warn(
+                f"the checkpoint was written in the middle of an epoch over {state['length']} "
+                f"samples, now there are {plan.length}; the epoch begins anew"
+            )
+            return None
+        spans = tuple((start, stop) for start, stop in state["spans"])
+        return Begun(self.epoch, _order(state), spans, state["batches"], state["lap"])
+
+
+def _order(state: dict[str, Any]) -> Order:
+    if state["indices"] is not None:
+        return Fixed(tuple(state["indices"].tolist()))
+    return Seeded(state["length"], state["seed"])
+
+
+def describe(
+    epoch: int, batches: int, samplers: Sequence[EpochSampler], unseen: dict[Lap, Spans]
+) -> dict[str, Any]:
+    """What goes under the key.
+
+    Args:
+        epoch: that training is in, or that comes next.
+        batches: of this epoch that are done.
+        samplers: of the training loaders.
+        unseen: see :meth:`EpochSampler.progress`.
+    """
+    loaders = [_state(s, unseen) for s in samplers if s.has_begun(epoch)]
+    return {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
+
+
+def _state(sampler: EpochSampler, unseen: dict[Lap, Spans]) -> dict[str, Any]:
+    lap, batches, spans = sampler.progress(unseen)
+    source, indices = sampler.source, None
+    if not isinstance(source, Seeded):  # it cannot be drawn again
+        order = sampler.order or source(sampler.epoch)
+        indices = torch.tensor([order[p] for p in positions(spans)], dtype=torch.int64)
+        spans = ((0, len(indices)),)
+    return {
+        "lap": lap,
+        "batches": batches,
+        "spans": [list(span) for span in spans],
+        "length": sampler.plan.length,
+        "seed": source.seed if isinstance(source, Seeded) else None,
+        "indices": indices,
+    }
+
+
+def read(checkpoint: dict[str, Any]) -> Resumed | None:
+    """What a loaded checkpoint says, if it is of the middle of an epoch.
+
+    Lightning's counters in it are set to the last step, from where the samplers go on.
+
+    Raises:
+        UserError: if a newer version of this package wrote it.
+    """
+    ours = checkpoint.get(KEY)
+    if ours is not None and ours["format"] > FORMAT:
+        raise UserError(
+            f"the checkpoint's key {KEY!r} has format {ours['format']}, and this version of "
+            f"hybridtrain reads up to {FORMAT}; update hybridtrain, or delete the key from the file"
+        )
+    loops = checkpoint.get("loops", {}).get("fit_loop")
+    if loops is None:
+        return None
+    epoch = loops["epoch_progress"]["current"]
+    if epoch["ready"] == epoch["processed"]:
+        return None  # it was written between two epochs
+    progress = loops["epoch_loop.batch_progress"]
+    if ours is None or not ours["loaders"]:
+        if ours is None and (n_done := _done(progress)) > 0:
+            return _elsewhere(epoch["processed"], n_done)
+        return None  # streams: they go on as Lightning lets them
+    _set_back(loops, ours["batches"])
+    return Resumed(ours["epoch"], ours["batches"], ours["loaders"])
+
+
+def _elsewhere(epoch: int, batches: int) -> Resumed:
+    rank_zero_warn(
+        f"the checkpoint was written in the middle of epoch {epoch} by another strategy; its "
+        f"{batches} mini-batches are taken to have been as large as this run's, all workers "
+        "together, and in the same order"
+    )
+    return Resumed(epoch, batches, None)
+
+
+def _done(progress: dict[str, Any]) -> int:
+    """Mini-batches of the epoch that Lightning will count as done when it goes on."""
+    total, current = progress["total"], progress["current"]
+    # Written by a callback at the end of a mini-batch, which is then counted when going on.
+    in_hook = total["ready"] == total["started"] == total["processed"] == total["completed"] + 1
+    return current["processed"] if in_hook else current["completed"]
+
+
+def _set_back(loops: dict[str, Any], batches: int) -> None:
+    """Let ``batches`` mini-batches of the epoch be done, no more."""
+    progress = loops["epoch_loop.batch_progress"]
+    if _done(progress) == batches and _in_order(progress):
+        return
+    before = progress["total"]["completed"] - progress["current"]["completed"]
+    progress["current"] = dict.fromkeys(progress["current"], batches)
+    progress["total"] = dict.fromkeys(progress["total"], before + batches)
+    progress["is_last_batch"] = False
+    if batches == 0:  # the epoch has not begun
+        epoch = loops["epoch_progress"]
+        for counts in (epoch["total"], epoch["current"]):
+            counts.update(dict.fromkeys(("ready", "started"), counts["processed"]))
+
+
+def _in_order(progress: dict[str, Any]) -> bool:
+    """No mini-batch was under way."""
+    total = progress["total"]
+    return bool(total["ready"] == total["started"] == total["processed"])

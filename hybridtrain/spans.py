@@ -1,0 +1,42 @@
+"""Stretches of an epoch's order, as (start, stop): what is to be done, drawn, or left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+Span = tuple[int, int]
+Spans = tuple[Span, ...]
+
+
+def total(spans: Iterable[Span]) -> int:
+    """How many positions."""
+    return sum(stop - start for start, stop in spans)
+
+
+def positions(spans: Iterable[Span]) -> Iterator[int]:
+    """All of them, in turn."""
+    for start, stop in spans:
+        yield from range(start, stop)
+
+
+def split(spans: Iterable[Span], n: int) -> tuple[Spans, Spans]:
+    """The first ``n`` positions (or all, if there are fewer), and the rest."""
+    head: list[Span] = []
+    tail: list[Span] = []
+    for start, stop in spans:
+        cut = min(stop, start + max(n, 0))
+        n -= cut - start
+        head += [(start, cut)] if cut > start else []
+        tail += [(cut, stop)] if stop > cut else []
+    return tuple(head), tuple(tail)
+
+
+def merged(spans: Iterable[Span]) -> Spans:
+    """In order, neighbours joined."""
+    joined: list[Span] = []
+    for start, stop in sorted(spans):
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], stop)
+        elif stop > start:
+            joined.append((start, stop))
+    return tuple(joined)
