@@ -7,12 +7,15 @@ from typing import Any, Protocol
 import pytorch_lightning as pl
 
 from hybridtrain.client import Client
+from hybridtrain.lightning.progress import agree_on_validating
 
 
 class Aligning(Protocol):
     """The strategy, as far as it is needed here."""
 
     def align(self) -> None: ...
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool: ...
 
 
 class Boundary(pl.Callback):
@@ -25,6 +28,9 @@ class Boundary(pl.Callback):
 
     def __init__(self, client: Client, strategy: Aligning) -> None:
         self._client, self._strategy = client, strategy
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        agree_on_validating(trainer, self._strategy.reduce_boolean_decision)
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._client.check_stop()

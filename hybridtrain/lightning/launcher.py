@@ -9,6 +9,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from pytorch_lightning.trainer import call
+from pytorch_lightning.utilities.exceptions import _TunerExitException
 from torch.distributed import distributed_c10d
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.checks import check_trainer
+from hybridtrain.lightning.checks import check_parameters, check_trainer
 from hybridtrain.lightning.results import pack, unpack
+from hybridtrain.lightning.sending import check_sending
 from hybridtrain.messages import Stopped
 from hybridtrain.server import Server
 from hybridtrain.worlds.processes import Interrupted, ProcessWorld
@@ -46,8 +49,8 @@ class HybridLauncher(_Launcher):
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """A notebook has no script that spawned workers could import; forked ones need none."""
-        return resolve_start_method(self._strategy.start_method) == "fork"
+        """Forked workers need no script; what spawned ones lack is named before they start."""
+        return True
 
     def launch(
         self,
@@ -60,8 +63,12 @@ class HybridLauncher(_Launcher):
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
         start_method = resolve_start_method(strategy.start_method)
-        check_trainer(trainer, strategy.policy.lockstep, start_method)
+        check_trainer(trainer, strategy.policy.lockstep)
         strategy.data_options.check_workers(strategy.world_size)
+        check_parameters(trainer.lightning_module)
+        snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
+        job = _Job(trainer, function, args, kwargs, snapshot)
+        check_sending(start_method, job, job.named())
         n_workers, cores = strategy.world_size, usable_cores()
         threads = strategy.threads_per_worker
         server = Server(
@@ -74,8 +81,6 @@ class HybridLauncher(_Launcher):
             max(1, cores // n_workers) if threads == "auto" else threads,
             strategy.stop_grace_s,
         )
-        snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
-        job = _Job(trainer, function, args, kwargs, snapshot)
         strategy.interrupted_by = None
         try:
             results = world.run(partial(_run_in_worker, job))
@@ -135,6 +140,15 @@ class _Job:
     kwargs: dict[str, Any]
     global_state: _GlobalStateSnapshot | None
 
+    def named(self) -> dict[str, Any]:
+        """The parts, by the names that users know them by."""
+        trainer: Any = self.trainer
+        given: dict[str, Any] = {"model": trainer.lightning_module}
+        given |= signature(self.function).bind(*self.args, **self.kwargs).arguments
+        given |= {f"callbacks[{n}]": callback for n, callback in enumerate(trainer.callbacks)}
+        given |= {f"loggers[{n}]": logger for n, logger in enumerate(trainer.loggers)}
+        return given | {"strategy": trainer.strategy, "trainer": trainer}
+
 
 def _run_in_worker(job: _Job, client: Client) -> Any:
     if job.global_state is not None:
@@ -147,6 +161,10 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     try:
         returned = job.function(*job.args, **job.kwargs)
         return pack(trainer, returned)
+    except _TunerExitException:  # the search for a learning rate is over, and there was no more
+        call._call_teardown_hook(trainer)
+        trainer._teardown()
+        return pack(trainer, None)
     except StopRequested as stop:
         client.note(Stopped())
         client.solo = True

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from hybridtrain.errors import UserError
@@ -72,3 +73,37 @@ def _sizes(sizes: Any) -> tuple[int, ...]:
             "on, one for each worker, as in [32,8]"
         )
     return tuple(sizes)
+
+
+_OF_LIGHTNING = (
+    "accelerator",
+    "parallel_devices",
+    "cluster_environment",
+    "checkpoint_io",
+    "precision_plugin",
+)
+_OF_DDP = {
+    "find_unused_parameters": "unused parameters need no option here",
+    "static_graph": "there is no graph to be prepared here",
+    "gradient_as_bucket_view": "gradients are not kept in buckets here",
+    "process_group_backend": "there is no process group here",
+    "timeout": "there is no process group here; see stop_grace_s",
+    "ddp_comm_hook": "gradients travel through shared memory here",
+}
+
+
+def known_options(given: Iterable[str], own: Iterable[str]) -> None:
+    """See that a strategy is given only what it takes: its own options and Lightning's.
+
+    Raises:
+        UserError: naming the option that is closest.
+    """
+    own = tuple(own)
+    for name in given:
+        if name in _OF_LIGHTNING:
+            continue
+        if name in _OF_DDP:
+            raise UserError(f"{name} was given, an option of ddp; leave it out: {_OF_DDP[name]}")
+        close = get_close_matches(name, own + _OF_LIGHTNING, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(own)}"
+        raise UserError(f"{name} was given, which the strategy does not know; {hint}")

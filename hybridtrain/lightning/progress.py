@@ -66,5 +66,20 @@ def remeasure(trainer: pl.Trainer) -> None:
     ]
     length = len(loader)
     loop.max_batches = length
-    if isinstance(trainer.val_check_interval, float) and trainer.val_check_batch != float("inf"):
-        trainer.val_check_batch = max(1, int(length * trainer.val_check_interval))
+    interval = getattr(trainer, "val_check_interval", None)  # not there where the clock says when
+    if isinstance(interval, float) and trainer.val_check_batch != float("inf"):
+        trainer.val_check_batch = max(1, int(length * interval))
+
+
+def agree_on_validating(trainer: Any, decide: Callable[[bool, bool], bool]) -> None:
+    """Where the clock says when to validate, clocks differ: the first that is due decides for all.
+
+    Args:
+        trainer: of this worker.
+        decide: ``(mine, all_must_agree) -> common``, a meeting of all workers.
+    """
+    if trainer._val_check_time_interval is None:
+        return
+    loop = trainer.fit_loop.epoch_loop
+    alone = loop._should_check_val_fx
+    loop._should_check_val_fx = lambda fetcher: decide(alone(fetcher), False)

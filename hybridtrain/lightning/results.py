@@ -15,8 +15,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from pytorch_lightning.loops.progress import _BaseProgress
+
+from hybridtrain.lightning.tuning import take_what_was_found, what_was_found
 
 _CHECKPOINT_FIELDS = (
     "best_model_path",
@@ -55,7 +58,7 @@ def pack(trainer: pl.Trainer, returned: Any) -> Home | None:
         tensors=_save(metrics),
         trainer_state=trainer.state,
         progress=_progress(trainer),
-        callbacks=[_callback_state(callback) for callback in _users(trainer)],
+        callbacks=[_callback_state(c, trainer.lightning_module) for c in _users(trainer)],
         logger_versions=[getattr(logger, "_version", None) for logger in trainer.loggers],
     )
 
@@ -72,7 +75,7 @@ def unpack(trainer: pl.Trainer, home: Home) -> Any:
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
     for callback, state in zip(_users(trainer), home.callbacks, strict=True):
-        _restore_callback(callback, state)
+        _restore_callback(callback, trainer.lightning_module, state)
     for logger, version in zip(trainer.loggers, home.logger_versions, strict=True):
         if version is not None:
             logger._version = version  # type: ignore[attr-defined]
@@ -129,7 +132,9 @@ def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) ->
 # ---- callbacks ----------------------------------------------------------------------------------
 
 
-def _callback_state(callback: pl.Callback) -> dict[str, Any]:
+def _callback_state(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any]:
+    if isinstance(callback, LearningRateFinder):
+        return what_was_found(callback, module)
     if isinstance(callback, ModelCheckpoint):
         return {name: getattr(callback, name) for name in _CHECKPOINT_FIELDS}
     state = callback.state_dict()
@@ -140,9 +145,17 @@ def _callback_state(callback: pl.Callback) -> dict[str, Any]:
     return state
 
 
-def _restore_callback(callback: pl.Callback, state: dict[str, Any]) -> None:
+def _restore_callback(
+    callback: pl.Callback, module: pl.LightningModule, state: dict[str, Any]
+) -> None:
+    if isinstance(callback, LearningRateFinder):
+        return take_what_was_found(callback, module, state)
     if isinstance(callback, ModelCheckpoint):
         for name, value in state.items():
             setattr(callback, name, value)
     elif state:
-        callback.load_state_dict(state)
+        try:
+            callback.load_state_dict(state)
+        except Exception as error:  # it prepares itself only in a run (SpikeDetection)
+            rank_zero_warn(f"{type(callback).__name__} could not take its state home: {error!r}")
+    return None

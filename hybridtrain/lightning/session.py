@@ -16,6 +16,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchange import Exchange, HostExchange
 from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.finite import FiniteCheck
+from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
 from hybridtrain.lightning.parameters import gradients_are_final, ordered_parameters
 from hybridtrain.lightning.remote import RemoteStep
@@ -44,6 +45,7 @@ class Session:
         on_fault: OnFault,
     ) -> None:
         self._client, self._module, self._optimizers = client, module, list(optimizers)
+        check_parameters(module)  # again: configure_model may have made some
         named = ordered_parameters(module, self._optimizers)
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}

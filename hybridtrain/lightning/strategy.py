@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -21,20 +22,20 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
 from hybridtrain.client import Client
-from hybridtrain.errors import UserError
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
-from hybridtrain.lightning.options import DataOptions, make_policy, positive
+from hybridtrain.lightning.one_host import OneHost
+from hybridtrain.lightning.options import DataOptions, known_options, make_policy, positive
 from hybridtrain.lightning.progress import catch_up_schedulers, precede, set_global_step
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Policy
 
 
-class HybridStrategy(ParallelStrategy):
+class HybridStrategy(OneHost, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
     Args:
@@ -72,6 +73,7 @@ class HybridStrategy(ParallelStrategy):
         batch_size_per_worker: Sequence[int] | None = None,
         **lightning: Any,
     ) -> None:
+        known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
         super().__init__(**lightning)
         self.policy = make_policy(policy)
         self.workers_per_device = positive("workers_per_device", workers_per_device)
@@ -92,23 +94,6 @@ class HybridStrategy(ParallelStrategy):
     # ---- who and where --------------------------------------------------------------------------
 
     @property
-    def is_distributed(self) -> bool:
-        """Without this, Lightning would give all workers the same data."""
-        return True
-
-    @property
-    def num_nodes(self) -> int:
-        return 1
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        if num_nodes != 1:
-            raise UserError(
-                f"num_nodes={num_nodes} was given, but {self.strategy_name} trains on one host; "
-                "use num_nodes=1, or strategy=ddp across hosts"
-            )
-
-    @property
     def world_size(self) -> int:
         if self._abstains:
             return 1  # or Lightning refuses a training_step that returns None
@@ -119,17 +104,9 @@ class HybridStrategy(ParallelStrategy):
         return self._client.worker if self._client is not None else 0
 
     @property
-    def local_rank(self) -> int:
-        return self.global_rank
-
-    @property
     def root_device(self) -> torch.device:
         devices = self.parallel_devices or [torch.device("cpu")]
         return devices[self.global_rank % len(devices)]
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def _configure_launcher(self) -> None:
         self._launcher = HybridLauncher(self)

@@ -53,6 +53,7 @@ class Regression(pl.LightningModule):
 def make_trainer(strategy: Any, workers: int, **options: Any) -> pl.Trainer:
     """A quiet CPU trainer."""
     settings: dict[str, Any] = {
+        "accelerator": "cpu",
         "max_epochs": 3,
         "logger": False,
         "enable_checkpointing": False,
@@ -60,7 +61,7 @@ def make_trainer(strategy: Any, workers: int, **options: Any) -> pl.Trainer:
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
     }
-    return pl.Trainer(strategy=strategy, accelerator="cpu", devices=workers, **(settings | options))
+    return pl.Trainer(strategy=strategy, devices=workers, **(settings | options))
 
 
 def fit(

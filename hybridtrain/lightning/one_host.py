@@ -1,0 +1,71 @@
+"""What Lightning asks a strategy about itself, where all workers are on one host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridtrain.errors import UserError
+
+
+class TakesCompiled:
+    """The attribute of a strategy that holds its module, be it given as it is or compiled.
+
+    When Lightning puts it there, the steps of a module that was given as ``torch.compile(module)``
+    are compiled already, and work under any strategy that calls them. Only a mark on the module
+    makes Lightning refuse all strategies but its own, because some wrap or replace modules.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._key = f"{name}_itself"
+
+    def __get__(self, strategy: Any, owner: type | None = None) -> Any:
+        return self if strategy is None else vars(strategy).get(self._key)
+
+    def __set__(self, strategy: Any, module: Any) -> None:
+        vars(strategy)[self._key] = module
+        if module is not None:
+            module._compiler_ctx = None
+
+
+class OneHost:
+    """Mixed into a strategy that says its own ``world_size`` and ``global_rank``."""
+
+    strategy_name: str
+    _lightning_module = TakesCompiled()
+
+    @property
+    def world_size(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def global_rank(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without this, Lightning would give all workers the same data."""
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise UserError(
+                f"num_nodes={num_nodes} was given, but {self.strategy_name} trains on one host; "
+                "use num_nodes=1, or strategy=ddp across hosts"
+            )
+
+    @property
+    def local_rank(self) -> int:
+        return self.global_rank
+
+    @property
+    def node_rank(self) -> int:
+        return 0  # whatever a scheduler's environment says
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
