@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,6 @@ from hybridtrain.memory import Arena, Layout
 from hybridtrain.messages import (
     Average,
     Averaged,
-    Clip,
     Cover,
     Done,
     Draw,
@@ -98,20 +98,11 @@ class Client:
         """Have the gradient in the row averaged with all; which parameters nobody had."""
         return self._ask(Average(weight, absent), Averaged)[0].absent
 
-    def push(
-        self,
-        optimizer: int,
-        weight: float,
-        absent: tuple[int, ...] = (),
-        groups: tuple[dict[str, Any], ...] | None = None,
-        clip: Clip | None = None,
-        averaged: bool = False,
-        **rest: Any,
-    ) -> int:
-        """Offer the gradient in the row; returns the version to go on from. See ``Push``."""
-        rest["covers"], self._covers = tuple(self._covers), []
-        push = Push(optimizer, weight, absent, groups, clip, averaged, **rest)
-        return self._ask(push, Released)[0].version
+    def push(self, push: Push) -> Released:
+        """Offer the gradient in the row; returns the version to go on from."""
+        covers, self._covers = tuple(self._covers), []
+        released: Released = self._ask(replace(push, covers=covers), Released)[0]
+        return released
 
     def cover(self, cover: Cover) -> None:
         """The next push stands for this mini-batch of the shared queue, too."""
@@ -127,14 +118,15 @@ class Client:
 
     # ---- reading --------------------------------------------------------------------------------
 
-    def snapshot(self, refresh: bool = True) -> tuple[int, list[dict[int, dict[str, Any]]]]:
-        """Each optimizer's ``state_dict()["state"]``, and the version that they have.
+    def snapshot(self, refresh: bool = True) -> tuple[int, list[Any]]:
+        """What each optimizer would save (:class:`hybridtrain.update.Saved`), and its version.
 
         With ``refresh``, own parameters are brought to the same version.
         """
         reply, _ = self._ask(Snapshot(refresh), State)
         self.unseen = reply.unseen
-        return reply.version, torch.load(io.BytesIO(reply.payload), weights_only=True)
+        # From the parent over an inherited socket, so not a stranger's pickle.
+        return reply.version, torch.load(io.BytesIO(reply.payload), weights_only=False)
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`hybridtrain.ledger.Ledger.stats`."""

@@ -34,6 +34,10 @@ class Exchange(Protocol):
         """These parameters follow the masters from now on, and no others. At first, all do."""
         ...
 
+    def admit(self, numbers: Iterable[int]) -> None:
+        """These follow as well: an optimizer has got them in mid-run (unfrozen layers)."""
+        ...
+
     def writes(self) -> Writes:
         """What user code has made, since the last refresh, of parameters that follow."""
         ...
@@ -82,11 +86,15 @@ class HostExchange:
         for parameter, slot in zip(self._parameters, slots, strict=True):
             parameter.data = self._window.view(slot)
         self._copied: set[int] = set()
-        for number, parameter in enumerate(self._parameters):
-            if eager and parameter.requires_grad:
-                self._watch(number)
+        self._eager = eager
+        self._watched: set[int] = set()
+        for number in range(len(slots)):
+            self._watch(number)
 
     def _watch(self, number: int) -> None:
+        if not self._eager or number in self._watched or not self._parameters[number].requires_grad:
+            return
+        self._watched.add(number)
         row, copied = self._rows[number], self._copied
 
         def copy(parameter: torch.Tensor) -> None:
@@ -114,6 +122,12 @@ class HostExchange:
     def follow(self, numbers: Iterable[int]) -> None:
         chosen = set(numbers)
         self._following = [slot for slot, number in self._number_of.items() if number in chosen]
+
+    def admit(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._watch(number)
+        known = {self._number_of[slot] for slot in self._following}
+        self.follow(known.union(numbers))
 
     def writes(self) -> Writes:
         changed = self._window.written(self._following)

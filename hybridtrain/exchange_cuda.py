@@ -103,12 +103,17 @@ class CudaExchange:
         self._pending: list[int] = []
         self._pending_bytes = 0
         self._sent: set[int] = set()
-        for number, parameter in enumerate(self._parameters):
-            if eager and parameter.requires_grad:
-                self._watch(number)
+        self._eager = eager
+        self._watched: set[int] = set()
+        for number in range(len(slots)):
+            self._watch(number)
         self.refresh()
 
     def _watch(self, number: int) -> None:
+        if not self._eager or number in self._watched or not self._parameters[number].requires_grad:
+            return
+        self._watched.add(number)
+
         def note(parameter: torch.Tensor) -> None:
             self._pending.append(number)
             self._pending_bytes += parameter.numel() * parameter.element_size()
@@ -138,6 +143,17 @@ class CudaExchange:
     def follow(self, numbers: Iterable[int]) -> None:
         self._following = sorted(numbers)
         self._fingerprints = self._take_fingerprints()
+
+    def admit(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            self._watch(number)
+        (counts, norms), known = self._fingerprints, self._following
+        self.follow({*known, *numbers})
+        for place, number in enumerate(self._following):  # what was changed so far stays to be seen
+            if number in known:
+                before = known.index(number)
+                self._fingerprints[0][place] = counts[before]
+                self._fingerprints[1][place] = norms[before]
 
     def writes(self) -> Writes:
         """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""

@@ -81,13 +81,16 @@ class Push:
     """My contribution lies in my row; step optimizer number ``optimizer``.
 
     ``weight`` is the number of samples behind the gradient (0 abstains); ``absent`` the numbers of
-    the parameters that got no gradient; ``groups`` the hyper-parameters of each parameter group,
-    only when they have changed since the worker's last push; ``averaged``: the gradient is already
-    the mean of all (perhaps changed since, by everybody alike), so one row stands for all;
-    ``writes``: parameters that user code has changed itself since the last release; ``fault``: why
-    there is no contribution, where there should have been one; ``veto``: because of it, the whole
-    step is to be left out; ``covers``: the mini-batches from the shared queue that are done with
-    this push.
+    the parameters that got no gradient; ``groups`` the hyper-parameters of each parameter group
+    that have changed since the worker's last push; ``averaged``: the gradient is already the mean
+    of all (perhaps changed since, by everybody alike), so one row stands for all; ``writes``:
+    parameters that user code has changed itself since the last release; ``fault``: why there is no
+    contribution, where there should have been one; ``veto``: because of it, the whole step is to be
+    left out; ``covers``: the mini-batches from the shared queue that are done with this push.
+
+    ``members`` are the slot numbers of each group, only when they have changed; then ``groups`` is
+    whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers that compare
+    losses; ``repeatable``: I can evaluate again.
     """
 
     optimizer: int
@@ -100,6 +103,9 @@ class Push:
     fault: str = ""
     veto: bool = False
     covers: tuple[Cover, ...] = ()
+    members: tuple[tuple[int, ...], ...] | None = None
+    loss: float | None = None
+    repeatable: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +198,17 @@ class Averaged:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Go on; your parameters are those after update number ``version``."""
+    """Go on; your parameters are those after update number ``version``.
+
+    ``again``: the step is not over, evaluate the closure once more, at the parameters as they are
+    now, after clearing the gradients if ``cleared``. ``groups``: hyper-parameters that the
+    optimizer has changed by itself, group by group.
+    """
 
     version: int
+    again: bool = False
+    cleared: bool = False
+    groups: tuple[dict[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
 from hybridtrain.messages import Average, Push, Released, Reply, Writes
 from hybridtrain.policies import Policy
-from hybridtrain.update import Optimizers
+from hybridtrain.update import Optimizers, Stepped
 
 Replies = list[tuple[int, Reply]]
 
@@ -37,6 +37,7 @@ class Rounds:
         self._policy, self._ledger = policy, ledger
         self._averaging = Averaging(workers)
         self._pushes: dict[int, Push] = {}
+        self._stepped = Stepped(())  # in the round that ends
         for worker in workers:
             policy.on(Joined(worker))
 
@@ -54,8 +55,9 @@ class Rounds:
         if (reason := self._objection(worker, push)) is not None:
             raise UserError(reason)
         self._pushes[worker] = push
-        # A mini-batch that several optimizers use is counted by the first of them.
-        self._ledger.pushed(worker, push.weight if push.optimizer == 0 else 0.0, push.fault)
+        # A mini-batch that several optimizers or evaluations use is counted by the first of them.
+        first = push.optimizer == 0 and self.optimizers.under_way is None
+        self._ledger.pushed(worker, push.weight if first else 0.0, push.fault)
         freed: Replies = [*self._averaging.busy(worker, self.store)]
         return freed + self._obey(Pushed(worker))
 
@@ -105,7 +107,21 @@ class Rounds:
                 f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
                 f"{other}; in lock-step all workers must step their optimizers in the same order"
             )
-        return self.optimizers.objection(worker, push)
+        if (reason := self.optimizers.objection(worker, push)) is not None:
+            return reason
+        return self._disagreement(worker, push) if self._policy.lockstep else None
+
+    def _disagreement(self, worker: int, push: Push) -> str | None:
+        """In lock-step everybody's optimizer must have the same parameters."""
+        members = self.optimizers.members(worker, push)
+        for other, pushed in self._pushes.items():
+            if self.optimizers.members(other, pushed) != members:
+                return (
+                    f"the parameter groups of optimizer {push.optimizer} differ between worker "
+                    f"{worker} and worker {other}; unfreeze, add or remove parameters in the same "
+                    "step of all workers (the same epoch, the same global_step)"
+                )
+        return None
 
     def _obey(self, fact: Fact) -> Replies:
         if self.broken:
@@ -120,14 +136,18 @@ class Rounds:
         return replies
 
     def _apply(self, workers: tuple[int, ...]) -> None:
-        for worker in workers:
-            self.take(worker, self._pushes[worker].writes)
-        counted = self.optimizers.step({worker: self._pushes[worker] for worker in workers})
-        self._ledger.updated(counted)
+        pushes = {worker: self._pushes[worker] for worker in workers}
+        for worker, push in pushes.items():
+            self.take(worker, push.writes)
+        self._stepped = self.optimizers.step(pushes)
+        if self._stepped.again is None:
+            self._ledger.updated(self._stepped.workers)
 
     def _release(self, worker: int) -> tuple[int, Reply]:
         self._pushes.pop(worker, None)
         self._averaging.back(worker)
         self.refresh(worker)
         self._ledger.released(worker)
-        return worker, Released(self._ledger.version)
+        again, news = self._stepped.again, self._stepped.news
+        cleared = again is not None and again.cleared
+        return worker, Released(self._ledger.version, again is not None, cleared, news)

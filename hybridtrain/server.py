@@ -158,6 +158,8 @@ class Server:
         if self.failure is not None:
             reason = f"an optimizer failed half-way through its step: {self.failure}"
             return [(worker, Refused(reason))]
+        if self._rounds.optimizers.under_way is not None:
+            return [(worker, Refused("an optimizer is in the middle of its step"))]
         if refresh:
             self._rounds.refresh(worker)
         state = self._rounds.optimizers.dump()
@@ -225,7 +227,8 @@ class Server:
     def _install(self, workers: list[int], install: Install) -> Done:
         assert self.store is not None, "parameters are shared before optimizers are installed"
         updates = load_updates(install.optimizers, self.store, self._pool)
-        self._rounds.optimizers = Optimizers(updates)
+        self._rounds.optimizers.close()
+        self._rounds.optimizers = Optimizers(updates, self.store, self._pool)
         self.ledger.start(install.version)
         for worker in workers:
             self._rounds.refresh(worker)
@@ -250,6 +253,7 @@ class Server:
 
     def close(self) -> None:
         """End the threads of the update."""
+        self._rounds.optimizers.close()
         self._pool.close()
 
 

@@ -6,17 +6,24 @@ sends the gradient to the server, where the masters and the optimizer's state li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
+from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.client import Client
+from hybridtrain.errors import UserError
 from hybridtrain.exchange import Exchange
 from hybridtrain.lightning.guard import Guard
-from hybridtrain.messages import Clip
+from hybridtrain.messages import Clip, Push, Released
+from hybridtrain.update import Saved
+from hybridtrain.update.groups import Groups, Members, differences, members_of, plain, same
+from hybridtrain.update.kinds import calls_closure
 
-Groups = tuple[dict[str, Any], ...]
+Closure = Callable[[], Any]
 
 
 class RemoteStep:
@@ -25,10 +32,11 @@ class RemoteStep:
     Args:
         number: which of the module's optimizers.
         optimizer: the user's; its ``param_groups`` are read at every step.
-        numbers: the slot number of each of its parameters.
+        number_of: slot numbers by ``id(parameter)``, of all that the module has.
         exchange: brings gradients out and parameters in.
         client: to the server.
         guard: whether what is brought out may count.
+        lockstep: the optimizer may drive the evaluation, for all workers wait for it.
     """
 
     # Schedulers look for this mark and warn of a step that was replaced after they were made.
@@ -38,14 +46,20 @@ class RemoteStep:
         self,
         number: int,
         optimizer: torch.optim.Optimizer,
-        numbers: tuple[int, ...],
+        number_of: Mapping[int, int],
         exchange: Exchange,
         client: Client,
         guard: Guard,
+        lockstep: bool,
     ) -> None:
-        self._number, self._optimizer, self._numbers = number, optimizer, numbers
+        self._number, self._optimizer, self._number_of = number, optimizer, number_of
         self._exchange, self._client, self._guard = exchange, client, guard
-        self._sent: Groups | None = None
+        self._driven = lockstep and calls_closure(optimizer)
+        self._parameters = parameters_of(optimizer)
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self.numbers = slot_numbers(optimizer, number_of)
+        self._sent = plain(optimizer)
+        self.manual = False  # the user calls backward, perhaps before ``step(closure)``
         self.weight = 0.0  # samples behind the gradients gathered so far
         self.clip: Clip | None = None
         self.version = 0
@@ -53,51 +67,171 @@ class RemoteStep:
         self.pushed = False  # since the mini-batch began
         self.count = 0  # pushes so far
 
-    def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
+    def __call__(self, closure: Closure | None = None) -> Any:
         """Run the closure, push, wait for the release; with the optimizer's own step hooks."""
         optimizer: Any = self._optimizer
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (closure,), {})
-        loss = self._compute_and_push(closure)
+        loss = self._step(closure)
         for hook in list(optimizer._optimizer_step_post_hooks.values()):
             hook(optimizer, (closure,), {})
         return loss
 
-    def _compute_and_push(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self, closure: Closure | None) -> Any:
+        if self._driven and closure is not None and not is_empty(closure):
+            return self._step_driven(closure)
+        loss = _run(closure) if closure is not None else None
         self.push(self.weight)
         return loss
 
-    def push(self, weight: float) -> None:
-        """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain."""
-        absent = self._exchange.collect(self._numbers) if weight > 0 else ()
-        if weight > 0 and not self._guard.accepts(self._numbers, absent):
+    def push(
+        self, weight: float, loss: Any = None, repeatable: bool = False, trial: bool = False
+    ) -> Released:
+        """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain.
+
+        ``trial``: of a point that the optimizer only tries, where infinity is an answer.
+        """
+        members = self._changed_members()
+        absent = self._exchange.collect(self.numbers) if weight > 0 else ()
+        if weight > 0 and not trial and not self._guard.accepts(self.numbers, absent):
             weight, absent = 0.0, ()
-        self.version = self._client.push(
+        push = Push(
             self._number,
             weight,
             absent,
-            self._changed_groups(),
+            self._changed_groups(whole=members is not None),
             self.clip,
             self.averaged,
             writes=self._exchange.writes(),
             fault=self._guard.pop_fault(),
             veto=self._guard.veto,
+            members=members,
+            loss=_as_float(loss) if self._driven else None,
+            repeatable=repeatable,
         )
+        released = self._client.push(push)
         self._exchange.refresh()
-        self.pushed, self.clip = True, None
+        self._take_news(released.groups)
+        self.version, self.pushed, self.clip = released.version, True, None
         self.count += 1
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
+        return released
 
-    def _changed_groups(self) -> Groups | None:
-        groups = tuple(
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        )
-        if groups == self._sent:
+    # ---- optimizers that drive the evaluation ---------------------------------------------------
+
+    def _step_driven(self, closure: Closure) -> Any:
+        """Evaluate as often as the one optimizer in the server asks.
+
+        Gradients that are there already (of a backward before ``step(closure)``) go first, without
+        a loss; else the first evaluation is made unasked, as nearly every optimizer begins with it.
+        """
+        first = None
+        if self.manual and any(p.grad is not None for p in self._parameters):
+            released = self.push(self.weight, repeatable=True)
+        else:
+            first = _run(closure)
+            released = self.push(self.weight, first, repeatable=True)
+        while released.again:
+            if released.cleared:
+                for parameter in self._parameters:
+                    parameter.grad = None
+            loss = _run(closure)
+            first = loss if first is None else first
+            released = self.push(self.weight, loss, repeatable=True, trial=True)
+        return first
+
+    # ---- groups ---------------------------------------------------------------------------------
+
+    def _changed_members(self) -> Members | None:
+        """The slot numbers of each group, if anything about them has changed."""
+        now = parameters_of(self._optimizer)
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes == self._sizes and all(map(is_, now, self._parameters)):
             return None
+        self.numbers = slot_numbers(self._optimizer, self._number_of)
+        self._parameters, self._sizes = now, sizes
+        self._exchange.admit(self.numbers)
+        return members_of(self._optimizer, self.numbers)
+
+    def _changed_groups(self, whole: bool) -> Groups | None:
+        groups = plain(self._optimizer)
+        changed = groups if whole else differences(self._sent, groups)
         self._sent = groups
-        return groups
+        return changed
+
+    def _take_news(self, news: Groups | None) -> None:
+        """The optimizer itself has changed its hyper-parameters: so do the ones seen here."""
+        if news is not None:
+            for group, changed in zip(self._optimizer.param_groups, news, strict=True):
+                group.update(changed)
+            self._sent = plain(self._optimizer)
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    def state_dict(self, saved: Saved) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` would be in one process.
+
+        State and whatever else the optimizer keeps come from the server; of the hyper-parameters
+        those that were changed here since the last push.
+        """
+        mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
+        if "state" in mine:
+            numbers = slot_numbers(self._optimizer, self._number_of)
+            states = {
+                index: saved.parameters[number]
+                for index, number in enumerate(numbers)
+                if number in saved.parameters
+            }
+            mine["state"] = states | saved.others
+        if "param_groups" in mine and len(mine["param_groups"]) == len(saved.groups):
+            sent = self._sent if len(self._sent) == len(saved.groups) else saved.groups
+            mine["param_groups"] = [
+                group | {k: v for k, v in theirs.items() if _is_theirs(k, group, old)}
+                for group, old, theirs in zip(mine["param_groups"], sent, saved.groups, strict=True)
+            ]
+        return mine
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    """All of them, group by group."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def slot_numbers(optimizer: torch.optim.Optimizer, number_of: Mapping[int, int]) -> tuple[int, ...]:
+    """The slot number of each parameter, group by group.
+
+    Raises:
+        UserError: if one has come into being after the parameters were laid out.
+    """
+    for parameter in parameters_of(optimizer):
+        if id(parameter) not in number_of:
+            raise UserError(
+                f"{type(optimizer).__name__} was given a parameter of shape "
+                f"{tuple(parameter.shape)} that the module did not have when training began; "
+                "create it in __init__, configure_model or configure_optimizers (frozen, with "
+                "requires_grad=False, if it is to be trained only later)"
+            )
+    return tuple(number_of[id(parameter)] for parameter in parameters_of(optimizer))
+
+
+def _is_theirs(key: str, group: dict[str, Any], sent: dict[str, Any]) -> bool:
+    """Whether the server's value is at least as new; ``capturable`` is a matter of the device."""
+    return key != "capturable" and key in sent and same(group.get(key), sent[key])
+
+
+def is_empty(closure: Closure) -> bool:
+    """Whether it is what Lightning gives where the user has given none."""
+    while isinstance(closure, partial):  # how precision plugins wrap it: the last argument
+        closure = closure.args[-1]
+    return closure is do_nothing_closure
+
+
+def _run(closure: Closure) -> Any:
+    with torch.enable_grad():
+        return closure()
+
+
+def _as_float(loss: Any) -> float | None:
+    if isinstance(loss, torch.Tensor):
+        return float(loss.detach()) if loss.numel() == 1 else None
+    return float(loss) if isinstance(loss, int | float) else None

@@ -19,7 +19,7 @@ from hybridtrain.finite import FiniteCheck
 from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
 from hybridtrain.lightning.parameters import gradients_are_final, ordered_parameters
-from hybridtrain.lightning.remote import RemoteStep
+from hybridtrain.lightning.remote import RemoteStep, slot_numbers
 from hybridtrain.memory import Layout, Store
 from hybridtrain.messages import Clip
 from hybridtrain.update.portable import dump
@@ -93,20 +93,23 @@ class Session:
     def install(self) -> None:
         """Training begins: the server takes the optimizers over, with the state they have now."""
         self._publish()  # a hook may have loaded weights
+        numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
         payload = tuple(self._dump(optimizer) for optimizer in self._optimizers)
         first = self._client.worker == 0
         self._client.install(payload if first else (), self.trainer.global_step)
         self._exchange.writes()  # published already
         self._exchange.refresh()
-        self._exchange.follow(n for o in self._optimizers for n in self._numbers(o))
+        self._exchange.follow(n for each in numbers for n in each)
+        lockstep = not self._store.private_parameters
         self.steps = [
             RemoteStep(
-                n, optimizer, self._numbers(optimizer), self._exchange, self._client, self.guard
+                n, optimizer, self._number_of, self._exchange, self._client, self.guard, lockstep
             )
             for n, optimizer in enumerate(self._optimizers)
         ]
         for optimizer, step in zip(self._optimizers, self.steps, strict=True):
             optimizer.state.clear()  # the server's now
+            step.manual = not self._module.automatic_optimization
             optimizer.step = step  # type: ignore[method-assign]
 
     def _dump(self, optimizer: torch.optim.Optimizer) -> bytes:
@@ -119,26 +122,21 @@ class Session:
                 "on the optimizer"
             ) from error
 
-    def _numbers(self, optimizer: torch.optim.Optimizer) -> tuple[int, ...]:
-        return tuple(
-            self._number_of[id(p)] for group in optimizer.param_groups for p in group["params"]
-        )
-
     @property
     def trainer(self) -> Trainer:
         """The module's."""
         return self._module.trainer
 
-    def snapshot(self) -> tuple[int, list[dict[int, dict[str, Any]]]]:
-        """A version and each optimizer's state; the module's parameters are brought to it.
+    def snapshot(self) -> tuple[int, list[dict[str, Any]]]:
+        """A version and each optimizer's ``state_dict()``; parameters are brought to it.
 
         Unless user code has changed them (averaged weights, swapped in): those are to be saved.
         """
         changed = bool(self._exchange.writes())
-        version, states = self._client.snapshot(refresh=not changed)
+        version, saved = self._client.snapshot(refresh=not changed)
         if not changed:
             self._exchange.refresh()
-        return version, states
+        return version, [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
 
     def pull(self) -> int:
         """Bring the module's parameters up to date; their version."""

@@ -89,7 +89,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self._collectives: Collectives | None = None
         self._loaders: Loaders | None = None
         self._session: Session | None = None
-        self._snapshot: list[dict[int, dict[str, Any]]] | None = None
+        self._snapshot: list[dict[str, Any]] | None = None
 
     # ---- who and where --------------------------------------------------------------------------
 
@@ -252,12 +252,11 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Moments from the server, hyper-parameters from this worker's optimizer."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        state = optimizer.state_dict()
         if self._session is None or not self._session.steps or not self.is_global_zero:
-            return state
+            return optimizer.state_dict()
         if self._snapshot is None:
             _, self._snapshot = self._session.snapshot()
-        return {**state, "state": self._snapshot[self.optimizers.index(optimizer)]}
+        return self._snapshot[self.optimizers.index(optimizer)]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As Lightning does it, but the state stays in host memory."""

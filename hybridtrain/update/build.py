@@ -8,17 +8,13 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
+from hybridtrain.update.driven import Driven
 from hybridtrain.update.flat_adam import FlatAdam
+from hybridtrain.update.kinds import calls_closure, needs_closure
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.portable import load
 from hybridtrain.update.update import Update
 from hybridtrain.update.whole import WholeParameters
-
-# What their steps need beyond a dense gradient, which is all that a worker sends.
-_NOT_SERVED: dict[type[torch.optim.Optimizer], tuple[str, str]] = {
-    torch.optim.LBFGS: ("evaluates its closure several times per step", "Adam or SGD"),
-    torch.optim.SparseAdam: ("takes only sparse gradients", "Adam, which takes both"),
-}
 
 
 def load_updates(payloads: Sequence[bytes], store: Store, pool: Pool) -> list[Update]:
@@ -38,16 +34,26 @@ def load_updates(payloads: Sequence[bytes], store: Store, pool: Pool) -> list[Up
 def build_update(
     optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store, pool: Pool
 ) -> Update:
-    """The flat pass where it does exactly what the optimizer does, else the optimizer itself."""
-    for kind, (why, instead) in _NOT_SERVED.items():
-        if isinstance(optimizer, kind):
-            name = type(optimizer).__name__
-            raise UserError(
-                f"optimizer {name} was given, which {why} and so cannot be stepped in host memory "
-                f"from the workers' gradients; use {instead}, or strategy=ddp"
-            )
+    """The flat pass where it does exactly what the optimizer does, else the optimizer itself.
+
+    Raises:
+        UserError: if the optimizer must drive the workers, and they run freely.
+    """
+    for group in optimizer.param_groups:
+        if group.get("capturable"):
+            group["capturable"] = False  # a matter of CUDA graphs; here is host memory
     if is_flat_adam(optimizer):
         return FlatAdam(optimizer, numbers, store, pool)
+    if not calls_closure(optimizer):
+        return WholeParameters(optimizer, numbers, store)
+    if not store.private_parameters:
+        return Driven(optimizer, numbers, store)
+    if needs_closure(optimizer):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} was given, which evaluates its closure several "
+            "times per step at parameters that stand still meanwhile, but workers that run freely "
+            "never wait; use strategy=hybrid, or Adam or SGD"
+        )
     return WholeParameters(optimizer, numbers, store)
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -22,8 +21,11 @@ from hybridtrain.memory import Arena, Store
 from hybridtrain.memory.arena import align
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
+from hybridtrain.update.evaluation import Evaluation
+from hybridtrain.update.groups import Groups, members_of, plain
 from hybridtrain.update.merge import merge
 from hybridtrain.update.pool import Pool
+from hybridtrain.update.saved import Saved
 from hybridtrain.update.update import clip_factor
 
 CHUNK = 256 * 1024  # elements: rows, scratch, parameters and moments of a chunk fit the cache
@@ -59,14 +61,17 @@ class FlatAdam:
         pool: who does the arithmetic.
     """
 
+    under_way = False  # a step takes one round
+    news: Groups | None = None  # nor does it change hyper-parameters
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store, pool: Pool
     ) -> None:
         self.name = type(optimizer).__name__
+        self.members = members_of(optimizer, numbers)
+        self._optimizer = optimizer  # the state that it holds is of parameters that have left it
         self._store, self._pool, self._numbers = store, pool, tuple(numbers)
-        self._groups: list[dict[str, Any]] = [
-            {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
-        ]
+        self._groups = [dict(group) for group in plain(optimizer)]
         self._group_of = [
             index for index, group in enumerate(optimizer.param_groups) for _ in group["params"]
         ]
@@ -74,10 +79,6 @@ class FlatAdam:
         self._scratch = [torch.empty(CHUNK) for _ in range(pool.size)]
         self._moments = self._make_moments()
         self._load(optimizer)
-
-    @property
-    def n_groups(self) -> int:
-        return len(self._groups)
 
     def _make_moments(self) -> dict[str, torch.Tensor]:
         """Moments for the whole buffer, (P,) each, in an arena of their own."""
@@ -94,7 +95,7 @@ class FlatAdam:
         """Take over the state that the user's optimizer brings along (a resumed run)."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
-            state = optimizer.state.get(parameter)
+            state = optimizer.state.pop(parameter, None)
             if not state:
                 continue
             self._steps[index] = int(state["step"])
@@ -107,7 +108,12 @@ class FlatAdam:
 
     # ---- one update -----------------------------------------------------------------------------
 
-    def step(self, contributions: Sequence[Contribution], clip: Clip | None) -> None:
+    def step(
+        self,
+        contributions: Sequence[Contribution],
+        clip: Clip | None,
+        evaluation: Evaluation | None = None,
+    ) -> None:
         tasks = self._tasks(contributions)
         transform = self._clipping(tasks, contributions, clip)
         self._pool.map(
@@ -212,14 +218,25 @@ class FlatAdam:
 
     # ---- state ----------------------------------------------------------------------------------
 
-    def set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+    def set_groups(self, groups: Groups) -> None:
         for own, new in zip(self._groups, groups, strict=True):
             own.update(new)
 
-    def state(self) -> dict[int, dict[str, Any]]:
-        return {
-            index: {"step": torch.tensor(float(count))}
+    def state(self) -> Saved:
+        states = {
+            self._numbers[index]: {"step": torch.tensor(float(count))}
             | {name: self._moment(flat, index).clone() for name, flat in self._moments.items()}
             for index, count in enumerate(self._steps)
             if count > 0
         }
+        return Saved(states, groups=tuple(self._groups))
+
+    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        numbered = dict(zip(self._numbers, parameters, strict=True))
+        for number, state in self.state().parameters.items():
+            self._optimizer.state[numbered[number]] = state
+        return self._optimizer, numbered
+
+    def close(self) -> None:
+        """The moments go with the last reference."""

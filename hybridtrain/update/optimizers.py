@@ -5,12 +5,18 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.memory import Store
 from hybridtrain.messages import Push
 from hybridtrain.update.contribution import Contribution
+from hybridtrain.update.evaluation import Again, Evaluation
+from hybridtrain.update.groups import Groups, Members
+from hybridtrain.update.pool import Pool
+from hybridtrain.update.regroup import States, regroup
 from hybridtrain.update.update import Update
 
 
@@ -18,48 +24,82 @@ class OptimizerFailed(UserError):
     """An optimizer's own code raised; ``__cause__`` is what it raised."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """What came of a round: who counted, or that the step needs one more evaluation.
+
+    ``news``: hyper-parameters that the optimizer has changed by itself.
+    """
+
+    workers: tuple[int, ...]
+    again: Again | None = None
+    news: Groups | None = None
+
+
 class Optimizers:
     """The module's optimizers, by number.
 
     Args:
         updates: in the order in which ``configure_optimizers`` has returned them.
+        store: the shared rows.
+        pool: who does the arithmetic.
     """
 
-    def __init__(self, updates: Sequence[Update] = ()) -> None:
+    def __init__(
+        self, updates: Sequence[Update] = (), store: Store | None = None, pool: Pool | None = None
+    ) -> None:
         self._updates = list(updates)
+        self._place = None if store is None or pool is None else (store, pool)
+        self._first = [update.members for update in self._updates]
+        self._told: dict[tuple[int, int], Members] = {}  # (worker, optimizer) -> its groups
+        self._left: list[States] = [{} for _ in self._updates]
+
+    @property
+    def under_way(self) -> int | None:
+        """The optimizer that is in the middle of a step, if there is one."""
+        return next((n for n, update in enumerate(self._updates) if update.under_way), None)
 
     def objection(self, worker: int, push: Push) -> str | None:
         """Why this push cannot be served, if so."""
-        number = push.optimizer
+        number, under_way = push.optimizer, self.under_way
         if not 0 <= number < len(self._updates):
             return f"worker {worker} steps optimizer {number}, but {len(self._updates)} are known"
-        n_groups = self._updates[number].n_groups
-        if push.groups is not None and len(push.groups) != n_groups:
+        if under_way is not None and under_way != number:
             return (
-                f"optimizer {number} has {len(push.groups)} parameter groups now, but had "
-                f"{n_groups} when training began; add_param_group during training is not "
-                "supported: give the optimizer all groups in configure_optimizers, and let a group "
-                "rest with lr=0"
+                f"worker {worker} steps optimizer {number} while optimizer {under_way} evaluates "
+                "its closure; a closure must not step another optimizer"
             )
+        if under_way is not None and self.members(worker, push) != self._updates[number].members:
+            return f"the parameters of optimizer {number} have changed in the middle of its step"
         return None
 
-    def step(self, pushes: Mapping[int, Push]) -> tuple[int, ...]:
-        """Apply one round's pushes, all for one optimizer; returns the workers that counted.
+    def members(self, worker: int, push: Push) -> Members:
+        """The groups as this worker has them, when it pushes."""
+        known = self._told.get((worker, push.optimizer), self._first[push.optimizer])
+        return known if push.members is None else push.members
 
-        Those that abstain have no share, but the hyper-parameters they tell do count: a worker
-        tells a change only once. A single veto leaves the step out.
+    # ---- one round ------------------------------------------------------------------------------
+
+    def step(self, pushes: Mapping[int, Push]) -> Stepped:
+        """Apply one round's pushes, all for one optimizer.
+
+        Those that abstain have no share, but what they tell of hyper-parameters and groups does
+        count: a worker tells a change only once. A single veto leaves the step out, but not in the
+        middle of one.
         """
-        told = [push.groups for push in pushes.values() if push.groups is not None]
-        vetoed = any(push.veto for push in pushes.values())
-        counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
         number = next(iter(pushes.values())).optimizer
+        vetoed = any(push.veto for push in pushes.values()) and self.under_way is None
+        counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
         with torch.no_grad(), self._naming(number):
-            if told:
-                self._updates[number].set_groups(told[0])
-            if counted:
-                clip = next(iter(counted.values())).clip
-                self._updates[number].step(_contributions(counted), clip)
-        return tuple(counted)
+            for worker, push in pushes.items():
+                self._hear(worker, push)
+            update = self._updates[number]
+            if not counted and not update.under_way:
+                return Stepped(())
+            clip = next((push.clip for push in counted.values()), None)
+            contributions = self._contributions(counted, update)
+            again = update.step(contributions, clip, evaluation_of(counted))
+        return Stepped(tuple(counted), again, update.news)
 
     @contextmanager
     def _naming(self, number: int) -> Iterator[None]:
@@ -71,20 +111,61 @@ class Optimizers:
             error.add_note(f"This happened in the process that holds the parameters, in {who}.")
             raise OptimizerFailed(f"{who} raised {type(error).__name__}: {error}") from error
 
+    def _hear(self, worker: int, push: Push) -> None:
+        """Take over what the worker says of groups and hyper-parameters."""
+        number, current = push.optimizer, self._updates[push.optimizer].members
+        if push.members is not None:
+            self._told[worker, number] = push.members
+            if push.members != current:
+                self._regroup(number, push.groups or (), push.members)
+                return
+        if push.groups is not None and self.members(worker, push) == current:
+            self._updates[number].set_groups(push.groups)
+
+    def _regroup(self, number: int, groups: Groups, members: Members) -> None:
+        assert self._place is not None, "what steps has a store"
+        old, left = self._updates[number], self._left[number]
+        self._updates[number] = regroup(old, groups, members, left, *self._place)
+
+    def _contributions(self, pushes: Mapping[int, Push], update: Update) -> list[Contribution]:
+        """Everybody's share by samples, or one row for all where gradients are averaged already."""
+        if pushes and all(push.averaged for push in pushes.values()):
+            worker = next(iter(pushes))
+            return [Contribution(worker, 1.0, self._absent(worker, pushes[worker], update))]
+        total = sum(push.weight for push in pushes.values())
+        return [
+            Contribution(worker, push.weight / total, self._absent(worker, push, update))
+            for worker, push in pushes.items()
+        ]
+
+    def _absent(self, worker: int, push: Push, update: Update) -> frozenset[int]:
+        """Also what the worker does not know yet that it belongs to the optimizer."""
+        known = self.members(worker, push)
+        if known == update.members:
+            return frozenset(push.absent)
+        return frozenset(push.absent) | _numbers(update.members) - _numbers(known)
+
+    # ---- state ----------------------------------------------------------------------------------
+
     def dump(self) -> bytes:
-        """Each optimizer's state per parameter, as ``torch.save`` writes it."""
+        """What each optimizer would save, for ``torch.load``."""
         buffer = io.BytesIO()
         torch.save([update.state() for update in self._updates], buffer)
         return buffer.getvalue()
 
+    def close(self) -> None:
+        """End what the updates hold."""
+        for update in self._updates:
+            update.close()
 
-def _contributions(pushes: Mapping[int, Push]) -> list[Contribution]:
-    """Everybody's share by samples, or one row for all where gradients are averaged already."""
-    if all(push.averaged for push in pushes.values()):
-        worker, push = next(iter(pushes.items()))
-        return [Contribution(worker, 1.0, frozenset(push.absent))]
-    total = sum(push.weight for push in pushes.values())
-    return [
-        Contribution(worker, push.weight / total, frozenset(push.absent))
-        for worker, push in pushes.items()
-    ]
+
+def _numbers(members: Members) -> frozenset[int]:
+    return frozenset(number for group in members for number in group)
+
+
+def evaluation_of(pushes: Mapping[int, Push]) -> Evaluation:
+    """The mean of the losses, weighted by samples."""
+    losses = [(push.loss, push.weight) for push in pushes.values() if push.loss is not None]
+    total = sum(weight for _, weight in losses)
+    mean = sum(loss * weight for loss, weight in losses) / total if losses else None
+    return Evaluation(mean, any(push.repeatable for push in pushes.values()))

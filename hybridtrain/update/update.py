@@ -3,37 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
+from hybridtrain.update.evaluation import Again, Evaluation
+from hybridtrain.update.groups import Groups, Members
+from hybridtrain.update.saved import Saved
 
 
 class Update(Protocol):
     """One optimizer on the master parameters.
 
-    ``name`` is that of the optimizer's class.
+    ``name`` is that of its class, ``members`` who belongs to which of its groups, ``news`` which
+    hyper-parameters its last step has changed by itself; ``under_way``: it waits for one more
+    evaluation to end its step.
     """
 
     name: str
+    members: Members
+    news: Groups | None
+    under_way: bool
 
-    @property
-    def n_groups(self) -> int:
-        """How many parameter groups it has."""
+    def step(
+        self,
+        contributions: Sequence[Contribution],
+        clip: Clip | None,
+        evaluation: Evaluation | None = None,
+    ) -> Again | None:
+        """Merge the rows, clip the result, step the masters; or ask for one more evaluation."""
         ...
 
-    def step(self, contributions: Sequence[Contribution], clip: Clip | None) -> None:
-        """Merge the rows, clip the result, step the masters. Not thread-safe."""
+    def set_groups(self, groups: Groups) -> None:
+        """Take new hyper-parameters: for each group, those that have changed."""
         ...
 
-    def set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Take new hyper-parameters, one dictionary per parameter group."""
+    def state(self) -> Saved:
+        """A copy of the optimizer's state, each parameter's shaped as ``torch`` would save it."""
         ...
 
-    def state(self) -> dict[int, dict[str, Any]]:
-        """The optimizer's state per parameter, numbered and shaped as ``torch`` would save it."""
+    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+        """The optimizer with all its state, and its parameters by slot number."""
+        ...
+
+    def close(self) -> None:
+        """It is not needed any more."""
         ...
 
 

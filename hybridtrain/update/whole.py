@@ -5,7 +5,7 @@ The general case: whatever works in one process works here, with the arithmetic 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,11 @@ import torch
 from hybridtrain.memory import Store
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
+from hybridtrain.update.evaluation import Again, Evaluation
+from hybridtrain.update.groups import Groups, differences, members_of, plain
+from hybridtrain.update.kinds import is_torchs
 from hybridtrain.update.merge import merge
+from hybridtrain.update.saved import Saved
 from hybridtrain.update.update import clip_factor
 
 
@@ -26,29 +30,43 @@ class WholeParameters:
         store: the shared rows.
     """
 
+    under_way = False  # a step takes one round
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
     ) -> None:
         self.name = type(optimizer).__name__
+        self.news: Groups | None = None
+        self.members = members_of(optimizer, numbers)
         self._optimizer = optimizer
         self._numbers = tuple(numbers)
-        self._store = store
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         slots = [store.layout.slots[number] for number in self._numbers]
         self._rows = [
             [store.gradient(worker, slot) for slot in slots] for worker in range(store.n_workers)
         ]  # W × parameters, each in the parameter's shape
-        self._means = [torch.zeros_like(p) for p in self._parameters]
+        self._means: dict[int, torch.Tensor] = {}
+        self._keeps_figures_in_groups = not is_torchs(optimizer)
 
-    @property
-    def n_groups(self) -> int:
-        return len(self._optimizer.param_groups)
-
-    def step(self, contributions: Sequence[Contribution], clip: Clip | None) -> None:
+    def step(
+        self,
+        contributions: Sequence[Contribution],
+        clip: Clip | None,
+        evaluation: Evaluation | None = None,
+    ) -> Again | None:
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._mean(index, contributions)
         self._clip(clip)
+        if not self._keeps_figures_in_groups:
+            return self._advance(evaluation or Evaluation())
+        before = plain(self._optimizer)
+        again = self._advance(evaluation or Evaluation())
+        self.news = differences(before, plain(self._optimizer))
+        return again
+
+    def _advance(self, evaluation: Evaluation) -> Again | None:
         self._optimizer.step()
+        return None
 
     def _mean(self, index: int, contributions: Sequence[Contribution]) -> torch.Tensor | None:
         number = self._numbers[index]
@@ -56,7 +74,13 @@ class WholeParameters:
         if not parts:
             return None
         rows = [self._rows[c.worker][index] for c in parts]
-        return merge(rows, [c.share for c in parts], self._means[index])
+        return merge(rows, [c.share for c in parts], self._gradient_memory(index))
+
+    def _gradient_memory(self, index: int) -> torch.Tensor:
+        """Where the merged gradient is written."""
+        if index not in self._means:
+            self._means[index] = torch.zeros_like(self._parameters[index])
+        return self._means[index]
 
     def _clip(self, clip: Clip | None) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -69,9 +93,29 @@ class WholeParameters:
         factor = clip_factor(torch.nn.utils.get_total_norm(gradients), clip.limit)
         torch._foreach_mul_(gradients, factor)
 
-    def set_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+    # ---- groups and state -----------------------------------------------------------------------
+
+    def set_groups(self, groups: Groups) -> None:
         for own, new in zip(self._optimizer.param_groups, groups, strict=True):
             own.update(new)
 
-    def state(self) -> dict[int, dict[str, Any]]:
-        return dict(self._optimizer.state_dict()["state"])
+    def state(self) -> Saved:
+        whole = dict(self._optimizer.state_dict())
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in whole.pop("param_groups", [])
+        ]
+        state: Mapping[Any, Any] = whole.pop("state", {})
+        indexed = {k: v for k, v in state.items() if isinstance(k, int)}
+        return Saved(
+            {self._numbers[index]: value for index, value in indexed.items()},
+            {k: v for k, v in state.items() if k not in indexed},
+            tuple(groups),
+            whole,
+        )
+
+    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+        return self._optimizer, dict(zip(self._numbers, self._parameters, strict=True))
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -11,6 +11,7 @@ import torch
 
 from hybridtrain.client import Client
 from hybridtrain.memory import Layout, Store
+from hybridtrain.messages import Push
 from hybridtrain.update.portable import dump
 
 
@@ -35,7 +36,7 @@ def descend(client: Client, n_steps: int = 3) -> list[float]:
     client.install((dump(optimizer, {id(w): 0}),) if client.worker == 0 else ())
     for _ in range(n_steps):
         store.gradient(client.worker, slot).copy_(store.master(slot) - client.worker)
-        client.push(0, weight=1.0)
+        client.push(Push(0, 1.0))
     client.gather("end", None)
     return store.master(slot).tolist()
 

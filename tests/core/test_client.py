@@ -47,19 +47,19 @@ def client(*replies: Reply, n_workers: int = 2) -> tuple[Client, Script]:
 
 def test_a_push_waits_for_its_release_and_brings_the_version() -> None:
     speaker, line = client(Released(7))
-    assert speaker.push(0, 4.0, absent=(1,)) == 7
+    assert speaker.push(Push(0, 4.0, absent=(1,))) == Released(7)
     assert line.sent == [Push(0, 4.0, (1,))]
 
 
 def test_a_refusal_is_the_users_error() -> None:
     speaker, _ = client(Refused("two of a kind"))
     with pytest.raises(UserError, match="two of a kind"):
-        speaker.push(0, 1.0)
+        speaker.push(Push(0, 1.0))
 
 
 def test_a_stop_that_comes_while_waiting_lets_the_step_end_first() -> None:
     speaker, _ = client(Stop(), Released(3))
-    assert speaker.push(0, 1.0) == 3
+    assert speaker.push(Push(0, 1.0)) == Released(3)
     with pytest.raises(StopRequested):
         speaker.check_stop()
 
@@ -67,7 +67,7 @@ def test_a_stop_that_comes_while_waiting_lets_the_step_end_first() -> None:
 def test_a_stop_now_means_that_the_answer_will_not_come() -> None:
     speaker, _ = client(Stop(), Stop(now=True))
     with pytest.raises(StopRequested):
-        speaker.push(0, 1.0)
+        speaker.push(Push(0, 1.0))
 
 
 def test_a_stop_between_mini_batches_is_found_at_the_boundary_again_and_again() -> None:

@@ -95,7 +95,7 @@ def test_neither_chunks_nor_lanes_change_a_bit(
     pair = pair_of(shares=THIRDS, lanes=lanes)
     run(pair, steps=5)
     pair.assert_equal()
-    state = pair.update.state()
+    state = pair.update.state().parameters
     assert {float(entry["step"]) for entry in state.values()} == {5.0}, "once per step, not chunk"
 
 
@@ -126,8 +126,8 @@ def test_a_parameter_without_any_gradient_does_not_move_and_its_step_is_not_coun
     for _ in range(3):
         pair.step(without(pair.gradients(generator), (0, 1), (1, 1)))
     assert torch.equal(pair.masters()[1], before), "no decay, no momentum"
-    assert float(pair.update.state()[1]["step"]) == 1.0
-    assert float(pair.update.state()[0]["step"]) == 4.0
+    assert float(pair.update.state().parameters[1]["step"]) == 1.0
+    assert float(pair.update.state().parameters[0]["step"]) == 4.0
     pair.assert_equal()
     run(pair, steps=4)  # from now on its step count differs from its neighbours'
     pair.assert_equal()
@@ -143,7 +143,7 @@ def test_a_parameter_absent_in_some_workers_counts_as_zero_there() -> None:
 def test_moments_and_counts_have_the_form_that_torch_would_save() -> None:
     pair = pair_of(amsgrad=True)
     run(pair, steps=4)
-    theirs, mine = pair.optimizer.state_dict()["state"], pair.update.state()
+    theirs, mine = pair.optimizer.state_dict()["state"], pair.update.state().parameters
     assert mine.keys() == theirs.keys()
     for index, entry in theirs.items():
         assert mine[index].keys() == entry.keys()
@@ -156,8 +156,8 @@ def test_moments_and_counts_have_the_form_that_torch_would_save() -> None:
 def test_parameters_that_never_moved_have_no_state() -> None:
     pair, generator = pair_of(), torch.Generator()
     pair.step(without(pair.gradients(generator), (0, 3), (1, 3)))
-    assert 3 not in pair.update.state()
-    assert pair.update.state().keys() == pair.optimizer.state_dict()["state"].keys()
+    assert 3 not in pair.update.state().parameters
+    assert pair.update.state().parameters.keys() == pair.optimizer.state_dict()["state"].keys()
 
 
 def test_a_resumed_run_goes_on_to_the_bit() -> None:
@@ -168,9 +168,7 @@ def test_a_resumed_run_goes_on_to_the_bit() -> None:
     store = pair.store
     masters = [torch.nn.Parameter(store.master(slot)) for slot in store.layout.slots]
     resumed = adam([masters[:4], masters[4:]], amsgrad=True)
-    resumed.load_state_dict(
-        {"state": pair.update.state(), "param_groups": pair.optimizer.state_dict()["param_groups"]}
-    )
+    resumed.load_state_dict(pair.optimizer.state_dict() | {"state": pair.update.state().parameters})
     pair.update = build_update(resumed, range(len(masters)), store, Pool(1))
     assert isinstance(pair.update, FlatAdam)
     run(pair, steps=5)
@@ -180,7 +178,7 @@ def test_a_resumed_run_goes_on_to_the_bit() -> None:
 def test_state_is_a_copy_that_later_steps_leave_alone() -> None:
     pair = pair_of()
     run(pair, steps=1)
-    state = pair.update.state()
+    state = pair.update.state().parameters
     frozen = copy.deepcopy(state)
     run(pair, steps=1)
     assert torch.equal(state[0]["exp_avg"], frozen[0]["exp_avg"])
@@ -198,7 +196,10 @@ def test_channels_last_parameters_keep_their_own_order_in_state() -> None:
     pair.step([[gradient]])
     pair.assert_equal()
     torch.testing.assert_close(
-        update.state()[0]["exp_avg"], pair.optimizer.state[weight]["exp_avg"], rtol=0, atol=0
+        update.state().parameters[0]["exp_avg"],
+        pair.optimizer.state[weight]["exp_avg"],
+        rtol=0,
+        atol=0,
     )
 
 
