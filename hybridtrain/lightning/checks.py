@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from pytorch_lightning.accelerators import CPUAccelerator, CUDAAccelerator
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
+from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import overlapping
@@ -32,6 +33,11 @@ def check_trainer(trainer: Any, lockstep: bool) -> None:
             raise UserError(
                 "a search for the learning rate was asked for, but workers that run freely are "
                 "never at the same step of it; search with strategy=hybrid"
+            )
+        if isinstance(trainer.strategy._layer_sync, TorchSyncBatchNorm):
+            raise UserError(
+                "sync_batchnorm=True was given, but workers that run freely are never at the same "
+                "layer together; leave it out, or use strategy=hybrid"
             )
         _check_interval(trainer)
         _check_limit(trainer)

@@ -31,6 +31,17 @@ class Collectives:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.local = False
+        self.weight = 1.0  # samples in this worker's mini-batch
+
+    @property
+    def worker(self) -> int:
+        """This worker's number."""
+        return self._client.worker
+
+    @property
+    def n_workers(self) -> int:
+        """W."""
+        return self._client.n_workers
 
     def barrier(self, name: str) -> None:
         """Wait for all."""

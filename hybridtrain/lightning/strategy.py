@@ -22,6 +22,7 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
 from hybridtrain.client import Client
+from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.guard import OnFault
@@ -134,8 +135,10 @@ class HybridStrategy(OneHost, ParallelStrategy):
         return self._collectives
 
     def setup(self, trainer: pl.Trainer) -> None:
-        super().setup(trainer)
         assert self.lightning_module is not None
+        if trainer.state.fn == "fit":
+            synchronise(self.lightning_module, self._layer_sync, self.collectives)
+        super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
             self._session = Session(
@@ -177,7 +180,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
         self.collectives.local, self._abstains = not self.policy.lockstep, False
-        self._session.begin_batch(batch, self._loaders.weigh(batch))
+        self.collectives.weight = self._loaders.weigh(batch)
+        self._session.begin_batch(batch, self.collectives.weight)
 
     def optimizer_step(
         self,
@@ -210,14 +214,12 @@ class HybridStrategy(OneHost, ParallelStrategy):
             set_global_step(self._session.trainer, self._session.pull())
 
     def on_validation_start(self) -> None:
-        self._note_from_one(Paused())  # all have met: nobody trains any more
+        if self.is_global_zero:
+            self.client.note(Paused())  # all have met: nobody trains any more
 
     def on_validation_end(self) -> None:
-        self._note_from_one(Resumed())
-
-    def _note_from_one(self, note: Paused | Resumed) -> None:
         if self.is_global_zero:
-            self.client.note(note)
+            self.client.note(Resumed())
 
     # ---- collectives ----------------------------------------------------------------------------
 

@@ -1,0 +1,141 @@
+"""Batch normalisation over the mini-batches of all workers (``Trainer(sync_batchnorm=True)``).
+
+Torch's own ``SyncBatchNorm`` needs GPUs and a process group. Here the statistics travel through a
+meeting at the server, so any device will do. Every worker brings count, mean and sum of squared
+deviations of its share; they are combined as in Chan, Golub and LeVeque (1979), "Updating formulae
+and a pairwise algorithm for computing sample variances", formula 2.1. The result is that of one
+worker which sees the union of the mini-batches, gradients included.
+
+Legend: C channels, W workers.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pytorch_lightning.plugins.layer_sync import LayerSync, TorchSyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from hybridtrain.lightning.collectives import Collectives
+
+
+class HostBatchNorm(_BatchNorm):
+    """A batch normalisation of any number of dimensions that counts everybody's samples.
+
+    ``weight``, ``bias`` and buffers are those of the layer it has replaced. In evaluation it is an
+    ordinary one.
+    """
+
+    # Of the process, not of the layer, so that layers can be copied and saved.
+    collectives: ClassVar[Collectives | None] = None
+
+    @classmethod
+    def of(cls, layer: _BatchNorm) -> HostBatchNorm:
+        """The same layer, hooks and parameters included."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(layer))
+        return made
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"an input of {input.dim()} dimensions was given to a batch normalisation, which "
+                "takes at least 2: samples first, then channels"
+            )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # (N, C, ...)
+        group = self.collectives
+        if not self.training or group is None or group.n_workers == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        mean, variance, count = _statistics(input, group)
+        if self.track_running_stats:
+            self._track(mean.detach(), variance.detach(), count)
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        scale = torch.rsqrt(variance + self.eps)
+        normalised = (input - mean.view(shape)) * scale.view(shape)
+        if self.affine:
+            normalised = normalised * self.weight.view(shape) + self.bias.view(shape)
+        return normalised.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
+        """Move the running statistics; the variance they hold is the unbiased one, as in torch."""
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = self.momentum
+        if share is None:
+            share = 1.0 / float(self.num_batches_tracked)
+        unbiased = variance * (count / max(count - 1, 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+
+def _statistics(
+    input: torch.Tensor, group: Collectives
+) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Mean and biased variance over all workers, (C,) each, and how many values they are of."""
+    wide = input if input.dtype == torch.float64 else input.float()
+    others = [d for d in range(input.dim()) if d != 1]
+    counts_at_all = float(group.weight > 0)  # a filler keeps a worker in step, and says nothing
+    own = counts_at_all * (input.numel() // input.shape[1])
+    mean = wide.mean(others)
+    deviations = (wide - mean.view(1, -1, *[1] * (input.dim() - 2))).square().sum(others)
+    deviations = deviations * counts_at_all
+    local = torch.stack([mean, deviations, torch.full_like(mean, own)])  # (3, C)
+    means, sums, counts = _Gathered.apply(local, group).unbind(dim=1)  # each (W, C)
+    total = counts.sum(dim=0)
+    overall = (counts * means).sum(dim=0) / total
+    variance = (sums + counts * (means - overall).square()).sum(dim=0) / total
+    return overall, variance, float(total[0])
+
+
+class _Gathered(torch.autograd.Function):
+    """Forward: everybody's statistics, stacked. Backward: what this worker's did to all losses.
+
+    The losses' mean is weighted by samples, and each worker's gradient will be weighted once more
+    by its own; hence the ratio.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, group: Collectives) -> torch.Tensor:
+        ctx.group = group
+        return group.all_gather(local.detach(), sync_grads=False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        group: Collectives = ctx.group
+        everybodys = group.all_gather(grads[0] * group.weight, sync_grads=False)
+        return everybodys.sum(dim=0)[group.worker] / max(group.weight, 1e-12), None
+
+
+def synchronise(
+    module: torch.nn.Module, layer_sync: LayerSync | None, collectives: Collectives
+) -> None:
+    """Do what the user has asked for, in place.
+
+    Args:
+        module: the user's.
+        layer_sync: Lightning's plugin for it: the standard one stands for this file's, another one
+            is the user's own.
+        collectives: of this worker.
+    """
+    if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
+        layer_sync.apply(module)
+    elif layer_sync is not None or is_synchronised(module):
+        _replace(module, collectives)
+
+
+def _replace(module: torch.nn.Module, collectives: Collectives) -> None:
+    HostBatchNorm.collectives = collectives
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, _BatchNorm) and not isinstance(child, _LazyNormBase):
+                setattr(parent, name, HostBatchNorm.of(child))
+
+
+def is_synchronised(module: torch.nn.Module) -> bool:
+    """Whether the user has converted layers already, with torch's own tool."""
+    return any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules())
