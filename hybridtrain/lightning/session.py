@@ -19,6 +19,7 @@ from hybridtrain.finite import FiniteCheck
 from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
 from hybridtrain.lightning.parameters import gradients_are_final, ordered_parameters
+from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
 from hybridtrain.lightning.remote import RemoteStep, slot_numbers
 from hybridtrain.memory import Layout, Store
 from hybridtrain.messages import Clip
@@ -152,6 +153,18 @@ class Session:
             step.weight = weight if used else step.weight + weight
             step.pushed, step.averaged = False, self.averages
         self._batch_weight = weight
+
+    def optimizer_step(self, number: int, run: Callable[[], Any]) -> Any:
+        """Let Lightning step one; where workers run freely, others have stepped meanwhile."""
+        step = self.steps[number]
+        before, count = step.version, step.count
+        output = run()
+        if step.count == count:
+            step.push(0.0)  # the precision plugin skipped the step; nobody may wait for it
+        if self._store.private_parameters:
+            set_global_step(self.trainer, step.version - 1)
+            catch_up_schedulers(self.trainer, before, step.version - 1)
+        return output
 
     def _accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""

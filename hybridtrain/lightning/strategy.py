@@ -30,7 +30,7 @@ from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, make_policy, positive
-from hybridtrain.lightning.progress import catch_up_schedulers, precede, set_global_step
+from hybridtrain.lightning.progress import precede, set_global_step
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Policy
@@ -191,17 +191,11 @@ class HybridStrategy(OneHost, ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         assert self._session is not None and self._loaders is not None
-        step = self._session.steps[self.optimizers.index(optimizer)]
-        before, count, self._snapshot = step.version, step.count, None
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._snapshot = None
+        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        output = self._session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False
-        if step.count == count:
-            step.push(0.0)  # the precision plugin skipped the step; nobody may wait for it
         self._loaders.commit()
-        if not self.policy.lockstep:
-            trainer = self._session.trainer
-            set_global_step(trainer, step.version - 1)
-            catch_up_schedulers(trainer, before, step.version - 1)
         return output
 
     # ---- ends of epochs -------------------------------------------------------------------------

