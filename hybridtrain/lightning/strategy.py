@@ -206,6 +206,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         if not self.policy.lockstep and self._session is not None and self._session.steps:
             self.barrier("end of the epoch")
             set_global_step(self._session.trainer, self._session.pull())
+            self.barrier("same parameters")  # nobody moves them before all have read them
 
     def on_validation_start(self) -> None:
         if self.is_global_zero:

@@ -228,12 +228,9 @@ def test_no_process_group_and_no_port() -> None:
 
 
 def test_async_global_step_counts_the_updates_of_all_workers() -> None:
-    seen: list[int] = []
-
     class Steps(Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
-            seen.append(trainer.global_step)
-            assert trainer.global_step == trainer.strategy.run_stats()["updates"]
+            assert trainer.global_step == 12 * (trainer.current_epoch + 1), "in every worker"
 
     _, trainer = fit("async", 3, 4, data=regression_data(48), callbacks=[Steps()], max_epochs=2)
     assert trainer.global_step == 24
