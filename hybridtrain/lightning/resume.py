@@ -54,7 +54,7 @@ class Resumed:
                 f"the checkpoint was written in the middle of an epoch over {state['length']} "
                 f"samples, now there are {plan.length}; the epoch begins anew"
             )
-            return None
+            return Begun(self.epoch, plan.order, ((0, plan.length),), state["batches"])
         spans = tuple((start, stop) for start, stop in state["spans"])
         return Begun(self.epoch, _order(state), spans, state["batches"], state["lap"])
 
