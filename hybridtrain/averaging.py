@@ -10,13 +10,15 @@ a worker that has gone to push without asking (it abstains) or sits in a meeting
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from hybridtrain.events import Apply, Fact, Joined, Left, Parked, Pushed, Release
-from hybridtrain.memory import Store
+from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.messages import Average, Averaged
 from hybridtrain.policies import All
+from hybridtrain.update.merge import merge_mixed
 
 
 class Averaging:
@@ -67,20 +69,47 @@ class Averaging:
                 case Apply(workers):
                     assert store is not None, "gradients lie in a store"
                     asked = {w: self._asked[w] for w in workers if w in self._asked}
-                    reply = Averaged(average(asked, store))
+                    reply = average(asked, store)
                 case Release(workers):
                     freed += [w for w in workers if self._asked.pop(w, None) is not None]
         return [(worker, reply) for worker in freed]
 
 
 @torch.no_grad()
-def average(asked: dict[int, Average], store: Store) -> tuple[int, ...]:
-    """Write the mean, weighted by samples, to its row; which parameters nobody had."""
+def average(asked: dict[int, Average], store: Store) -> Averaged:
+    """Write the mean, weighted by samples, to its row."""
     total = sum(request.weight for request in asked.values())
-    counted = {w: request for w, request in asked.items() if request.weight > 0}
+    shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
+    absent = [set(asked[worker].absent) for worker in shares]
+    nobody = tuple(sorted(set.intersection(*absent))) if absent else ()
+    if any(asked[worker].packed for worker in shares):
+        return Averaged(nobody, _average_one_by_one(asked, shares, store))
     for dtype, mean in store.means.items():  # (P,)
         mean.zero_()
-        for worker, request in counted.items():
-            mean.add_(store.gradients[worker][dtype], alpha=request.weight / total)
-    absent = [set(request.absent) for request in counted.values()]
-    return tuple(sorted(set.intersection(*absent))) if absent else ()
+        for worker, share in shares.items():
+            mean.add_(store.gradients[worker][dtype], alpha=share)
+    return Averaged(nobody)
+
+
+def _average_one_by_one(
+    asked: dict[int, Average], shares: dict[int, float], store: Store
+) -> tuple[Packed, ...]:
+    """Parameter by parameter; the mean is sparse where all gradients of one are."""
+    packed = {w: {each.number: each for each in asked[w].packed} for w in shares}
+    sparse: list[Packed] = []
+    for number, slot in enumerate(store.layout.slots):
+        mean = store.mean(slot)
+        present = [w for w in shares if number not in asked[w].absent]
+        if not present:
+            continue
+        places = {w: store.gradient(w, slot) for w in present}
+        gradients = [
+            unpack(packed[w][number], place) if number in packed[w] else place
+            for w, place in places.items()
+        ]
+        merged = merge_mixed(gradients, [shares[w] for w in present], partial(store.mean, slot))
+        if merged.is_sparse:
+            sparse.append(pack(number, merged, mean))
+        elif merged.data_ptr() != mean.data_ptr():
+            mean.copy_(merged)
+    return tuple(sparse)

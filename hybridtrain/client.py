@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Arena, Layout
+from hybridtrain.memory import Arena, Layout, Packed
 from hybridtrain.messages import (
     Average,
     Averaged,
@@ -94,9 +94,12 @@ class Client:
         """Hand the optimizers over, after ``version`` updates; waits for all workers."""
         self._ask(Install(optimizers, version), Done)
 
-    def average(self, weight: float, absent: tuple[int, ...]) -> tuple[int, ...]:
-        """Have the gradient in the row averaged with all; which parameters nobody had."""
-        return self._ask(Average(weight, absent), Averaged)[0].absent
+    def average(
+        self, weight: float, absent: tuple[int, ...], packed: tuple[Packed, ...] = ()
+    ) -> Averaged:
+        """Have the gradient in the row averaged with all."""
+        averaged: Averaged = self._ask(Average(weight, absent, packed), Averaged)[0]
+        return averaged
 
     def push(self, push: Push) -> Released:
         """Offer the gradient in the row; returns the version to go on from."""

@@ -19,23 +19,32 @@ from typing import Protocol
 
 import torch
 
-from hybridtrain.memory import Store, open_window
+from hybridtrain.memory import Packed, Store, open_window, pack
 from hybridtrain.messages import Writes
 
 
 class Exchange(Protocol):
     """The worker's side of one optimizer step."""
 
+    packed: tuple[Packed, ...]  # the sparse gradients that were collected last
+
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Bring these parameters' gradients to the row; returns the numbers that have none."""
+        ...
+
+    def keep_sparse(self, numbers: Iterable[int]) -> None:
+        """Sparse gradients of these, and of no others, stay sparse. At first, none does."""
         ...
 
     def follow(self, numbers: Iterable[int]) -> None:
         """These parameters follow the masters from now on, and no others. At first, all do."""
         ...
 
-    def admit(self, numbers: Iterable[int]) -> None:
-        """These follow as well: an optimizer has got them in mid-run (unfrozen layers)."""
+    def admit(self, numbers: Iterable[int], sparse: bool) -> None:
+        """These follow as well: an optimizer has got them in mid-run (unfrozen layers).
+
+        ``sparse``: it takes sparse gradients.
+        """
         ...
 
     def writes(self) -> Writes:
@@ -86,6 +95,8 @@ class HostExchange:
         for parameter, slot in zip(self._parameters, slots, strict=True):
             parameter.data = self._window.view(slot)
         self._copied: set[int] = set()
+        self._sparse: set[int] = set()
+        self.packed: tuple[Packed, ...] = ()
         self._eager = eager
         self._watched: set[int] = set()
         for number in range(len(slots)):
@@ -106,26 +117,35 @@ class HostExchange:
         self._parameters[number].register_post_accumulate_grad_hook(copy)
 
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        absent, rows, gradients = [], [], []
+        absent, rows, gradients, packed = [], [], [], []
         for number in numbers:
-            gradient = self._parameters[number].grad
+            gradient, row = self._parameters[number].grad, self._rows[number]
             if gradient is None:
                 absent.append(number)
+            elif gradient.is_sparse and number in self._sparse:
+                packed.append(pack(number, gradient.detach().coalesce(), row))
+            elif gradient.is_sparse:
+                row.zero_().add_(gradient)
             elif number not in self._copied:
-                rows.append(self._rows[number])
-                gradients.append(gradient.to_dense() if gradient.is_sparse else gradient)
+                rows.append(row)
+                gradients.append(gradient)
         if rows:
             torch._foreach_copy_(rows, gradients)
         self._copied.clear()
+        self.packed = tuple(packed)
         return tuple(absent)
+
+    def keep_sparse(self, numbers: Iterable[int]) -> None:
+        self._sparse = set(numbers)
 
     def follow(self, numbers: Iterable[int]) -> None:
         chosen = set(numbers)
         self._following = [slot for slot, number in self._number_of.items() if number in chosen]
 
-    def admit(self, numbers: Iterable[int]) -> None:
+    def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         for number in numbers:
             self._watch(number)
+        self._sparse = self._sparse | set(numbers) if sparse else self._sparse - set(numbers)
         known = {self._number_of[slot] for slot in self._following}
         self.follow(known.union(numbers))
 

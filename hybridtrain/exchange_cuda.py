@@ -17,7 +17,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchange import elements, tells_writes
-from hybridtrain.memory import Store
+from hybridtrain.memory import Packed, Store, pack
 from hybridtrain.messages import Writes
 
 BUCKET_BYTES = 4 * 2**20
@@ -103,6 +103,10 @@ class CudaExchange:
         self._pending: list[int] = []
         self._pending_bytes = 0
         self._sent: set[int] = set()
+        self._sparse: set[int] = set()
+        self._held: list[torch.Tensor] = []
+        self._packed: list[Packed] = []
+        self.packed: tuple[Packed, ...] = ()
         self._eager = eager
         self._watched: set[int] = set()
         for number in range(len(slots)):
@@ -115,6 +119,8 @@ class CudaExchange:
         self._watched.add(number)
 
         def note(parameter: torch.Tensor) -> None:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                return  # its indices would have to be waited for
             self._pending.append(number)
             self._pending_bytes += parameter.numel() * parameter.element_size()
             if self._pending_bytes >= BUCKET_BYTES:
@@ -127,7 +133,10 @@ class CudaExchange:
         with torch.no_grad(), self._streams.after_compute():
             for number in numbers:
                 gradient = self._parameters[number].grad
-                if gradient is not None:
+                if gradient is not None and gradient.is_sparse and number in self._sparse:
+                    self._held.append(gradient.detach().coalesce())  # until the copy is made
+                    self._packed.append(pack(number, self._held[-1], self._rows[number]))
+                elif gradient is not None:
                     dense = gradient.to_dense() if gradient.is_sparse else gradient
                     self._rows[number].copy_(dense, non_blocking=True)
         self._sent.update(numbers)
@@ -138,15 +147,21 @@ class CudaExchange:
         self._send(sorted({*missing, *self._pending}))
         self._streams.wait_for_copies()
         self._sent.clear()
+        self.packed, self._packed = tuple(self._packed), []
+        self._held.clear()
         return tuple(n for n in numbers if self._parameters[n].grad is None)
+
+    def keep_sparse(self, numbers: Iterable[int]) -> None:
+        self._sparse = set(numbers)
 
     def follow(self, numbers: Iterable[int]) -> None:
         self._following = sorted(numbers)
         self._fingerprints = self._take_fingerprints()
 
-    def admit(self, numbers: Iterable[int]) -> None:
+    def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         for number in numbers:
             self._watch(number)
+        self._sparse = self._sparse | set(numbers) if sparse else self._sparse - set(numbers)
         (counts, norms), known = self._fingerprints, self._following
         self.follow({*known, *numbers})
         for place, number in enumerate(self._following):  # what was changed so far stays to be seen

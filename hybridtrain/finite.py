@@ -13,7 +13,8 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from hybridtrain.memory import Store
+from hybridtrain.memory import Packed, Store
+from hybridtrain.memory.packed import used
 
 
 class FiniteCheck:
@@ -26,16 +27,25 @@ class FiniteCheck:
 
     def __init__(self, store: Store, worker: int) -> None:
         self._store, self._worker = store, worker
+        self._known: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
-    def offender(self, numbers: tuple[int, ...], absent: Collection[int]) -> int | None:
+    def offender(
+        self, numbers: tuple[int, ...], absent: Collection[int], packed: Collection[Packed] = ()
+    ) -> int | None:
         """The first of these parameters with a gradient that is not finite.
 
-        Places of ``absent`` parameters hold something old and do not count.
+        Places of ``absent`` parameters hold something old and do not count, nor what lies behind
+        the values of ``packed`` ones.
         """
-        if all(map(_has_finite_sum, self._stretches(numbers))):
+        sparse = {each.number: used(each, self._row(each.number)) for each in packed}
+        for number, values in sparse.items():
+            if not torch.isfinite(values).all():
+                return number
+        dense = tuple(n for n in numbers if n not in sparse)
+        if all(map(_has_finite_sum, self._stretches(dense))):
             return None
         gone = set(absent)
-        return next((n for n in numbers if n not in gone and not self._is_finite(n)), None)
+        return next((n for n in dense if n not in gone and not self._is_finite(n)), None)
 
     def count(self, number: int) -> tuple[int, int]:
         """How many elements of a parameter's gradient are not finite, and of how many."""
@@ -53,14 +63,26 @@ class FiniteCheck:
     def _is_finite(self, number: int) -> bool:
         return bool(torch.isfinite(self._row(number)).all())
 
-    def _stretches(self, numbers: tuple[int, ...]) -> Iterator[torch.Tensor]:
-        """The part of the row that these parameters lie in, dtype by dtype."""
-        slots = [self._store.layout.slots[n] for n in numbers]
+    def _stretches(self, numbers: tuple[int, ...]) -> list[torch.Tensor]:
+        """The parts of the row that these parameters lie in, neighbours in one."""
+        if numbers not in self._known:
+            self._known[numbers] = list(self._find_stretches(set(numbers)))
+        return self._known[numbers]
+
+    def _find_stretches(self, numbers: set[int]) -> Iterator[torch.Tensor]:
         for dtype, row in self._store.gradients[self._worker].items():  # (P,)
-            own = [slot for slot in slots if slot.dtype == dtype]
-            if own:
-                start = min(slot.offset for slot in own)
-                yield row[start : max(slot.offset + slot.numel for slot in own)]
+            start = stop = 0
+            for number, slot in enumerate(self._store.layout.slots):
+                if slot.dtype != dtype:
+                    continue
+                if number in numbers:
+                    stop = slot.offset + slot.numel
+                    continue
+                if stop > start:
+                    yield row[start:stop]
+                start = stop = slot.offset + slot.numel
+            if stop > start:
+                yield row[start:stop]
 
 
 def _has_finite_sum(flat: torch.Tensor) -> bool:

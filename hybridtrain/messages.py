@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybridtrain.memory.layout import Layout
+from hybridtrain.memory.packed import Packed
 from hybridtrain.spans import Spans
 
 Writes = Mapping[int, bytes]  # number of a parameter -> its elements, in the order of its shape
@@ -53,12 +54,13 @@ class Clip:
 class Average:
     """The gradient in my row is one of ``weight`` samples; I want the mean of all before I push.
 
-    ``absent`` are the parameters without a gradient; their places in the row hold zeros. Answered
-    with ``Averaged`` when nobody is left who may still ask.
+    ``absent`` are the parameters without a gradient; their places in the row hold zeros. ``packed``
+    are the sparse gradients. Answered with ``Averaged`` when nobody is left who may still ask.
     """
 
     weight: float
     absent: tuple[int, ...] = ()
+    packed: tuple[Packed, ...] = ()
 
 
 class Lap(NamedTuple):
@@ -88,6 +90,8 @@ class Push:
     contribution, where there should have been one; ``veto``: because of it, the whole step is to be
     left out; ``covers``: the mini-batches from the shared queue that are done with this push.
 
+    ``packed`` are the sparse gradients among those in the row.
+
     ``members`` are the slot numbers of each group, only when they have changed; then ``groups`` is
     whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers that compare
     losses; ``repeatable``: I can evaluate again.
@@ -103,6 +107,7 @@ class Push:
     fault: str = ""
     veto: bool = False
     covers: tuple[Cover, ...] = ()
+    packed: tuple[Packed, ...] = ()
     members: tuple[tuple[int, ...], ...] | None = None
     loss: float | None = None
     repeatable: bool = False
@@ -191,9 +196,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """The mean lies in the row for it, but for the parameters that nobody had a gradient of."""
+    """The mean lies in the row for it, but for the parameters that nobody had a gradient of.
+
+    ``packed`` are those of which everybody's gradient is sparse.
+    """
 
     absent: tuple[int, ...]
+    packed: tuple[Packed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from pytorch_lightning.utilities.memory import is_oom_error
 
 from hybridtrain.errors import UserError
 from hybridtrain.finite import FiniteCheck
-from hybridtrain.memory import Layout
+from hybridtrain.memory import Layout, Packed
 
 CHOICES = ("raise", "drop", "skip_step")
 NONFINITE, OUT_OF_MEMORY = "nonfinite", "oom"
@@ -74,7 +74,9 @@ class Guard:
         if new_step:
             self.veto = False
 
-    def accepts(self, numbers: tuple[int, ...], absent: Collection[int]) -> bool:
+    def accepts(
+        self, numbers: tuple[int, ...], absent: Collection[int], packed: Collection[Packed] = ()
+    ) -> bool:
         """Whether the gradients in the row may count.
 
         Raises:
@@ -82,7 +84,7 @@ class Guard:
         """
         if self._scaled:  # an overflow is the scaler's daily bread, and it skips the step itself
             return True
-        offender = self._check.offender(numbers, absent)
+        offender = self._check.offender(numbers, absent, packed)
         if offender is None:
             return True
         what = self._describe(offender)

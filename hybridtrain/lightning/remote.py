@@ -21,7 +21,7 @@ from hybridtrain.lightning.guard import Guard
 from hybridtrain.messages import Clip, Push, Released
 from hybridtrain.update import Saved
 from hybridtrain.update.groups import Groups, Members, differences, members_of, plain, same
-from hybridtrain.update.kinds import calls_closure
+from hybridtrain.update.kinds import calls_closure, takes_sparse
 
 Closure = Callable[[], Any]
 
@@ -93,8 +93,9 @@ class RemoteStep:
         """
         members = self._changed_members()
         absent = self._exchange.collect(self.numbers) if weight > 0 else ()
-        if weight > 0 and not trial and not self._guard.accepts(self.numbers, absent):
-            weight, absent = 0.0, ()
+        packed = self._exchange.packed if weight > 0 else ()
+        if weight > 0 and not trial and not self._guard.accepts(self.numbers, absent, packed):
+            weight, absent, packed = 0.0, (), ()
         push = Push(
             self._number,
             weight,
@@ -105,6 +106,7 @@ class RemoteStep:
             writes=self._exchange.writes(),
             fault=self._guard.pop_fault(),
             veto=self._guard.veto,
+            packed=packed,
             members=members,
             loss=_as_float(loss) if self._driven else None,
             repeatable=repeatable,
@@ -150,7 +152,7 @@ class RemoteStep:
             return None
         self.numbers = slot_numbers(self._optimizer, self._number_of)
         self._parameters, self._sizes = now, sizes
-        self._exchange.admit(self.numbers)
+        self._exchange.admit(self.numbers, takes_sparse(self._optimizer))
         return members_of(self._optimizer, self.numbers)
 
     def _changed_groups(self, whole: bool) -> Groups | None:

@@ -21,8 +21,9 @@ from hybridtrain.lightning.guard import Guard, OnFault
 from hybridtrain.lightning.parameters import gradients_are_final, ordered_parameters
 from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
 from hybridtrain.lightning.remote import RemoteStep, slot_numbers
-from hybridtrain.memory import Layout, Store
+from hybridtrain.memory import Layout, Store, unpack
 from hybridtrain.messages import Clip
+from hybridtrain.update.kinds import takes_sparse
 from hybridtrain.update.portable import dump
 
 
@@ -101,6 +102,7 @@ class Session:
         self._exchange.writes()  # published already
         self._exchange.refresh()
         self._exchange.follow(n for each in numbers for n in each)
+        self._exchange.keep_sparse(self._sparse_numbers(numbers))
         lockstep = not self._store.private_parameters
         self.steps = [
             RemoteStep(
@@ -112,6 +114,12 @@ class Session:
             optimizer.state.clear()  # the server's now
             step.manual = not self._module.automatic_optimization
             optimizer.step = step  # type: ignore[method-assign]
+
+    def _sparse_numbers(self, numbers: Sequence[tuple[int, ...]]) -> set[int]:
+        """Parameters whose every optimizer takes sparse gradients."""
+        known = list(zip(map(takes_sparse, self._optimizers), numbers, strict=True))
+        dense = {n for takes, inside in known if not takes for n in inside}
+        return {n for takes, inside in known if takes for n in inside} - dense
 
     def _dump(self, optimizer: torch.optim.Optimizer) -> bytes:
         try:
@@ -177,16 +185,18 @@ class Session:
         trained = {n: p for n, p in enumerate(self._parameters) if p.requires_grad}
         slots, worker = self._store.layout.slots, self._client.worker
         absent = self._exchange.collect(tuple(trained))
-        if not self.guard.accepts(tuple(trained), absent):
+        packed = self._exchange.packed
+        if not self.guard.accepts(tuple(trained), absent, packed):
             self._weigh_nothing()
         for number in absent:
             self._store.gradient(worker, slots[number]).zero_()
-        nobody = set(self._client.average(self.steps[0].weight, absent))
-        for number, parameter in trained.items():
-            if number in nobody:
-                continue
-            mean = self._means[number]
-            if parameter.grad is None or parameter.grad.is_sparse:
+        averaged = self._client.average(self.steps[0].weight, absent, packed)
+        sparse = {each.number: each for each in averaged.packed}
+        for number in trained.keys() - set(averaged.absent):
+            parameter, mean = trained[number], self._means[number]
+            if number in sparse:
+                parameter.grad = unpack(sparse[number], mean).to(parameter.device, copy=True)
+            elif parameter.grad is None or parameter.grad.is_sparse:
                 parameter.grad = mean.to(parameter.device, copy=True)
             else:
                 parameter.grad.copy_(mean)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hybridtrain.memory import Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,9 +13,10 @@ class Contribution:
     """The gradient row of ``worker`` counts with ``share`` (all shares of an update sum to 1).
 
     ``absent`` are the numbers of the parameters that got no gradient: their place in the row holds
-    something old and must not be read.
+    something old and must not be read. ``packed`` are the sparse ones, by number.
     """
 
     worker: int
     share: float
     absent: frozenset[int] = frozenset()
+    packed: Mapping[int, Packed] = field(default_factory=dict)

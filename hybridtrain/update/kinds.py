@@ -23,6 +23,20 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def takes_sparse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it can be given sparse gradients. A user's class is given what autograd makes."""
+    if not is_torchs(optimizer):
+        return True
+    kind = str(_step(optimizer).__qualname__).split(".")[0]
+    return kind == "SparseAdam" or (
+        kind in ("SGD", "Adagrad")
+        and not any(
+            group.get("weight_decay") or group.get("fused") or group.get("differentiable")
+            for group in optimizer.param_groups
+        )
+    )
+
+
 def calls_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` may call its closure in the middle, or more than once.
 

@@ -130,13 +130,17 @@ class Optimizers:
     def _contributions(self, pushes: Mapping[int, Push], update: Update) -> list[Contribution]:
         """Everybody's share by samples, or one row for all where gradients are averaged already."""
         if pushes and all(push.averaged for push in pushes.values()):
-            worker = next(iter(pushes))
-            return [Contribution(worker, 1.0, self._absent(worker, pushes[worker], update))]
+            worker, push = next(iter(pushes.items()))
+            return [self._contribution(worker, push, update, 1.0)]
         total = sum(push.weight for push in pushes.values())
         return [
-            Contribution(worker, push.weight / total, self._absent(worker, push, update))
+            self._contribution(worker, push, update, push.weight / total)
             for worker, push in pushes.items()
         ]
+
+    def _contribution(self, worker: int, push: Push, update: Update, share: float) -> Contribution:
+        packed = {each.number: each for each in push.packed}
+        return Contribution(worker, share, self._absent(worker, push, update), packed)
 
     def _absent(self, worker: int, push: Push, update: Update) -> frozenset[int]:
         """Also what the worker does not know yet that it belongs to the optimizer."""

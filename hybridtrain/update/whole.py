@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from hybridtrain.memory import Store
+from hybridtrain.memory import Store, unpack
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
 from hybridtrain.update.groups import Groups, differences, members_of, plain
 from hybridtrain.update.kinds import is_torchs
-from hybridtrain.update.merge import merge
+from hybridtrain.update.merge import merge_mixed
 from hybridtrain.update.saved import Saved
 from hybridtrain.update.update import clip_factor
 
@@ -73,8 +73,13 @@ class WholeParameters:
         parts = [c for c in contributions if number not in c.absent]
         if not parts:
             return None
-        rows = [self._rows[c.worker][index] for c in parts]
-        return merge(rows, [c.share for c in parts], self._gradient_memory(index))
+        places = [self._rows[c.worker][index] for c in parts]
+        gradients = [
+            unpack(c.packed[number], place) if number in c.packed else place
+            for c, place in zip(parts, places, strict=True)
+        ]
+        shares = [c.share for c in parts]
+        return merge_mixed(gradients, shares, lambda: self._gradient_memory(index))
 
     def _gradient_memory(self, index: int) -> torch.Tensor:
         """Where the merged gradient is written."""
@@ -83,7 +88,8 @@ class WholeParameters:
         return self._means[index]
 
     def _clip(self, clip: Clip | None) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        found = [p.grad for p in self._parameters if p.grad is not None]
+        gradients = [g._values() if g.is_sparse else g for g in found]  # what is not there is zero
         if clip is None or not gradients:
             return
         if clip.algorithm == "value":

@@ -12,7 +12,7 @@ from torch import nn
 from hybridtrain import exchange_cuda
 from hybridtrain.exchange import HostExchange
 from hybridtrain.exchange_cuda import CudaExchange
-from hybridtrain.memory import Layout, Store
+from hybridtrain.memory import Layout, Store, unpack
 
 
 class Net(nn.Module):
@@ -109,6 +109,29 @@ def test_gradients_arrive_in_the_row_dense_and_in_shape(make: Make) -> None:
     assert exchange.collect(TRAINED) == ()
     assert all(map(torch.equal, rows(store), expected(net)))
     assert store.gradient(0, store.layout.slots[0]).count_nonzero() == 0, "nobody else's row"
+
+
+@pytest.mark.parametrize("make", KINDS)
+def test_what_may_stay_sparse_comes_packed_and_accumulated(make: Make) -> None:
+    net, store, exchange = set_up(make)
+    number = NAMES.index("embedding.weight")
+    place = store.gradient(1, store.layout.slots[number])
+    exchange.keep_sparse([number])
+    for seed in (3, 4):
+        net.zero_grad()
+        net(seed, spare=True).backward()
+        net(seed + 1).backward()
+        assert exchange.collect(TRAINED) == ()
+        (packed,) = exchange.packed
+        assert packed.number == number and packed.n_rows == 3
+        rest = [n for n in TRAINED if n != number]
+        assert all(map(torch.equal, rows(store, rest), expected(net, rest)))
+        (gradient,) = expected(net, [number])
+        torch.testing.assert_close(unpack(packed, place).to_dense(), gradient)
+    exchange.admit([number], sparse=False)
+    exchange.collect(TRAINED)
+    assert exchange.packed == ()
+    assert all(map(torch.equal, rows(store), expected(net)))
 
 
 @pytest.mark.parametrize("make", KINDS)

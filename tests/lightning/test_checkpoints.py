@@ -17,7 +17,13 @@ NESTEROV = partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True)
 
 
 def saved(
-    strategy: str, workers: int, batch: int, module: Any, folder: Path, epochs: int = 2
+    strategy: str,
+    workers: int,
+    batch: int,
+    module: Any,
+    folder: Path,
+    epochs: int = 2,
+    **options: Any,
 ) -> Path:
     """Train for some epochs and return the last checkpoint."""
     checkpoint = ModelCheckpoint(folder, save_last=True)
@@ -29,6 +35,7 @@ def saved(
         max_epochs=epochs,
         callbacks=[checkpoint],
         enable_checkpointing=True,
+        **options,
     )
     return folder / "last.ckpt"
 

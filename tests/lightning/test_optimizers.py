@@ -47,6 +47,8 @@ def trained(
 def assert_same(one: Any, other: Any, tolerance: float, where: str = "") -> None:
     """Equal structure, numbers within the tolerance."""
     if isinstance(one, torch.Tensor):
+        if one.is_sparse and other.is_sparse:  # coalesced or not
+            one, other = one.to_dense(), other.to_dense()
         torch.testing.assert_close(
             one,
             other,
