@@ -67,7 +67,8 @@ class HybridLauncher(_Launcher):
         strategy.data_options.check_workers(strategy.world_size)
         check_parameters(trainer.lightning_module)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
-        job = _Job(trainer, function, args, kwargs, snapshot)
+        loggers = logger_states(trainer) if start_method == "fork" else []
+        job = _Job(trainer, function, args, kwargs, snapshot, loggers)
         check_sending(start_method, job, job.named())
         n_workers, cores = strategy.world_size, usable_cores()
         threads = strategy.threads_per_worker
@@ -127,6 +128,17 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def logger_states(trainer: Any) -> list[dict[str, Any]]:
+    """What a logger would be after pickling, for workers that are forked instead.
+
+    A fork has none of the threads behind ``logger.experiment``, and one that the user has opened
+    already would hang when its queue is full. As after pickling, it is opened anew, or (Weights &
+    Biases) the workers join the one of this process.
+    """
+    states = [logger.__getstate__() for logger in trainer.loggers]
+    return [state if isinstance(state, dict) else {} for state in states]
+
+
 # ---- inside a worker ----------------------------------------------------------------------------
 
 
@@ -139,6 +151,7 @@ class _Job:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     global_state: _GlobalStateSnapshot | None
+    loggers: list[dict[str, Any]]
 
     def named(self) -> dict[str, Any]:
         """The parts, by the names that users know them by."""
@@ -156,6 +169,8 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     os.environ["LOCAL_RANK"] = str(client.worker)
     forget_process_group()
     trainer: Any = job.trainer
+    for logger, state in zip(trainer.loggers, job.loggers, strict=False):
+        vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
     trainer.strategy.enter_worker(client, trainer)
     try:

@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
+from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loops.progress import _BaseProgress
 
 from hybridtrain.lightning.tuning import take_what_was_found, what_was_found
@@ -43,7 +44,7 @@ class Home:
     trainer_state: Any
     progress: dict[str, dict[str, Any]]
     callbacks: list[dict[str, Any]]
-    logger_versions: list[Any]
+    loggers: list[dict[str, Any]]
 
 
 def pack(trainer: pl.Trainer, returned: Any) -> Home | None:
@@ -59,7 +60,7 @@ def pack(trainer: pl.Trainer, returned: Any) -> Home | None:
         trainer_state=trainer.state,
         progress=_progress(trainer),
         callbacks=[_callback_state(c, trainer.lightning_module) for c in _users(trainer)],
-        logger_versions=[getattr(logger, "_version", None) for logger in trainer.loggers],
+        loggers=[_identity(logger) for logger in trainer.loggers],
     )
 
 
@@ -76,10 +77,14 @@ def unpack(trainer: pl.Trainer, home: Home) -> Any:
     _restore_progress(trainer, home.progress)
     for callback, state in zip(_users(trainer), home.callbacks, strict=True):
         _restore_callback(callback, trainer.lightning_module, state)
-    for logger, version in zip(trainer.loggers, home.logger_versions, strict=True):
-        if version is not None:
-            logger._version = version  # type: ignore[attr-defined]
+    for logger, identity in zip(trainer.loggers, home.loggers, strict=True):
+        vars(logger).update(identity)
     return home.returned
+
+
+def _identity(logger: Logger) -> dict[str, Any]:
+    """What a logger has become: its version, the number of its run, its names."""
+    return {k: v for k, v in vars(logger).items() if isinstance(v, str | int | float | None)}
 
 
 def _save(tensors: Any) -> bytes:

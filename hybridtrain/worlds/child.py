@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +50,9 @@ def run_worker(
     channel = Channel(sock)
     client = Client(birth.worker, birth.n_workers, channel)
     try:
-        _report(channel, _outcome(client, body))
+        outcome = _outcome(client, body)
+        _run_exit_functions()
+        _report(channel, outcome)
     except ChannelClosed:
         sys.stderr.flush()
         os._exit(1)  # the parent is gone; there is nobody to tell
@@ -78,7 +82,17 @@ def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:
         channel.send(Failed.of(error))
 
 
+def _run_exit_functions() -> None:
+    """What libraries have registered in this process (loggers that upload).
+
+    ``multiprocessing`` leaves without; what was inherited by a fork is the parent's to do.
+    """
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+
+
 def _prepare_process(birth: Birth) -> None:
+    atexit._clear()
     die_with_parent(birth.parent_pid)
     # Ctrl-C reaches the whole process group, a service manager's SIGTERM often too. The parent
     # decides what follows; a worker that dies on its own would tear the run apart.

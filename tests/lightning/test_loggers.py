@@ -184,17 +184,36 @@ def test_a_logger_is_finalized_with_failure_where_the_run_fails(tmp_path: Path) 
     assert set(statuses) == {"failed"}
 
 
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_a_logger_that_was_used_before_the_fork_goes_on(strategy: str, tmp_path: Path) -> None:
+    """Its writer's thread is not in the worker; whoever waits for it waits for ever."""
+    logger = TensorBoardLogger(tmp_path)
+    for step in range(3):
+        logger.experiment.add_scalar("before", float(step), step)
+    trainer = run(strategy, logger, max_epochs=6)
+    logger.experiment.add_scalar("after", 1.0, 0)
+    logger.experiment.flush()
+    assert logger.version == 0 and trainer.log_dir == logger.log_dir
+    found: dict[str, int] = {}
+    for file in Path(logger.log_dir).glob("events*"):
+        for tag, points in scalars(file).items():
+            found[tag] = found.get(tag, 0) + len(points)
+    assert found["before"] == 3 and found["after"] == 1
+    assert found["both_step"] == 24 if strategy == "hybrid" else found["both_step"] > 8
+
+
 # ---- loggers of other packages, offline ---------------------------------------------------------
 
 
-def test_weights_and_biases_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed")
+def test_weights_and_biases_offline(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
     from pytorch_lightning.loggers import WandbLogger
 
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    run("hybrid", WandbLogger(save_dir=tmp_path, offline=True, project="ours"))
+    trainer = run("hybrid", WandbLogger(save_dir=tmp_path, offline=True, project="ours"))
+    wandb.finish()  # the run belongs to this process; the worker has joined it
+    assert capfd.readouterr().err.count("Run history") == 1, "and left what it had to say"
     runs = list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
-    assert len(runs) == 1 and runs[0].stat().st_size > 1000
+    assert [path.stem for path in runs] == [f"run-{trainer.logger.version}"]  # type: ignore[union-attr]
 
 
 def test_mlflow_with_a_store_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
