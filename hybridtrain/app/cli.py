@@ -72,6 +72,7 @@ def _hydra_main(argv: list[str]) -> Outcome:
         return results[-1]
 
     compose.register()
+    sweep.register()
     saved, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing; we print

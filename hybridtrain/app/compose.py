@@ -9,9 +9,11 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -34,11 +36,19 @@ def conf_dir() -> Path:
     raise FileNotFoundError(f"the installation is incomplete: no config.yaml in {places}")
 
 
-def register() -> None:
-    """Tell Hydra of our sweep launcher and of ``${unique_id:}``, which keeps runs apart."""
-    from hybridtrain.app import sweep  # which needs this module to explain errors
+@dataclass
+class ProcessLauncherConf:
+    """``hydra.launcher``: how a job's process is made (auto: fork without a GPU, else popen)."""
 
-    sweep.register()
+    _target_: str = "hydra_plugins.hybridtrain.ProcessLauncher"
+    start_method: str = "auto"
+
+
+def register() -> None:
+    """Tell Hydra of ``hydra/launcher=process`` and of ``${unique_id:}``, which keeps runs apart."""
+    ConfigStore.instance().store(
+        group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="hybridtrain"
+    )
     OmegaConf.register_new_resolver(
         "unique_id", lambda: uuid.uuid4().hex[:4], use_cache=True, replace=True
     )

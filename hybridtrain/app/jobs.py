@@ -41,9 +41,7 @@ def remember_environment() -> None:
 
 
 def run_forked(context: HydraContext, task: TaskFunction, config: DictConfig) -> Outcome:
-    """Run the job in a forked child, which has everything imported already."""
-    import hybridtrain.app.run  # noqa: F401  (torch and Lightning, once for all jobs)
-
+    """Run the job in a forked child, which has everything imported that this process has."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe(duplex=False)
     child = fork.Process(

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
 from hydra.plugins.launcher import Launcher
@@ -33,14 +32,6 @@ from hybridtrain.app.outcome import Outcome
 from hybridtrain.errors import UserError
 
 START_METHODS = ("auto", "fork", "popen")
-
-
-@dataclass
-class ProcessLauncherConf:
-    """``hydra.launcher``: how a job's process is made (auto: fork without a GPU, else popen)."""
-
-    _target_: str = "hydra_plugins.hybridtrain.ProcessLauncher"
-    start_method: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +105,8 @@ class ProcessLauncher(Launcher):
         overrides = list(filter_overrides(job.hydra.overrides.task))
         print(f"--- job {number + 1} of {total}: {' '.join(overrides)}", flush=True)
         if self._forks():
+            import hybridtrain.app.run  # noqa: F401  (torch and Lightning, once for all jobs)
+
             outcome = jobs.run_forked(self.hydra_context, self.task_function, job)
         else:
             outcome = jobs.run_fresh(job)
@@ -172,10 +165,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def register() -> None:
-    """Make ``hydra/launcher=process`` known to Hydra."""
-    ConfigStore.instance().store(
-        group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="hybridtrain"
-    )
+    """Let Hydra find what ``hydra/launcher=process`` stands for."""
     plugins = Plugins.instance()  # which scans hydra_plugins, before we add to it
     _settle(ProcessLauncher)
     plugins.register(ProcessLauncher)

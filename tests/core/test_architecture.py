@@ -95,6 +95,32 @@ def test_tasks_are_ordinary_lightning_code_that_knows_no_strategy() -> None:
     assert not offenders(files_of("tasks"), *core, "hybridtrain.lightning", "hybridtrain.policies")
 
 
+def named_in(path: Path, names: set[str]) -> set[str]:
+    """The package's modules that a file imports when it runs; those for types only do not tie."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            deeper = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in names else node.module for name in deeper}
+    return found & names
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts): f
+        for f in FILES
+        if f.name != "__init__.py"  # they hand names on
+    }
+    ties = {name: named_in(path, set(modules)) for name, path in modules.items()}
+    while leaves := {name for name, used in ties.items() if not used & ties.keys()}:
+        ties = {name: used for name, used in ties.items() if name not in leaves}
+    assert sorted(ties) == [], "these, or what they import, go round in a circle"
+
+
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
