@@ -79,7 +79,7 @@ class Case:
     batch: int = 4
     gpu: bool = False
     raises: str = ""
-    limit_s: float = 60.0
+    limit_s: float = 30.0
 
     @property
     def id(self) -> str:

@@ -44,7 +44,7 @@ def serve(jobs: int, answers: int) -> None:
     reader = os.fdopen(0, "rb", buffering=0)
     pending, is_open = b"", True
     while is_open or running:
-        timeout = _POLL_S if running else None
+        timeout = _POLL_S if running or waiting else None
         if is_open and select.select([reader], [], [], timeout)[0]:
             data = reader.read(1 << 16)
             is_open = bool(data)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from tests.parity.case import Case
-from tests.parity.cases import optimizers
+from tests.parity.cases import manual, optimizers, schedulers, steps
 
-THEMES = (optimizers.THEME,)
+THEMES = (optimizers.THEME, steps.THEME, manual.THEME, schedulers.THEME)
 
 CASES: dict[str, Case] = {case.id: case for theme in THEMES for case in theme.cases.values()}
 
