@@ -15,7 +15,7 @@ Legend: P elements of one dtype's buffer, W workers.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -71,6 +71,12 @@ def elements(tensor: torch.Tensor) -> bytes:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
+def has_later_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a hook of the user's has run after an eager copy, and may have changed ``.grad``."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return hooks is not None and len(hooks) > 1
+
+
 class HostExchange:
     """Parameters that live in shared memory.
 
@@ -92,8 +98,9 @@ class HostExchange:
         self._tells_writes = tells_writes(store, worker)
         self._number_of = {slot: number for number, slot in enumerate(slots)}
         self._following = list(slots)
-        for parameter, slot in zip(self._parameters, slots, strict=True):
-            parameter.data = self._window.view(slot)
+        self._views = [self._window.view(slot) for slot in slots]
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
         self._copied: set[int] = set()
         self._sparse: set[int] = set()
         self.packed: tuple[Packed, ...] = ()
@@ -126,7 +133,7 @@ class HostExchange:
                 packed.append(pack(number, gradient.detach().coalesce(), row))
             elif gradient.is_sparse:
                 row.zero_().add_(gradient)
-            elif number not in self._copied:
+            elif number not in self._copied or has_later_hooks(self._parameters[number]):
                 rows.append(row)
                 gradients.append(gradient)
         if rows:
@@ -149,7 +156,15 @@ class HostExchange:
         known = {self._number_of[slot] for slot in self._following}
         self.follow(known.union(numbers))
 
+    def _reattach(self) -> None:
+        """Where user code has given ``.data`` another tensor, that is a write like any other."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+
     def writes(self) -> Writes:
+        self._reattach()
         changed = self._window.written(self._following)
         if not self._tells_writes:
             return {}

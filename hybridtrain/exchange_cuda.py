@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchange import elements, tells_writes
+from hybridtrain.exchange import elements, has_later_hooks, tells_writes
 from hybridtrain.memory import Packed, Store, pack
 from hybridtrain.messages import Writes
 
@@ -143,7 +143,8 @@ class CudaExchange:
         self._pending, self._pending_bytes = [], 0
 
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        missing = [n for n in numbers if n not in self._sent]
+        own = self._parameters
+        missing = [n for n in numbers if n not in self._sent or has_later_hooks(own[n])]
         self._send(sorted({*missing, *self._pending}))
         self._streams.wait_for_copies()
         self._sent.clear()

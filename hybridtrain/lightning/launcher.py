@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.seed import reset_seed
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot
@@ -173,6 +174,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
     trainer.strategy.enter_worker(client, trainer)
+    reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
         returned = job.function(*job.args, **job.kwargs)
         return pack(trainer, returned)

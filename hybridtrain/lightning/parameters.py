@@ -1,18 +1,13 @@
-"""What is to be trained, and who looks at its gradients."""
+"""What is to be trained."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
-from pytorch_lightning import Callback, LightningModule
-from pytorch_lightning.utilities.model_helpers import is_overridden
+from pytorch_lightning import LightningModule
 
 from hybridtrain.errors import UserError
-
-_GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
-_MODULE_GRADIENT_HOOKS = (*_GRADIENT_HOOKS, "configure_gradient_clipping", "optimizer_step")
 
 
 def ordered_parameters(
@@ -41,17 +36,3 @@ def ordered_parameters(
             found[id(parameter)] = parameter
     found |= {id(p): p for p in module.parameters()}
     return [(names[key], parameter) for key, parameter in found.items()]
-
-
-def gradients_are_final(trainer: Any) -> bool:
-    """Whether nobody reads or changes ``.grad`` between backward and the optimizer's step."""
-    module = trainer.lightning_module
-    if not module.automatic_optimization or getattr(trainer.precision_plugin, "scaler", None):
-        return False
-    if any(is_overridden(hook, module, parent=LightningModule) for hook in _MODULE_GRADIENT_HOOKS):
-        return False
-    return not any(
-        is_overridden(hook, callback, parent=Callback)
-        for callback in trainer.callbacks
-        for hook in _GRADIENT_HOOKS
-    )

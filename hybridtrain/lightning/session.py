@@ -18,7 +18,8 @@ from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.finite import FiniteCheck
 from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
-from hybridtrain.lightning.parameters import gradients_are_final, ordered_parameters
+from hybridtrain.lightning.looking import gradients_are_final
+from hybridtrain.lightning.parameters import ordered_parameters
 from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
 from hybridtrain.lightning.remote import RemoteStep, slot_numbers
 from hybridtrain.memory import Layout, Store, unpack

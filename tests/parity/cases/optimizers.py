@@ -193,7 +193,9 @@ add("an optimizer that wraps another", partial(Net, lambda params: Lookahead(sgd
 class OwnStep(Net):
     """``optimizer_step`` overridden: warm-up by hand."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
         optimizer.step(closure=closure)
         for group in optimizer.param_groups:
             group["lr"] = 0.001 * min(10, self.trainer.global_step + 1)
@@ -202,7 +204,9 @@ class OwnStep(Net):
 class EverySecond(Net):
     """``optimizer_step`` overridden: every second mini-batch only."""
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
         if batch_idx % 2:
             optimizer.step(closure=closure)
         else:
@@ -246,7 +250,12 @@ add("hooks of the optimizer", Hooked)
 add("a hook reads the optimizer's state", ReadsState)
 add("no optimizer", partial(Net, lambda params: None))
 add("parameters in 0 dimensions, and empty ones", partial(Net, net=lambda: Odd()))
-add("larger than one chunk, Adam", partial(Net, adam, net=lambda: Large()), expect=Grade.ROUNDING, reason=FUSED)
+add(
+    "larger than one chunk, Adam",
+    partial(Net, adam, net=lambda: Large()),
+    expect=Grade.ROUNDING,
+    reason=FUSED,
+)
 
 
 class Odd(torch.nn.Module):

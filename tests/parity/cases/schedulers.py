@@ -38,7 +38,9 @@ schedule(
     lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, 1.0, 3), lr.ExponentialLR(o, 0.9)], [3]),
     **step,
 )
-schedule("ChainedScheduler", lambda o: lr.ChainedScheduler([lr.ConstantLR(o), lr.ExponentialLR(o, 0.9)]))
+schedule(
+    "ChainedScheduler", lambda o: lr.ChainedScheduler([lr.ConstantLR(o), lr.ExponentialLR(o, 0.9)])
+)
 schedule("SWALR", lambda o: torch.optim.swa_utils.SWALR(o, 0.005, 3), **step)
 plateau = partial(lr.ReduceLROnPlateau, patience=0, threshold=10.0)
 schedule("ReduceLROnPlateau on validation", plateau, True, monitor="val/loss")
