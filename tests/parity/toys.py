@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 SAMPLES, VALIDATION_SAMPLES = 48, 24  # both divisible by 2 and 3 workers with mini-batches of 4
 
+# Data sets are shuffled under every distributed strategy unless they are to be overfitted.
+IN_ORDER: dict[str, Any] = {"overfit_batches": 1.0}
+
 
 def regression(n: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> TensorDataset:
     """``n`` samples of y = |x|² in four dimensions."""
@@ -31,6 +34,13 @@ def loaders(n: int, n_val: int, batch: int, **options: Any) -> Mapping[str, Any]
         "train_dataloaders": train,
         "val_dataloaders": DataLoader(regression(n_val, seed=1), batch_size=batch),
     }
+
+
+def in_float64(batch: int) -> Mapping[str, Any]:
+    """The same amount of data in float64."""
+    data = regression(SAMPLES, dtype=torch.float64)
+    loader = DataLoader(data, batch_size=batch, shuffle=True)
+    return {"train_dataloaders": loader, "val_dataloaders": DataLoader(data, batch_size=batch)}
 
 
 def mlp() -> torch.nn.Module:

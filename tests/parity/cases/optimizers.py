@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.parity.case import Grade, Theme
-from tests.parity.toys import Net, even, mlp, sgd
+from tests.parity.toys import IN_ORDER, Net, even, in_float64, mlp, sgd
 
 THEME = Theme("optimizers", even)
 add = partial(THEME.add, expect=Grade.BITWISE)
@@ -42,11 +42,23 @@ def without_biases() -> torch.nn.Module:
 
 
 add("Muon", partial(Net, partial(torch.optim.Muon, lr=0.01), net=without_biases))
-add("LBFGS", partial(Net, partial(torch.optim.LBFGS, lr=0.1, max_iter=4)), rtol=1e-3)
+add(
+    "LBFGS",
+    partial(Net, partial(torch.optim.LBFGS, lr=0.1, max_iter=4)),
+    data=in_float64,
+    trainer={"precision": "64-true"},
+    ignore=("*.prev_loss", "module.*"),
+    reason="the loss it compares is the mean of all workers, under DDP each rank's own",
+)
 add(
     "LBFGS, strong Wolfe",
     partial(Net, partial(torch.optim.LBFGS, max_iter=3, line_search_fn="strong_wolfe")),
+    trainer=IN_ORDER,
+    versus="union",
+    expect=Grade.ROUNDING,
     rtol=1e-3,
+    reason="under DDP ranks search along the line by their own losses, take different numbers of "
+    "steps, and hang",
 )
 
 
