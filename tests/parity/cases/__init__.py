@@ -14,11 +14,8 @@ PENDING: frozenset[str] = frozenset(
     {
         "modules/BatchNorm",
         "modules/BatchNorm while accumulating",
-        "modules/SyncBatchNorm",
         "modules/a buffer that is not saved",
         "modules/a queue in a buffer",
-        "modules/a sparse embedding, SparseAdam",
-        "modules/a sparse embedding, two optimizers",
         "optimizers/a hook reads the optimizer's state",
     }
 )

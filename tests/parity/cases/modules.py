@@ -174,7 +174,8 @@ add("a transposed parameter", partial(Net, net=Transposed))
 
 
 def normalised(make: Any) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 16), make(16), nn.Tanh(), nn.Linear(16, 1))
+    first = nn.Linear(4, 16, bias=False)  # its gradient would be nothing but rounding
+    return nn.Sequential(first, make(16), nn.Tanh(), nn.Linear(16, 1))
 
 
 class Queue(nn.Module):
