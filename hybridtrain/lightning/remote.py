@@ -163,7 +163,7 @@ class RemoteStep:
 
     def _take_news(self, news: Groups | None) -> None:
         """The optimizer itself has changed its hyper-parameters: so do the ones seen here."""
-        if news is not None:
+        if news is not None and len(news) == len(self._sent):
             for group, changed in zip(self._optimizer.param_groups, news, strict=True):
                 group.update(changed)
             self._sent = plain(self._optimizer)
@@ -184,7 +184,7 @@ class RemoteStep:
                 for index, number in enumerate(numbers)
                 if number in saved.parameters
             }
-            mine["state"] = states | saved.others
+            mine["state"] = mine["state"] | states | saved.others
         if "param_groups" in mine and len(mine["param_groups"]) == len(saved.groups):
             sent = self._sent if len(self._sent) == len(saved.groups) else saved.groups
             mine["param_groups"] = [

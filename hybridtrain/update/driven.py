@@ -38,16 +38,19 @@ class Driven(WholeParameters):
         super().__init__(optimizer, numbers, store)
         self._turns = Turns()
         self.under_way = False
+        self._before: list[torch.Tensor] = []
         # L-BFGS calls its closure first; of others one has to see whether they move before.
         self._may_move_first = not is_torchs(optimizer)
 
     def _mean(self, index: int, contributions: Sequence[Contribution]) -> torch.Tensor | None:
-        """In fresh memory: the optimizer may keep one evaluation's gradient beside the next."""
+        """The optimizer may keep one evaluation's gradient beside the next."""
         gradient = super()._mean(index, contributions)
         lone = len(contributions) == 1  # then it may be the worker's row itself
         return gradient.clone() if lone and gradient is not None else gradient
 
     def _gradient_memory(self, index: int) -> torch.Tensor:
+        if not self.under_way:
+            return super()._gradient_memory(index)
         return torch.empty_like(self._parameters[index])
 
     def _advance(self, evaluation: Evaluation) -> Again | None:
@@ -66,7 +69,7 @@ class Driven(WholeParameters):
 
     def _run(self, evaluation: Evaluation) -> None:
         """One whole step of the user's optimizer."""
-        before = [p.clone() for p in self._parameters] if self._may_move_first else []
+        before = self._remember() if self._may_move_first else []
         fresh = evaluation.loss is not None
 
         def closure() -> torch.Tensor | None:
@@ -78,6 +81,12 @@ class Driven(WholeParameters):
             return _as_tensor(answer.loss)
 
         self._optimizer.step(closure)  # type: ignore[arg-type]
+
+    def _remember(self) -> list[torch.Tensor]:
+        """A copy of the parameters, in memory that is kept."""
+        self._before = self._before or [torch.empty_like(p) for p in self._parameters]
+        torch._foreach_copy_(self._before, self._parameters)
+        return self._before
 
     def _unmoved(self, before: list[torch.Tensor]) -> bool:
         return all(map(torch.equal, before, self._parameters))

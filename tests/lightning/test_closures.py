@@ -186,6 +186,49 @@ def test_an_optimizer_that_moves_before_it_evaluates_gets_the_gradient_from_ther
     compare(partial(Regression, Lookahead), tmp_path, 1e-8, **EXACT)
 
 
+class TwoSteps(torch.optim.Optimizer):
+    """Sharpness-aware minimisation as its best-known implementation has it: in two methods."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.02, "rho": 0.1, "momentum": 0.9})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.02, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.data.clone()
+            p.add_(p.grad, alpha=0.1)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.data = self.state[p]["old"]
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure: Any = None) -> Any:
+        raise AssertionError("it is not called")
+
+
+def test_an_optimizer_that_steps_by_methods_of_its_own_steps_in_every_worker_alike(
+    tmp_path: Path,
+) -> None:
+    class ByMethods(Regression):
+        def __init__(self) -> None:
+            super().__init__(TwoSteps)
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().first_step()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().second_step()
+
+    compare(ByMethods, tmp_path, 1e-8, **EXACT)
+
+
 # ---- ends ---------------------------------------------------------------------------------------
 
 
