@@ -228,8 +228,9 @@ class Server:
         assert self.store is not None, "parameters are shared before optimizers are installed"
         updates = load_updates(install.optimizers, self.store, self._pool)
         self._rounds.optimizers.close()
+        if not self._rounds.optimizers.installed:
+            self.ledger.start(install.version)
         self._rounds.optimizers = Optimizers(updates, self.store, self._pool)
-        self.ledger.start(install.version)
         for worker in workers:
             self._rounds.refresh(worker)
         return Done()

@@ -6,6 +6,7 @@ Legend: P elements of one dtype's buffer, W workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -94,12 +95,15 @@ class Session:
             buffers[name].copy_(value)
 
     def install(self) -> None:
-        """Training begins: the server takes the optimizers over, with the state they have now."""
-        self._publish()  # a hook may have loaded weights
+        """The server takes the optimizers over, with the state they have now."""
+        former = self.steps
+        if not former:
+            self._publish()  # a hook may have loaded weights
         numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
         payload = tuple(self._dump(optimizer) for optimizer in self._optimizers)
         first = self._client.worker == 0
-        self._client.install(payload if first else (), self.trainer.global_step)
+        version = max((step.version for step in former), default=self.trainer.global_step)
+        self._client.install(payload if first else (), version)
         self._exchange.writes()  # published already
         self._exchange.refresh()
         self._exchange.follow(n for each in numbers for n in each)
@@ -115,6 +119,8 @@ class Session:
             optimizer.state.clear()  # the server's now
             step.manual = not self._module.automatic_optimization
             optimizer.step = step  # type: ignore[method-assign]
+            if former:
+                step.weight, step.averaged = former[0].weight, former[0].averaged
 
     def _sparse_numbers(self, numbers: Sequence[tuple[int, ...]]) -> set[int]:
         """Parameters whose every optimizer takes sparse gradients."""
@@ -165,6 +171,10 @@ class Session:
 
     def optimizer_step(self, number: int, run: Callable[[], Any]) -> Any:
         """Let Lightning step one; where workers run freely, others have stepped meanwhile."""
+        now = list(self.trainer.optimizers)
+        if len(now) != len(self._optimizers) or not all(map(is_, now, self._optimizers)):
+            self._optimizers = now  # replaced in mid-run, by all workers
+            self.install()
         step = self.steps[number]
         before, count = step.version, step.count
         output = run()

@@ -55,6 +55,11 @@ class Optimizers:
         self._left: list[States] = [{} for _ in self._updates]
 
     @property
+    def installed(self) -> bool:
+        """Whether there is anything to step."""
+        return bool(self._updates)
+
+    @property
     def under_way(self) -> int | None:
         """The optimizer that is in the middle of a step, if there is one."""
         return next((n for n, update in enumerate(self._updates) if update.under_way), None)

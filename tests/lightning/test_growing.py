@@ -131,6 +131,23 @@ def test_a_run_that_has_grown_resumes_as_in_one_process(tmp_path: Path) -> None:
     assert distance(shared, alone) < 1e-6
 
 
+class Restarting(Regression):
+    """Puts new optimizers into the trainer for the second epoch, of another kind."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.strategy.optimizers = [OPTIM.NAdam(self.parameters(), lr=0.01)]
+
+
+@pytest.mark.parametrize("name", ["flat", "whole"])
+def test_optimizers_replaced_in_mid_run_step_from_then_on(name: str, tmp_path: Path) -> None:
+    compare(partial(Restarting, KINDS[name]), tmp_path, max_epochs=3)
+    _, trainer = fit("hybrid", 2, 6, partial(Restarting, KINDS[name]))
+    assert trainer.strategy.run_stats()["updates"] == trainer.global_step == 12
+    _, trainer = fit("async", 2, 6, partial(Restarting, KINDS[name]))
+    assert trainer.strategy.run_stats()["updates"] == trainer.global_step == 24
+
+
 class Apart(Growing):
     """Each rank unfreezes in an epoch of its own."""
 
