@@ -90,7 +90,7 @@ class Client:
         assert fd is not None, "the descriptor travels with the message"
         return Arena(fd, reply.n_bytes)
 
-    def install(self, optimizers: tuple[bytes, ...], version: int = 0) -> None:
+    def install(self, optimizers: tuple[bytes | int, ...], version: int = 0) -> None:
         """Hand the optimizers over, after ``version`` updates; waits for all workers."""
         self._ask(Install(optimizers, version), Done)
 

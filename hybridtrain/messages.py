@@ -34,11 +34,13 @@ class Share:
 class Install:
     """The optimizers as the user configured them (worker 0), or nothing (the others).
 
+    Each is what :func:`hybridtrain.update.portable.dump` has made, or the number of one that is
+    installed already and is to stay (where others are replaced in mid-run).
     ``version`` is the number of updates already behind the parameters (of a resumed run). Answered
     with ``Done`` when all have asked, so that nobody pushes too early.
     """
 
-    optimizers: tuple[bytes, ...] = ()
+    optimizers: tuple[bytes | int, ...] = ()
     version: int = 0
 
 

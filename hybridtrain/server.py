@@ -226,9 +226,12 @@ class Server:
 
     def _install(self, workers: list[int], install: Install) -> Done:
         assert self.store is not None, "parameters are shared before optimizers are installed"
-        updates = load_updates(install.optimizers, self.store, self._pool)
-        self._rounds.optimizers.close()
-        if not self._rounds.optimizers.installed:
+        known = self._rounds.optimizers.updates
+        updates = load_updates(install.optimizers, self.store, self._pool, known)
+        for update in known:
+            if update not in updates:
+                update.close()
+        if not known:
             self.ledger.start(install.version)
         self._rounds.optimizers = Optimizers(updates, self.store, self._pool)
         for worker in workers:

@@ -15,9 +15,9 @@ import torch
 from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.client import Client
-from hybridtrain.errors import UserError
 from hybridtrain.exchange import Exchange
 from hybridtrain.lightning.guard import Guard
+from hybridtrain.lightning.parameters import parameters_of, slot_numbers
 from hybridtrain.messages import Clip, Push, Released
 from hybridtrain.update import Saved
 from hybridtrain.update.groups import Groups, Members, differences, members_of, plain, same
@@ -30,7 +30,6 @@ class RemoteStep:
     """Replaces ``optimizer.step``.
 
     Args:
-        number: which of the module's optimizers.
         optimizer: the user's; its ``param_groups`` are read at every step.
         number_of: slot numbers by ``id(parameter)``, of all that the module has.
         exchange: brings gradients out and parameters in.
@@ -44,7 +43,6 @@ class RemoteStep:
 
     def __init__(
         self,
-        number: int,
         optimizer: torch.optim.Optimizer,
         number_of: Mapping[int, int],
         exchange: Exchange,
@@ -52,13 +50,15 @@ class RemoteStep:
         guard: Guard,
         lockstep: bool,
     ) -> None:
-        self._number, self._optimizer, self._number_of = number, optimizer, number_of
+        self._optimizer, self._number_of = optimizer, number_of
         self._exchange, self._client, self._guard = exchange, client, guard
         self._driven = lockstep and calls_closure(optimizer)
         self._parameters = parameters_of(optimizer)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, number_of)
         self._sent = plain(optimizer)
+        self.number = 0  # which of the module's optimizers
+        self.trying = False  # a point that the optimizer only tries, where infinity is an answer
         self.manual = False  # the user calls backward, perhaps before ``step(closure)``
         self.weight = 0.0  # samples behind the gradients gathered so far
         self.clip: Clip | None = None
@@ -84,20 +84,16 @@ class RemoteStep:
         self.push(self.weight)
         return loss
 
-    def push(
-        self, weight: float, loss: Any = None, repeatable: bool = False, trial: bool = False
-    ) -> Released:
-        """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain.
-
-        ``trial``: of a point that the optimizer only tries, where infinity is an answer.
-        """
+    def push(self, weight: float, loss: Any = None, repeatable: bool = False) -> Released:
+        """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain."""
         members = self._changed_members()
         absent = self._exchange.collect(self.numbers) if weight > 0 else ()
         packed = self._exchange.packed if weight > 0 else ()
-        if weight > 0 and not trial and not self._guard.accepts(self.numbers, absent, packed):
+        looks = weight > 0 and not self.trying
+        if looks and not self._guard.accepts(self.numbers, absent, packed):
             weight, absent, packed = 0.0, (), ()
         push = Push(
-            self._number,
+            self.number,
             weight,
             absent,
             self._changed_groups(whole=members is not None),
@@ -114,6 +110,7 @@ class RemoteStep:
         released = self._client.push(push)
         self._exchange.refresh()
         self._take_news(released.groups)
+        self.trying = released.again
         self.version, self.pushed, self.clip = released.version, True, None
         self.count += 1
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
@@ -133,13 +130,13 @@ class RemoteStep:
         else:
             first = _run(closure)
             released = self.push(self.weight, first, repeatable=True)
-        while released.again:
+        while self.trying:
             if released.cleared:
                 for parameter in self._parameters:
                     parameter.grad = None
             loss = _run(closure)
             first = loss if first is None else first
-            released = self.push(self.weight, loss, repeatable=True, trial=True)
+            released = self.push(self.weight, loss, repeatable=True)
         return first
 
     # ---- groups ---------------------------------------------------------------------------------
@@ -192,28 +189,6 @@ class RemoteStep:
                 for group, old, theirs in zip(mine["param_groups"], sent, saved.groups, strict=True)
             ]
         return mine
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
-    """All of them, group by group."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def slot_numbers(optimizer: torch.optim.Optimizer, number_of: Mapping[int, int]) -> tuple[int, ...]:
-    """The slot number of each parameter, group by group.
-
-    Raises:
-        UserError: if one has come into being after the parameters were laid out.
-    """
-    for parameter in parameters_of(optimizer):
-        if id(parameter) not in number_of:
-            raise UserError(
-                f"{type(optimizer).__name__} was given a parameter of shape "
-                f"{tuple(parameter.shape)} that the module did not have when training began; "
-                "create it in __init__, configure_model or configure_optimizers (frozen, with "
-                "requires_grad=False, if it is to be trained only later)"
-            )
-    return tuple(number_of[id(parameter)] for parameter in parameters_of(optimizer))
 
 
 def _is_theirs(key: str, group: dict[str, Any], sent: dict[str, Any]) -> bool:

@@ -13,20 +13,23 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.client import Client
-from hybridtrain.errors import UserError
 from hybridtrain.exchange import Exchange, HostExchange
 from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.finite import FiniteCheck
 from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
 from hybridtrain.lightning.looking import gradients_are_final
-from hybridtrain.lightning.parameters import ordered_parameters
+from hybridtrain.lightning.parameters import (
+    dumped,
+    ordered_parameters,
+    slot_numbers,
+    sparse_numbers,
+)
 from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
-from hybridtrain.lightning.remote import RemoteStep, slot_numbers
+from hybridtrain.lightning.remote import RemoteStep
 from hybridtrain.memory import Layout, Store, unpack
 from hybridtrain.messages import Clip
 from hybridtrain.update.kinds import takes_sparse
-from hybridtrain.update.portable import dump
 
 
 class Session:
@@ -95,48 +98,53 @@ class Session:
             buffers[name].copy_(value)
 
     def install(self) -> None:
-        """The server takes the optimizers over, with the state they have now."""
-        former = self.steps
-        if not former:
-            self._publish()  # a hook may have loaded weights
-        numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
-        payload = tuple(self._dump(optimizer) for optimizer in self._optimizers)
-        first = self._client.worker == 0
-        version = max((step.version for step in former), default=self.trainer.global_step)
-        self._client.install(payload if first else (), version)
+        """Training begins: the server takes the optimizers over, with the state they have now."""
+        self._publish()  # a hook may have loaded weights
+        numbers = self._hand_over(self.trainer.global_step)
         self._exchange.writes()  # published already
         self._exchange.refresh()
         self._exchange.follow(n for each in numbers for n in each)
-        self._exchange.keep_sparse(self._sparse_numbers(numbers))
-        lockstep = not self._store.private_parameters
-        self.steps = [
-            RemoteStep(
-                n, optimizer, self._number_of, self._exchange, self._client, self.guard, lockstep
+        self._exchange.keep_sparse(sparse_numbers(self._optimizers, numbers))
+
+    def _hand_over(self, version: int) -> list[tuple[int, ...]]:
+        """Put remote controls into the optimizers; returns their slot numbers.
+
+        Those that have one already (where only others were replaced) stay as they are, here and in
+        the server.
+        """
+        numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
+        known = {id(step): n for n, step in enumerate(self.steps)}
+        steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        payload = tuple(
+            known[id(step)] if id(step) in known else dumped(optimizer, self._number_of)
+            for step, optimizer in zip(steps, self._optimizers, strict=True)
+        )
+        self._client.install(payload if self._client.worker == 0 else (), version)
+        self.steps = [self._remote(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
+        return numbers
+
+    def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteStep:
+        """The remote control of one optimizer."""
+        step = vars(optimizer).get("step")
+        if not isinstance(step, RemoteStep) or step not in self.steps:
+            lockstep = not self._store.private_parameters
+            step = RemoteStep(
+                optimizer, self._number_of, self._exchange, self._client, self.guard, lockstep
             )
-            for n, optimizer in enumerate(self._optimizers)
-        ]
-        for optimizer, step in zip(self._optimizers, self.steps, strict=True):
-            optimizer.state.clear()  # the server's now
             step.manual = not self._module.automatic_optimization
+            if self.steps:
+                step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
+            optimizer.state.clear()  # the server's now
             optimizer.step = step  # type: ignore[method-assign]
-            if former:
-                step.weight, step.averaged = former[0].weight, former[0].averaged
+        step.number = number
+        return step
 
-    def _sparse_numbers(self, numbers: Sequence[tuple[int, ...]]) -> set[int]:
-        """Parameters whose every optimizer takes sparse gradients."""
-        known = list(zip(map(takes_sparse, self._optimizers), numbers, strict=True))
-        dense = {n for takes, inside in known if not takes for n in inside}
-        return {n for takes, inside in known if takes for n in inside} - dense
-
-    def _dump(self, optimizer: torch.optim.Optimizer) -> bytes:
-        try:
-            return dump(optimizer, self._number_of)
-        except Exception as error:
-            raise UserError(
-                f"the optimizer {type(optimizer).__name__} cannot be handed to the server, because "
-                f"something it holds cannot be pickled ({error}); keep only plain data and tensors "
-                "on the optimizer"
-            ) from error
+    def _replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The user has put other optimizers into the trainer, in the same step of all workers."""
+        self._optimizers = list(optimizers)
+        numbers = self._hand_over(max(step.version for step in self.steps))
+        for optimizer, inside in zip(self._optimizers, numbers, strict=True):
+            self._exchange.admit(inside, takes_sparse(optimizer))
 
     @property
     def trainer(self) -> Trainer:
@@ -171,10 +179,9 @@ class Session:
 
     def optimizer_step(self, number: int, run: Callable[[], Any]) -> Any:
         """Let Lightning step one; where workers run freely, others have stepped meanwhile."""
-        now = list(self.trainer.optimizers)
+        now = self.trainer.optimizers
         if len(now) != len(self._optimizers) or not all(map(is_, now, self._optimizers)):
-            self._optimizers = now  # replaced in mid-run, by all workers
-            self.install()
+            self._replace(now)
         step = self.steps[number]
         before, count = step.version, step.count
         output = run()
@@ -197,7 +204,8 @@ class Session:
         slots, worker = self._store.layout.slots, self._client.worker
         absent = self._exchange.collect(tuple(trained))
         packed = self._exchange.packed
-        if not self.guard.accepts(tuple(trained), absent, packed):
+        trying = any(step.trying for step in self.steps)
+        if not trying and not self.guard.accepts(tuple(trained), absent, packed):
             self._weigh_nothing()
         for number in absent:
             self._store.gradient(worker, slots[number]).zero_()

@@ -17,8 +17,12 @@ from hybridtrain.update.update import Update
 from hybridtrain.update.whole import WholeParameters
 
 
-def load_updates(payloads: Sequence[bytes], store: Store, pool: Pool) -> list[Update]:
+def load_updates(
+    payloads: Sequence[bytes | int], store: Store, pool: Pool, known: Sequence[Update] = ()
+) -> list[Update]:
     """The updates of optimizers that a worker has dumped, over views of the masters.
+
+    A number stands for one of those that are ``known``.
 
     Raises:
         UserError: if an optimizer cannot be served here.
@@ -27,8 +31,12 @@ def load_updates(payloads: Sequence[bytes], store: Store, pool: Pool) -> list[Up
     def parameter(number: int) -> torch.nn.Parameter:
         return torch.nn.Parameter(store.master(store.layout.slots[number]))
 
-    loaded = [load(payload, parameter) for payload in payloads]
-    return [build_update(optimizer, numbers, store, pool) for optimizer, numbers in loaded]
+    return [
+        known[payload]
+        if isinstance(payload, int)
+        else build_update(*load(payload, parameter), store, pool)
+        for payload in payloads
+    ]
 
 
 def build_update(

@@ -55,9 +55,9 @@ class Optimizers:
         self._left: list[States] = [{} for _ in self._updates]
 
     @property
-    def installed(self) -> bool:
-        """Whether there is anything to step."""
-        return bool(self._updates)
+    def updates(self) -> tuple[Update, ...]:
+        """In their order."""
+        return tuple(self._updates)
 
     @property
     def under_way(self) -> int | None:

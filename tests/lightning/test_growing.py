@@ -148,6 +148,33 @@ def test_optimizers_replaced_in_mid_run_step_from_then_on(name: str, tmp_path: P
     assert trainer.strategy.run_stats()["updates"] == trainer.global_step == 24
 
 
+class RestartingOne(Regression):
+    """Two optimizers by hand; the first is made anew for the second epoch, and comes second."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(make)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            first = OPTIM.NAdam(self.net[0].parameters(), lr=0.01)
+            self.trainer.strategy.optimizers = [self.trainer.optimizers[1], first]
+
+    def configure_optimizers(self) -> Any:
+        return [self.make_optimizer(layer.parameters()) for layer in (self.net[0], self.net[2])]
+
+
+@pytest.mark.parametrize("name", ["flat", "whole"])
+def test_optimizers_that_are_not_replaced_keep_their_state(name: str, tmp_path: Path) -> None:
+    compare(partial(RestartingOne, KINDS[name]), tmp_path, max_epochs=3)
+
+
 class Apart(Growing):
     """Each rank unfreezes in an epoch of its own."""
 
