@@ -137,12 +137,15 @@ class Client:
 
     # ---- meetings -------------------------------------------------------------------------------
 
-    def gather(self, tag: str, item: Any) -> list[Any]:
-        """Everybody's item, in the order of the workers; waits for all of them."""
+    def gather(self, tag: str, item: Any, patient: bool = False) -> list[Any]:
+        """Everybody's item, in the order of the workers; waits for all of them.
+
+        But not for those who wait ``patient``ly somewhere else.
+        """
         if self.solo or self.n_workers == 1:
             return [item]
         payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-        reply, _ = self._ask(Gather(tag, payload), Gathered)
+        reply, _ = self._ask(Gather(tag, payload, patient), Gathered)
         return [pickle.loads(each) for each in reply.payloads]
 
     def note(self, note: Note) -> None:

@@ -117,10 +117,14 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Give everybody's payload to everybody. ``tag`` names the meeting, to find mismatches."""
+    """Give everybody's payload to everybody. ``tag`` names the meeting, to find mismatches.
+
+    ``patient``: until all are here, the others may meet without me.
+    """
 
     tag: str
     payload: bytes
+    patient: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -182,18 +182,19 @@ class Server:
             return self._refuse([worker], _missed(min(self._finished), [worker]))
         tag = request.tag if isinstance(request, Gather) else type(request).__name__
         try:
-            self._meeting.bring(worker, tag, request)
+            patient = isinstance(request, Gather) and request.patient
+            self._meeting.bring(worker, tag, request, patient)
         except MeetingMismatch as error:
             return self._refuse([worker], f"{error}; all workers must take the same path here")
         return self._guarded([worker], lambda: self._rounds.park(worker)) + self._close_meeting()
 
     def _close_meeting(self) -> Replies:
-        workers = sorted(self._meeting.waiting)
-        requests = self._meeting.close()
-        if requests is None:
+        items = self._meeting.close()
+        if items is None:
             return []
+        workers = list(items)
         try:
-            reply = self._conclude(workers, requests)
+            reply = self._conclude(workers, list(items.values()))
         except UserError as error:
             return self._refuse(workers, str(error))
         for worker in workers:

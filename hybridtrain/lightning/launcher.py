@@ -93,7 +93,7 @@ class HybridLauncher(_Launcher):
             raise KeyboardInterrupt from None
         finally:
             strategy.remember_stats(server.ledger.stats())
-        return unpack(trainer, results[0])
+        return unpack(trainer, results[0], results[1:])
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent passes signals on to its workers itself."""

@@ -17,10 +17,11 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.batches import Scales
-from hybridtrain.lightning.evaluation import EvaluationSampler
+from hybridtrain.lightning.evaluation import Dealt, EvaluationSampler, Group, Whole
 from hybridtrain.lightning.options import DataOptions
 from hybridtrain.lightning.orders import Drawn, Order, Seeded
 from hybridtrain.lightning.progress import precede, remeasure
+from hybridtrain.lightning.resting import Evaluation
 from hybridtrain.lightning.resume import KEY, Resumed, describe, read
 from hybridtrain.lightning.samplers import EpochSampler, Plan, QueueSampler, ShareSampler
 
@@ -45,6 +46,7 @@ class Loaders:
         self._made_in_epoch: int | None = None
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it
         self._resumed: Resumed | None = None
+        self._begin_evaluation()
         self._moved = False  # what Lightning iterates over has another length now
 
     def attach(self) -> None:
@@ -59,6 +61,10 @@ class Loaders:
         strategy.save_checkpoint = lambda first, *args, **rest: save(
             self.write(first), *args, **rest
         )
+        trainer = self._trainer
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            Evaluation(loop, trainer, self._client, self._begin_evaluation).attach()
         precede(self._trainer.fit_loop, "reset", self._settle)
         precede(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin_epoch)
 
@@ -73,7 +79,17 @@ class Loaders:
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
             return self._training(dataloader, shuffle and not self._trainer.overfit_batches)
-        return EvaluationSampler(self._order(dataloader, shuffle)(0), self._client)
+        indices = self._order(dataloader, shuffle)(0)
+        if mode != RunningStage.PREDICTING:
+            return EvaluationSampler(indices, self._client.worker, self._group)
+        return Whole(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
+
+    def _begin_evaluation(self) -> None:
+        self._group = Group(self._client.n_workers)
+        self._predict_limit = self._trainer.limit_predict_batches
+
+    def _dealt(self, batches: Any) -> Dealt:
+        return Dealt(batches, self._client, self._predict_limit)
 
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """Lightning's own, with mini-batches of this worker's size."""
@@ -82,6 +98,9 @@ class Loaders:
             return prepared
         if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
             prepared = _with_batches(prepared, dataloader.batch_sampler)
+        if isinstance(getattr(prepared.batch_sampler, "sampler", None), Whole):
+            wrapper: Any = prepared.batch_sampler  # Lightning's, which notes the indices
+            wrapper._batch_sampler = self._dealt(wrapper._batch_sampler)
         if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
             size = self._options.batch_sizes[self._client.worker]
             _check_batches(prepared)

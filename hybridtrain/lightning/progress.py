@@ -41,7 +41,7 @@ def catch_up_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
                 config.scheduler.step()  # type: ignore[call-arg]
 
 
-def precede(owner: Any, method: str, first: Callable[[], None]) -> None:
+def precede(owner: Any, method: str, first: Callable[[], object]) -> None:
     """Let ``first`` run before every call of ``owner.method``."""
     original = getattr(owner, method)
 

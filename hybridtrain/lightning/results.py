@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loops.progress import _BaseProgress
 
+from hybridtrain.lightning.predictions import Outputs, collect, in_order
 from hybridtrain.lightning.tuning import take_what_was_found, what_was_found
 
 _CHECKPOINT_FIELDS = (
@@ -45,16 +47,18 @@ class Home:
     progress: dict[str, dict[str, Any]]
     callbacks: list[dict[str, Any]]
     loggers: list[dict[str, Any]]
+    outputs: Outputs | None
 
 
-def pack(trainer: pl.Trainer, returned: Any) -> Home | None:
-    """Called in every worker at the end; worker 0 packs."""
-    state_dict = trainer.lightning_module.state_dict()
+def pack(trainer: pl.Trainer, returned: Any) -> Home | Outputs | None:
+    """Called in every worker at the end; worker 0 packs, the others add what they predicted."""
+    state_dict, outputs = trainer.lightning_module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:
-        return None
+        return outputs
     metrics = {"callback": trainer.callback_metrics, "logged": trainer.logged_metrics}
     return Home(
-        returned=returned,
+        returned=None if outputs is not None else returned,
+        outputs=outputs,
         weights=_save(state_dict),
         tensors=_save(metrics),
         trainer_state=trainer.state,
@@ -64,8 +68,8 @@ def pack(trainer: pl.Trainer, returned: Any) -> Home | None:
     )
 
 
-def unpack(trainer: pl.Trainer, home: Home) -> Any:
-    """Called in the parent; returns what the trainer's method returned in worker 0."""
+def unpack(trainer: pl.Trainer, home: Home, others: Sequence[Outputs | None] = ()) -> Any:
+    """Called in the parent; returns what the trainer's method would have returned here."""
     weights = _load(home.weights)
     trainer.precision_plugin.convert_module(trainer.lightning_module)  # as the workers did
     # Not strict: a worker's configure_model may have made layers that this process has not.
@@ -79,7 +83,7 @@ def unpack(trainer: pl.Trainer, home: Home) -> Any:
         _restore_callback(callback, trainer.lightning_module, state)
     for logger, identity in zip(trainer.loggers, home.loggers, strict=True):
         vars(logger).update(identity)
-    return home.returned
+    return home.returned if home.outputs is None else in_order([home.outputs, *others])
 
 
 def _identity(logger: Logger) -> dict[str, Any]:
@@ -164,3 +168,33 @@ def _restore_callback(
         except Exception as error:  # it prepares itself only in a run (SpikeDetection)
             rank_zero_warn(f"{type(callback).__name__} could not take its state home: {error!r}")
     return None
+
+
+# ---- workers that have rested -------------------------------------------------------------------
+
+_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_SAVED_LAST = ("_last_global_step_saved", "_last_checkpoint_saved")
+
+
+def portrait(trainer: Any) -> dict[str, Any]:
+    """What an evaluation brings about in a worker that takes part."""
+    connector = trainer._logger_connector
+    _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # collects
+    states = [_callback_state(c, trainer.lightning_module) for c in _users(trainer)]
+    for callback, state in zip(_users(trainer), states, strict=True):
+        if isinstance(callback, ModelCheckpoint):
+            state |= {name: getattr(callback, name) for name in _SAVED_LAST}
+    return {
+        "metrics": _save({name: dict(getattr(connector, name)) for name in _METRICS}),
+        "should_stop": trainer.should_stop,
+        "callbacks": states,
+    }
+
+
+def mirror(trainer: Any, other: dict[str, Any]) -> None:
+    """Become as a worker that has taken part."""
+    for name, metrics in _load(other["metrics"]).items():
+        getattr(trainer._logger_connector, name).update(metrics)
+    trainer.should_stop = other["should_stop"]
+    for callback, state in zip(_users(trainer), other["callbacks"], strict=True):
+        _restore_callback(callback, trainer.lightning_module, state)

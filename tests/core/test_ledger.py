@@ -131,7 +131,7 @@ def test_a_meeting_ends_with_the_last_and_answers_in_the_order_of_numbers() -> N
     assert meeting.close() is None
     assert meeting.waiting == {0, 2}
     meeting.bring(1, "t", "b")
-    assert meeting.close() == ["a", "b", "c"]
+    assert list((meeting.close() or {}).items()) == [(0, "a"), (1, "b"), (2, "c")]
     assert meeting.close() is None, "and the next one is empty"
 
 
@@ -149,4 +149,36 @@ def test_who_leaves_is_not_waited_for_and_takes_along_what_it_brought() -> None:
     meeting.leave(1)
     assert meeting.close() is None
     meeting.leave(2)
-    assert meeting.close() == [10]
+    assert meeting.close() == {0: 10}
+
+
+def test_who_waits_patiently_does_not_hold_up_the_others() -> None:
+    meeting: Meeting[str] = Meeting({0, 1, 2})
+    meeting.bring(2, "end", "rests", patient=True)
+    meeting.bring(0, "metric", "a")
+    assert meeting.close() is None
+    meeting.bring(1, "metric", "b")
+    assert meeting.close() == {0: "a", 1: "b"}
+    assert meeting.waiting == {2}
+    meeting.bring(0, "end", "a", patient=True)
+    assert meeting.close() is None
+    meeting.bring(1, "end", "b", patient=True)
+    assert meeting.close() == {0: "a", 1: "b", 2: "rests"}
+    assert not meeting.waiting
+
+
+def test_the_patient_are_waited_for_until_they_have_come_to_their_place() -> None:
+    meeting: Meeting[int] = Meeting({0, 1})
+    meeting.bring(0, "barrier", 0)
+    assert meeting.close() is None, "worker 1 may still be training"
+    meeting.bring(1, "end", 1, patient=True)
+    assert meeting.close() == {0: 0}
+
+
+def test_all_wait_patiently_in_two_places_and_nobody_is_let_go_too_early() -> None:
+    meeting: Meeting[int] = Meeting({0, 1})
+    meeting.bring(0, "here", 0, patient=True)
+    meeting.bring(1, "there", 1, patient=True)
+    assert meeting.close() is None
+    meeting.leave(1)
+    assert meeting.close() == {0: 0}

@@ -1,0 +1,98 @@
+"""Evaluations in which not every worker has something to do, or as much as the others.
+
+Of an evaluation every worker takes part in that finds a sample in each of its loaders. The others
+rest: Lightning skips a loop that has no mini-batches, and they wait for its end patiently, without
+being missed in the meetings of the rest (a reduced metric, a callback's decision). Then they take
+over what the evaluation has brought about: metrics, the wish to stop, callbacks' states. Workers
+whose shares differ by one mini-batch wait for each other the same way, so that a reduction within a
+step is one of those who still have a step to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+
+from hybridtrain.client import Client
+from hybridtrain.lightning.progress import precede
+from hybridtrain.lightning.results import mirror, portrait
+
+
+class Evaluation:
+    """One of Lightning's evaluation loops, with workers that may rest.
+
+    Args:
+        loop: the loop.
+        trainer: of this worker.
+        client: to the server.
+        begin: what is to be done before loaders are made.
+    """
+
+    def __init__(
+        self, loop: Any, trainer: pl.Trainer, client: Client, begin: Callable[[], None]
+    ) -> None:
+        self._loop, self._trainer, self._client = loop, trainer, client
+        self._begin = begin
+        self._roll: list[str] | None = None  # what everybody did in the evaluation under way
+
+    def attach(self) -> None:
+        """Stand in the loop's way at its beginning and its end."""
+        loop = self._loop
+        self._run, self._setup_data = loop.run, loop.setup_data
+        loop.run, loop.setup_data = self.run, self.setup_data
+        if self._predicts:
+            precede(loop, "on_run_end", self._end)
+        else:
+            precede(loop, "_store_dataloader_outputs", lambda: self._meet("between"))
+            precede(loop, "on_run_end", self._end)
+
+    @property
+    def _predicts(self) -> bool:
+        return self._loop is self._trainer.predict_loop
+
+    def setup_data(self) -> None:
+        """Workers without samples are no error; the limit on predictions is one for all workers."""
+        module, trainer = self._trainer.lightning_module, self._trainer
+        name = "allow_zero_length_dataloader_with_multiple_devices"
+        allowed, limit = getattr(module, name), trainer.limit_predict_batches
+        self._begin()
+        setattr(module, name, True)
+        if self._predicts and isinstance(limit, float) and limit > 0:
+            trainer.limit_predict_batches = 1.0  # `Dealt` has seen to it
+        try:
+            self._setup_data()
+        finally:
+            setattr(module, name, allowed)
+            trainer.limit_predict_batches = limit
+
+    def run(self) -> Any:
+        """As Lightning's, but all workers come out of it together."""
+        self._roll = None
+        result = self._run()
+        if self._client.n_workers == 1 or not self._loop.max_batches:
+            return result  # there is nothing to evaluate, for anybody
+        rests = self._roll is None
+        roll = self._rest() if rests else self._roll
+        if roll is not None and "end" in roll and "rests" in roll and not self._predicts:
+            self._share_outcome(roll.index("end"), rests)
+        return result
+
+    def _meet(self, what: str) -> list[str]:
+        return self._client.gather("steps of an evaluation", what, patient=True)
+
+    def _end(self) -> None:
+        self._roll = self._meet("end")
+
+    def _rest(self) -> list[str]:
+        while "between" in (roll := self._meet("rests")):
+            pass  # the others have come to their next loader
+        return roll
+
+    def _share_outcome(self, source: int, rests: bool) -> None:
+        """Those who have rested become as worker ``source``."""
+        mine = portrait(self._trainer) if self._client.worker == source else None
+        outcome = self._client.gather("end of an evaluation", mine, patient=True)[source]
+        if rests:
+            mirror(self._trainer, outcome)
