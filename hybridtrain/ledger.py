@@ -39,9 +39,7 @@ class Ledger:
     version: int = 0
     first_version: int = 0
     samples: float = 0.0
-    contributions: int = 0
-    staleness_sum: int = 0
-    staleness_max: int = 0
+    ages: Counter[int] = field(default_factory=Counter)  # staleness -> contributions
     _accounts: list[_Worker] = field(default_factory=list)
     _started_at_s: float = 0.0
     _paused_at_s: float | None = None
@@ -92,10 +90,7 @@ class Ledger:
         A round in which everybody abstained counts as well, as Lightning counts a skipped step.
         """
         for worker in workers:
-            staleness = self.version - self._accounts[worker].read_version
-            self.staleness_sum += staleness
-            self.staleness_max = max(self.staleness_max, staleness)
-        self.contributions += len(workers)
+            self.ages[self.version - self._accounts[worker].read_version] += 1
         self.version += 1
         self._training_s = self._now_s()
 
@@ -109,6 +104,20 @@ class Ledger:
     def read(self, worker: int) -> None:
         """The worker took the current parameters outside a release."""
         self._accounts[worker].read_version = self.version
+
+    def mean_age(self) -> float:
+        """Staleness of the average contribution."""
+        total = sum(self.ages.values())
+        return sum(age * n for age, n in self.ages.items()) / total if total else 0.0
+
+    def age_quantile(self, share: float) -> int:
+        """The smallest staleness that this share of the contributions does not exceed."""
+        left = share * sum(self.ages.values())
+        for age in sorted(self.ages):
+            left -= self.ages[age]
+            if left <= 0:
+                return age
+        return 0
 
     def stats(self) -> dict[str, Any]:
         """Updates, samples, samples per second of training, waiting shares in [0, 1], staleness.
@@ -128,10 +137,7 @@ class Ledger:
                 _share(account.waiting_s, account.computing_s) for account in self._accounts
             ],
             "samples_per_worker": [int(account.samples) for account in self._accounts],
-            "staleness": {
-                "mean": self.staleness_sum / max(self.contributions, 1),
-                "max": self.staleness_max,
-            },
+            "staleness": {"mean": self.mean_age(), "max": max(self.ages, default=0)},
             "left_out": {
                 fault: [account.faults[fault] for account in self._accounts]
                 for fault in sorted(set().union(*(a.faults for a in self._accounts)))

@@ -234,10 +234,15 @@ class Server:
                 update.close()
         if not known:
             self.ledger.start(install.version)
-        self._rounds.optimizers = Optimizers(updates, self.store, self._pool)
+        self.adopt(self.store, Optimizers(updates, self.store, self._pool))
         for worker in workers:
             self._rounds.refresh(worker)
         return Done()
+
+    def adopt(self, store: Store | None, optimizers: Optimizers) -> None:
+        """Step these from now on. Without a store there are no parameters, only time passes."""
+        self._rounds.store = store
+        self._rounds.optimizers = optimizers
 
     # ---- stopping -------------------------------------------------------------------------------
 

@@ -2,27 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies import All, OnArrival, Policy
-
-POLICIES: dict[str, Callable[[], Policy]] = {"hybrid": All, "async": OnArrival}
-
-
-def make_policy(policy: str | Policy) -> Policy:
-    """A policy from its name, or the object itself."""
-    if not isinstance(policy, str):
-        return policy
-    if policy not in POLICIES:
-        raise UserError(
-            f"policy={policy!r} was given; known are {', '.join(sorted(POLICIES))}, or an object "
-            "of hybridtrain.policies.Policy"
-        )
-    return POLICIES[policy]()
 
 
 def positive(name: str, value: int) -> int:

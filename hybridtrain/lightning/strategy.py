@@ -29,11 +29,11 @@ from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.one_host import OneHost
-from hybridtrain.lightning.options import DataOptions, known_options, make_policy, positive
+from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.progress import precede, set_global_step
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Paused, Resumed
-from hybridtrain.policies import Policy
+from hybridtrain.policies import Policy, make_policy
 
 
 class HybridStrategy(OneHost, ParallelStrategy):

@@ -1,0 +1,24 @@
+"""Optimizers that move nothing, for runs in virtual time that only ask when they would step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybridtrain.messages import Push
+from hybridtrain.update.groups import Members
+from hybridtrain.update.optimizers import Optimizers, Stepped
+
+
+class IdleOptimizers(Optimizers):
+    """One optimizer without parameters. Whatever is pushed is applied, at no cost."""
+
+    under_way = None
+
+    def objection(self, worker: int, push: Push) -> str | None:
+        return None
+
+    def members(self, worker: int, push: Push) -> Members:
+        return ()
+
+    def step(self, pushes: Mapping[int, Push]) -> Stepped:
+        return Stepped(tuple(worker for worker, push in pushes.items() if push.weight > 0))
