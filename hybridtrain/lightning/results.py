@@ -1,39 +1,35 @@
 """What comes home from the workers: after ``fit`` the calling process is as if it had trained.
 
 Lightning's own multi-process launchers bring back the weights, the metrics and one path. Here the
-loops' counters, the callbacks' states and the logger's version come back too, so that
-``trainer.global_step``, ``early_stopping.stopped_epoch`` or ``trainer.log_dir`` say what they would
-say after training in this process.
+loops' counters, the callbacks' states, what they and the module have written down and the logger's
+version come back too, so that ``trainer.global_step``, ``early_stopping.stopped_epoch`` or
+``trainer.log_dir`` say what they would say after training in this process.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loops.progress import _BaseProgress
 
-from hybridtrain.lightning.predictions import Outputs, collect, in_order
-from hybridtrain.lightning.tuning import take_what_was_found, what_was_found
-
-_CHECKPOINT_FIELDS = (
-    "best_model_path",
-    "best_model_score",
-    "best_k_models",
-    "kth_best_model_path",
-    "kth_value",
-    "last_model_path",
-    "current_score",
-    "dirpath",
+from hybridtrain.lightning.belongings import (
+    Belongings,
+    give_state,
+    give_to_callback,
+    give_to_module,
+    of_callback,
+    of_module,
+    pairs,
+    state_of,
 )
+from hybridtrain.lightning.predictions import Outputs, collect, in_order
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,8 @@ class Home:
     tensors: bytes
     trainer_state: Any
     progress: dict[str, dict[str, Any]]
-    callbacks: list[dict[str, Any]]
+    callbacks: list[Belongings]
+    module: Belongings
     loggers: list[dict[str, Any]]
     outputs: Outputs | None
 
@@ -63,7 +60,8 @@ def pack(trainer: pl.Trainer, returned: Any) -> Home | Outputs | None:
         tensors=_save(metrics),
         trainer_state=trainer.state,
         progress=_progress(trainer),
-        callbacks=[_callback_state(c, trainer.lightning_module) for c in _users(trainer)],
+        callbacks=[of_callback(c, trainer.lightning_module) for c in _users(trainer)],
+        module=of_module(trainer.lightning_module),
         loggers=[_identity(logger) for logger in trainer.loggers],
     )
 
@@ -79,8 +77,11 @@ def unpack(trainer: pl.Trainer, home: Home, others: Sequence[Outputs | None] = (
     trainer._logger_connector._logged_metrics.update(metrics["logged"])
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
-    for callback, state in zip(_users(trainer), home.callbacks, strict=True):
-        _restore_callback(callback, trainer.lightning_module, state)
+    give_to_module(trainer.lightning_module, home.module)
+    if len(_users(trainer)) != len(home.callbacks):  # the module has some of its own
+        trainer._callback_connector._attach_model_callbacks()
+    for callback, belongings in pairs(_users(trainer), home.callbacks):
+        give_to_callback(callback, trainer.lightning_module, belongings)
     for logger, identity in zip(trainer.loggers, home.loggers, strict=True):
         vars(logger).update(identity)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
@@ -138,38 +139,6 @@ def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) ->
     trainer.should_stop = states["stop"]["should_stop"]
 
 
-# ---- callbacks ----------------------------------------------------------------------------------
-
-
-def _callback_state(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any]:
-    if isinstance(callback, LearningRateFinder):
-        return what_was_found(callback, module)
-    if isinstance(callback, ModelCheckpoint):
-        return {name: getattr(callback, name) for name in _CHECKPOINT_FIELDS}
-    state = callback.state_dict()
-    try:
-        pickle.dumps(state)
-    except Exception:
-        return {}  # it cannot travel; the parent's callback stays as it was
-    return state
-
-
-def _restore_callback(
-    callback: pl.Callback, module: pl.LightningModule, state: dict[str, Any]
-) -> None:
-    if isinstance(callback, LearningRateFinder):
-        return take_what_was_found(callback, module, state)
-    if isinstance(callback, ModelCheckpoint):
-        for name, value in state.items():
-            setattr(callback, name, value)
-    elif state:
-        try:
-            callback.load_state_dict(state)
-        except Exception as error:  # it prepares itself only in a run (SpikeDetection)
-            rank_zero_warn(f"{type(callback).__name__} could not take its state home: {error!r}")
-    return None
-
-
 # ---- workers that have rested -------------------------------------------------------------------
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
@@ -180,7 +149,7 @@ def portrait(trainer: Any) -> dict[str, Any]:
     """What an evaluation brings about in a worker that takes part."""
     connector = trainer._logger_connector
     _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # collects
-    states = [_callback_state(c, trainer.lightning_module) for c in _users(trainer)]
+    states = [state_of(c, trainer.lightning_module) for c in _users(trainer)]
     for callback, state in zip(_users(trainer), states, strict=True):
         if isinstance(callback, ModelCheckpoint):
             state |= {name: getattr(callback, name) for name in _SAVED_LAST}
@@ -197,4 +166,4 @@ def mirror(trainer: Any, other: dict[str, Any]) -> None:
         getattr(trainer._logger_connector, name).update(metrics)
     trainer.should_stop = other["should_stop"]
     for callback, state in zip(_users(trainer), other["callbacks"], strict=True):
-        _restore_callback(callback, trainer.lightning_module, state)
+        give_state(callback, trainer.lightning_module, state)
