@@ -105,10 +105,9 @@ def _load(payload: bytes) -> Any:
 
 
 def _users(trainer: Any) -> list[pl.Callback]:
-    """The callbacks that both sides have, in order."""
-    from hybridtrain.lightning.boundary import Boundary
-
-    return [callback for callback in trainer.callbacks if not isinstance(callback, Boundary)]
+    """The callbacks that both sides have, in order. Others come from ``configure_callbacks``."""
+    at_home = trainer.strategy.callbacks_at_home
+    return trainer.callbacks if at_home is None else at_home
 
 
 # ---- the loops' counters ------------------------------------------------------------------------

@@ -86,7 +86,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._final_stats: dict[str, Any] | None = None
         self._abstains = False
-        self._client: Client | None = None  # set in workers only
+        self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
+        self._client: Client | None = None
         self._collectives: Collectives | None = None
         self._loaders: Loaders | None = None
         self._session: Session | None = None
@@ -121,6 +122,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, not self.policy.lockstep, self.data_options)
         self._loaders.attach()
+        self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, Boundary(client, self))
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
 

@@ -154,8 +154,8 @@ _UNION_FACETS = (
     "rank-0.end.*.counters.global_step",
     "rank-0.end.*.counters.current_epoch",
 )
-# What no two runs have in common.
-_NEVER = ("*.pytorch-lightning_version",)
+# The version that has written a checkpoint, and the one key that we add.
+_NEVER = ("*.pytorch-lightning_version", "*checkpoint.hybridtrain.*", "files.*.hybridtrain.*")
 
 
 def _read(folder: Path) -> dict[str, Any]:
