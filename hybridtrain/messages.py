@@ -96,7 +96,8 @@ class Push:
 
     ``members`` are the slot numbers of each group, only when they have changed; then ``groups`` is
     whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers that compare
-    losses; ``repeatable``: I can evaluate again.
+    losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of the
+    optimizer's state, by slot number, as ``torch.save`` writes it.
     """
 
     optimizer: int
@@ -113,6 +114,7 @@ class Push:
     members: tuple[tuple[int, ...], ...] | None = None
     loss: float | None = None
     repeatable: bool = False
+    state: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,18 +6,21 @@ sends the gradient to the server, where the masters and the optimizer's state li
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.client import Client
 from hybridtrain.exchange import Exchange
 from hybridtrain.lightning.guard import Guard
 from hybridtrain.lightning.parameters import parameters_of, slot_numbers
+from hybridtrain.lightning.state import RemoteState
 from hybridtrain.messages import Clip, Push, Released
 from hybridtrain.update import Saved
 from hybridtrain.update.groups import Groups, Members, differences, members_of, plain, same
@@ -57,6 +60,8 @@ class RemoteStep:
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, number_of)
         self._sent = plain(optimizer)
+        self._lockstep = lockstep
+        self.state = RemoteState(self._fetch_state)
         self.number = 0  # which of the module's optimizers
         self.trying = False  # a point that the optimizer only tries, where infinity is an answer
         self.manual = False  # the user calls backward, perhaps before ``step(closure)``
@@ -106,9 +111,11 @@ class RemoteStep:
             members=members,
             loss=_as_float(loss) if self._driven else None,
             repeatable=repeatable,
+            state=self._changed_state(),
         )
         released = self._client.push(push)
         self._exchange.refresh()
+        self.state.forget()
         self._take_news(released.groups)
         self.trying = released.again
         self.version, self.pushed, self.clip = released.version, True, None
@@ -165,7 +172,38 @@ class RemoteStep:
                 group.update(changed)
             self._sent = plain(self._optimizer)
 
+    def _changed_state(self) -> bytes | None:
+        """What user code has made of the state since the last push; worker 0 speaks for all."""
+        own = self._optimizer.state
+        if (own is self.state and not self.state.changed) or self.trying:
+            return None
+        numbers = dict(zip(map(id, self._parameters), self.numbers, strict=True))
+        states = {numbers.get(id(key), key): value for key, value in own.items()}
+        self._optimizer.state = self.state
+        if self._lockstep and self._client.worker != 0:
+            return None
+        buffer = io.BytesIO()
+        torch.save(states, buffer)
+        return buffer.getvalue()
+
     # ---- state ----------------------------------------------------------------------------------
+
+    def _newest(self, here: dict[Any, Any], there: dict[Any, Any]) -> dict[Any, Any]:
+        """The server's state, unless user code has made another one that it has not heard of."""
+        if self._optimizer.state is not self.state:
+            return here
+        return there | here if self.state.changed else here | there
+
+    def _fetch_state(self) -> dict[Any, Any]:
+        """The server's, with this worker's parameters as keys and on their devices."""
+        saved = self._client.snapshot(refresh=False)[1][self.number]
+        parameters = dict(zip(self.numbers, self._parameters, strict=True))
+        states = {
+            parameters[number]: _moved(state, parameters[number].device)
+            for number, state in saved.parameters.items()
+            if number in parameters
+        }
+        return states | saved.others
 
     def state_dict(self, saved: Saved) -> dict[str, Any]:
         """What ``optimizer.state_dict()`` would be in one process.
@@ -173,7 +211,8 @@ class RemoteStep:
         State and whatever else the optimizer keeps come from the server; of the hyper-parameters
         those that were changed here since the last push.
         """
-        mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
+        with self.state.left_alone():
+            mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
         if "state" in mine:
             numbers = slot_numbers(self._optimizer, self._number_of)
             states = {
@@ -181,7 +220,7 @@ class RemoteStep:
                 for index, number in enumerate(numbers)
                 if number in saved.parameters
             }
-            mine["state"] = mine["state"] | states | saved.others
+            mine["state"] = self._newest(mine["state"], states | saved.others)
         if "param_groups" in mine and len(mine["param_groups"]) == len(saved.groups):
             sent = self._sent if len(self._sent) == len(saved.groups) else saved.groups
             mine["param_groups"] = [
@@ -189,6 +228,10 @@ class RemoteStep:
                 for group, old, theirs in zip(mine["param_groups"], sent, saved.groups, strict=True)
             ]
         return mine
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    return apply_to_collection(state, torch.Tensor, lambda t: t.to(device) if t.ndim else t)
 
 
 def _is_theirs(key: str, group: dict[str, Any], sent: dict[str, Any]) -> bool:

@@ -134,10 +134,15 @@ class Session:
             step.manual = not self._module.automatic_optimization
             if self.steps:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
-            optimizer.state.clear()  # the server's now
+            optimizer.state = step.state  # the server's now
             optimizer.step = step  # type: ignore[method-assign]
         step.number = number
         return step
+
+    def close(self) -> None:
+        """Training is over: Lightning will move states to the CPU, which lie there already."""
+        for step in self.steps:
+            step.state.close()
 
     def _replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The user has put other optimizers into the trainer, in the same step of all workers."""

@@ -161,6 +161,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
             self._session.install()
 
     def teardown(self) -> None:
+        if self._session is not None:
+            self._session.close()
         if self.cluster_environment is not None and self.accelerator is not None:
             super().teardown()
 

@@ -16,7 +16,7 @@ from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
 from hybridtrain.update.groups import Groups, Members
 from hybridtrain.update.pool import Pool
-from hybridtrain.update.regroup import States, regroup
+from hybridtrain.update.regroup import States, regroup, with_state
 from hybridtrain.update.update import Update
 
 
@@ -118,14 +118,16 @@ class Optimizers:
 
     def _hear(self, worker: int, push: Push) -> None:
         """Take over what the worker says of groups and hyper-parameters."""
-        number, current = push.optimizer, self._updates[push.optimizer].members
+        number = push.optimizer
         if push.members is not None:
             self._told[worker, number] = push.members
-            if push.members != current:
+            if push.members != self._updates[number].members:
                 self._regroup(number, push.groups or (), push.members)
-                return
-        if push.groups is not None and self.members(worker, push) == current:
-            self._updates[number].set_groups(push.groups)
+        if push.state is not None and self._place is not None:
+            self._updates[number] = with_state(self._updates[number], push.state, *self._place)
+        current = self._updates[number]
+        if push.groups is not None and self.members(worker, push) == current.members:
+            current.set_groups(push.groups)
 
     def _regroup(self, number: int, groups: Groups, members: Members) -> None:
         assert self._place is not None, "what steps has a store"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import torch
@@ -48,6 +49,16 @@ def regroup(
         for group, inside in zip(groups, members, strict=True)
     ]
     return build_update(optimizer, numbers, store, pool)
+
+
+def with_state(update: Update, payload: bytes, store: Store, pool: Pool) -> Update:
+    """The same optimizer with another state: ``payload`` holds it by slot number."""
+    optimizer, parameters = update.hand_over()
+    update.close()
+    states = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+    optimizer.state.clear()
+    optimizer.state.update({parameters.get(key, key): state for key, state in states.items()})
+    return build_update(optimizer, [n for group in update.members for n in group], store, pool)
 
 
 def _filled(
