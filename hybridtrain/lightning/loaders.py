@@ -157,6 +157,8 @@ class Loaders:
         weights = [portion.weight for portion in portions if portion is not None]
         known = [weight for weight in weights if weight is not None]
         sure = len(known) == len(portions) > 0
+        if batch is None and not sure:
+            return 1.0  # training_step(dataloader_iter) fetches by itself, in a moment
         return self._scales.weigh(batch, sum(known) if sure else None)
 
     def commit(self) -> None:

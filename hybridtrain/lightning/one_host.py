@@ -31,6 +31,7 @@ class OneHost:
     """Mixed into a strategy that says its own ``world_size`` and ``global_rank``."""
 
     strategy_name: str
+    _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
     _lightning_module = TakesCompiled()
 
     @property
@@ -40,6 +41,18 @@ class OneHost:
     @property
     def global_rank(self) -> int:
         raise NotImplementedError
+
+    def remember_training(self, parts: dict[str, Any]) -> None:
+        """The calling process has no optimizers of its own; its checkpoints have their states."""
+        self._trained = parts
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """As Lightning does it; after training also in the calling process."""
+        if self._trained is not None and checkpoint.get("optimizer_states") == []:
+            checkpoint = {**checkpoint, **self._trained}
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
     @property
     def is_distributed(self) -> bool:

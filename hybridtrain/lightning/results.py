@@ -44,6 +44,7 @@ class Home:
     callbacks: list[Belongings]
     module: Belongings
     loggers: list[dict[str, Any]]
+    trained: bytes | None  # optimizers and schedulers as a checkpoint would have them
     outputs: Outputs | None
 
 
@@ -60,9 +61,10 @@ def pack(trainer: pl.Trainer, returned: Any) -> Home | Outputs | None:
         tensors=_save(metrics),
         trainer_state=trainer.state,
         progress=_progress(trainer),
-        callbacks=[of_callback(c, trainer.lightning_module) for c in _users(trainer)],
+        callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
         module=of_module(trainer.lightning_module),
         loggers=[_identity(logger) for logger in trainer.loggers],
+        trained=_save(_trained(trainer)) if trainer.state.fn == "fit" else None,
     )
 
 
@@ -77,14 +79,25 @@ def unpack(trainer: pl.Trainer, home: Home, others: Sequence[Outputs | None] = (
     trainer._logger_connector._logged_metrics.update(metrics["logged"])
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
+    if home.trained is not None:
+        trainer.strategy.remember_training(_load(home.trained))  # type: ignore[attr-defined]
     give_to_module(trainer.lightning_module, home.module)
-    if len(_users(trainer)) != len(home.callbacks):  # the module has some of its own
+    if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         trainer._callback_connector._attach_model_callbacks()
-    for callback, belongings in pairs(_users(trainer), home.callbacks):
+    for callback, belongings in pairs(_all(trainer), home.callbacks):
         give_to_callback(callback, trainer.lightning_module, belongings)
     for logger, identity in zip(trainer.loggers, home.loggers, strict=True):
         vars(logger).update(identity)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
+
+
+def _trained(trainer: Any) -> dict[str, Any]:
+    """What a checkpoint would say of optimizers and schedulers now."""
+    trainer.strategy.before_checkpoint()
+    return {
+        "optimizer_states": [trainer.strategy.optimizer_state(o) for o in trainer.optimizers],
+        "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+    }
 
 
 def _identity(logger: Logger) -> dict[str, Any]:
@@ -102,6 +115,13 @@ def _load(payload: bytes) -> Any:
     # From a child of this process over an inherited socket, so not a stranger's pickle; module
     # states may hold any object (get_extra_state).
     return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+
+
+def _all(trainer: Any) -> list[pl.Callback]:
+    """The callbacks but our own, also those from ``configure_callbacks``."""
+    from hybridtrain.lightning.boundary import Boundary
+
+    return [callback for callback in trainer.callbacks if not isinstance(callback, Boundary)]
 
 
 def _users(trainer: Any) -> list[pl.Callback]:

@@ -244,6 +244,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def before_checkpoint(self) -> None:
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
+        self._snapshot = None  # schedulers may have stepped since
         training = self._session is not None and bool(self._session.steps)
         if training and self.is_global_zero and not self.policy.lockstep:
             assert self._session is not None

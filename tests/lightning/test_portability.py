@@ -244,6 +244,39 @@ def test_with_the_same_workers_it_goes_on_to_the_bit(
     assert {tensor.dtype for tensor in ours["state_dict"].values()} == {expected}
 
 
+@pytest.mark.parametrize("kind", [Two, Plateau, Cycle])
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_the_caller_too_can_write_a_checkpoint_after_training(
+    kind: Any, strategy: str, tmp_path: Path
+) -> None:
+    data = regression_data(48)
+    module, trainer = kind(), make_trainer(strategy, 2, max_epochs=2)
+    trainer.fit(module, DataLoader(data, 6), DataLoader(data, 4))
+    trainer.validate(module, DataLoader(data, 4), verbose=False)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = load(tmp_path)
+    assert saved["global_step"] == trainer.global_step > 0
+    rebuilt = module.configure_optimizers()
+    if kind is Plateau:
+        optimizers, schedules = [rebuilt["optimizer"]], [rebuilt["lr_scheduler"]]
+    else:
+        optimizers, schedules = rebuilt
+    assert len(saved["optimizer_states"]) == len(optimizers)
+    for optimizer, state in zip(optimizers, saved["optimizer_states"], strict=True):
+        optimizer.load_state_dict(state)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        assert all(optimizer.state[p] for p in parameters)
+    assert len(saved["lr_schedulers"]) == len(schedules)
+    again = make_trainer("auto", 1, max_epochs=3)
+    again.fit(
+        kind(), DataLoader(data, 12), DataLoader(data, 4), ckpt_path=str(tmp_path / "last.ckpt")
+    )
+    assert again.global_step > trainer.global_step
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    content = torch.load(tmp_path / "weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in content and "state_dict" in content
+
+
 def test_an_average_of_the_weights_goes_on_too(tmp_path: Path) -> None:
     ema = partial(callbacks, tmp_path / "a", "ema")
     run("hybrid", Cycle, tmp_path / "a", 2, callbacks=ema())

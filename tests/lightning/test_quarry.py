@@ -13,7 +13,7 @@ from pytorch_lightning.demos.boring_classes import BoringModel, RandomDataset
 from pytorch_lightning.trainer.states import TrainerStatus
 from torch.utils.data import DataLoader, RandomSampler
 
-from tests.lightning.toys import Regression, fit, make_trainer, regression_data
+from tests.lightning.toys import Regression, fit, flat, make_trainer, regression_data
 
 
 class Unused(BoringModel):
@@ -277,3 +277,18 @@ def test_what_callbacks_and_the_module_have_written_down_comes_home(strategy: st
 
 class Early(Notes):
     """A kind of its own, so that the module's does not replace it."""
+
+
+class Fetching(Regression):
+    """The flavour of ``training_step`` that fetches its mini-batches by itself."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, _, _ = next(dataloader_iter)
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+
+def test_a_training_step_may_fetch_its_mini_batches_by_itself() -> None:
+    fetching, trainer = fit("hybrid", 2, 6, Fetching, max_epochs=2)
+    usual, _ = fit("hybrid", 2, 6, max_epochs=2)
+    assert trainer.global_step == 8
+    assert torch.equal(flat(fetching), flat(usual))
