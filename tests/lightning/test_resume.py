@@ -6,6 +6,9 @@ global mini-batch) to a weight of its own, exactly, so a weight of 1/8 has been 
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -408,3 +411,48 @@ def test_a_random_sampler_with_replacement_is_not_drawn_again(tmp_path: Path) ->
     module = Census()
     fitted("hybrid", 2, 4, module, loader, ckpt_path=path)
     assert torch.equal(flat(module), flat(whole))
+
+
+class Interrupting(Callback):
+    """Worker 1 presses Ctrl-C in the middle of an epoch."""
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_rank == 1 and batch_idx == 1:
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.3)  # so that it arrives before the epoch ends
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_after_ctrl_c_each_sample_is_seen_once(
+    policy: str, accumulate: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate}
+    keep = ModelCheckpoint(tmp_path)
+    saving = {"callbacks": [Interrupting(), keep], "enable_checkpointing": True}
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        fitted(policy, 2, 2, Census(), **options, **saving)
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    path = tmp_path / "interrupted.ckpt"
+    seen = weights_in(path) > 0
+    assert int(seen.sum()) > 0
+    assert len(left_in(path)) == N - int(seen.sum())
+    module = Census()
+    fitted(policy, 2, 2, module, ckpt_path=path, **options)
+    once = 1 / (2 * (2 if policy == "hybrid" else 1)) / accumulate
+    values = {round(value / once, 4) for value in module.seen.tolist()}
+    assert values <= {1.0, float(accumulate)}, "an epoch's last accumulation may be a short one"
+    assert torch.equal(module.seen.detach()[seen], weights_in(path)[seen])
+
+
+def test_fetching_ahead_loses_nothing_when_an_iteration_begins_anew() -> None:
+    """Lightning makes the iterator of a second ``fit`` twice, and throws the first away."""
+    trainer = make_trainer("async", 2, max_epochs=1)
+    loader = DataLoader(numbers(), batch_size=4, shuffle=True)
+    trainer.fit(module := Census(), loader)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader)
+    assert torch.equal(module.seen.detach(), torch.full((N,), 3 / 4))
