@@ -67,6 +67,8 @@ def train(
     trainer = pl.Trainer(strategy=strategy, devices=workers, callbacks=[losses], **options | given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        # Workers begin from the seed, as ranks of DDP do; so one process must begin there too.
+        pl.seed_everything(SEED, verbose=False)
         trainer.fit(module, **data)
     return trainer, losses
 
