@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.seed import reset_seed
 from torch.utils.data import DataLoader, DistributedSampler
 
 import hybridtrain  # noqa: F401  (registers the strategies)
@@ -75,8 +74,7 @@ def train(
 
 
 def alone(module: pl.LightningModule, **given: Any) -> tuple[pl.Trainer, Losses]:
-    """Fit it as anybody would, in this process, with the random numbers that every rank gets."""
-    reset_seed()
+    """Fit it as anybody would, in this process."""
     return train(module, "auto", 1, **given)
 
 
