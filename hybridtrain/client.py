@@ -76,6 +76,7 @@ class Client:
     def __init__(self, worker: int, n_workers: int, line: Line) -> None:
         self.worker = worker
         self.n_workers = n_workers
+        self.version = 0  # of the last release
         self.solo = False  # the others have ended: meetings are with oneself
         self._line = line
         self._stop: Stop | None = None
@@ -105,6 +106,7 @@ class Client:
         """Offer the gradient in the row; returns the version to go on from."""
         covers, self._covers = tuple(self._covers), []
         released: Released = self._ask(replace(push, covers=covers), Released)[0]
+        self.version = released.version
         return released
 
     def cover(self, cover: Cover) -> None:

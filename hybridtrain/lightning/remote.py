@@ -18,6 +18,7 @@ from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.client import Client
 from hybridtrain.exchange import Exchange
+from hybridtrain.lightning.buffers import SharedBuffers
 from hybridtrain.lightning.guard import Guard
 from hybridtrain.lightning.parameters import parameters_of, slot_numbers
 from hybridtrain.lightning.state import RemoteState
@@ -67,6 +68,7 @@ class RemoteStep:
         self.manual = False  # the user calls backward, perhaps before ``step(closure)``
         self.weight = 0.0  # samples behind the gradients gathered so far
         self.clip: Clip | None = None
+        self.buffers: SharedBuffers | None = None
         self.version = 0
         self.averaged = False  # the gradients are the mean of all already
         self.pushed = False  # since the mini-batch began
@@ -113,9 +115,13 @@ class RemoteStep:
             repeatable=repeatable,
             state=self._changed_state(),
         )
+        if self.buffers is not None:
+            self.buffers.publish()
         released = self._client.push(push)
         self._exchange.refresh()
         self.state.forget()
+        if self.buffers is not None:
+            self.buffers.adopt()
         self._take_news(released.groups)
         self.trying = released.again
         self.version, self.pushed, self.clip = released.version, True, None

@@ -16,6 +16,7 @@ from hybridtrain.client import Client
 from hybridtrain.exchange import Exchange, HostExchange
 from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.finite import FiniteCheck
+from hybridtrain.lightning.buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
 from hybridtrain.lightning.looking import gradients_are_final
@@ -56,7 +57,8 @@ class Session:
         named = ordered_parameters(module, self._optimizers)
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
-        layout = Layout.of(named)
+        buffers = [] if private_parameters or client.n_workers == 1 else shared(module)
+        layout = Layout.of(named, room_for(buffers))
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
         self._final = gradients_are_final(module.trainer)
         self.averages = not self._final and not private_parameters and client.n_workers > 1
@@ -65,7 +67,8 @@ class Session:
         self._publish()
         client.gather("initial parameters", None)
         self._store.refresh(client.worker)
-        self._share_buffers()
+        self._buffers = SharedBuffers(buffers, self._store, client) if buffers else None
+        self.share_buffers()
         self._exchange = self._make_exchange()
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
         check = FiniteCheck(self._store, client.worker)
@@ -87,15 +90,10 @@ class Session:
         for parameter, slot in zip(self._parameters, self._store.layout.slots, strict=True):
             self._store.master(slot).copy_(parameter)
 
-    @torch.no_grad()
-    def _share_buffers(self) -> None:
-        """Everybody begins with worker 0's buffers."""
-        buffers = dict(self._module.named_buffers())
-        if not buffers or self._client.n_workers == 1:
-            return
-        mine = {k: b.cpu() for k, b in buffers.items()} if self._client.worker == 0 else None
-        for name, value in self._client.gather("buffers", mine)[0].items():
-            buffers[name].copy_(value)
+    def share_buffers(self) -> None:
+        """All have worker 0's buffers now; all must call it."""
+        if self._buffers is not None:
+            self._buffers.meet()
 
     def install(self) -> None:
         """Training begins: the server takes the optimizers over, with the state they have now."""
@@ -131,6 +129,7 @@ class Session:
             step = RemoteStep(
                 optimizer, self._number_of, self._exchange, self._client, self.guard, lockstep
             )
+            step.buffers = self._buffers
             step.manual = not self._module.automatic_optimization
             if self.steps:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged

@@ -213,6 +213,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
             self.barrier("same parameters")  # nobody moves them before all have read them
 
     def on_validation_start(self) -> None:
+        if self._session is not None:
+            self._session.share_buffers()
         if self.is_global_zero:
             self.client.note(Paused())  # all have met: nobody trains any more
 

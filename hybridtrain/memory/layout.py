@@ -40,9 +40,10 @@ class Layout:
 
     slots: tuple[Slot, ...]
     sizes: dict[torch.dtype, int] = field(default_factory=dict)  # dtype -> P
+    state_bytes: int = 0  # room for what else worker 0 shows to the others, twice
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, torch.Tensor]]) -> Layout:
+    def of(cls, named: Iterable[tuple[str, torch.Tensor]], state_bytes: int = 0) -> Layout:
         """Lay the tensors out one behind the other, each dtype in its own buffer."""
         sizes: dict[torch.dtype, int] = {}
         slots = []
@@ -52,7 +53,7 @@ class Layout:
             slots.append(Slot(name, tensor.dtype, offset, tensor.numel(), shape, stride))
             step = ALIGNMENT_BYTES // tensor.element_size()
             sizes[tensor.dtype] = offset + -(-tensor.numel() // step) * step
-        return cls(tuple(slots), sizes)
+        return cls(tuple(slots), sizes, state_bytes)
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -61,7 +61,8 @@ class Store:
                     self._starts[kind, dtype, row] = end
                     end = align(end + size * dtype.itemsize)
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
-        return end
+        self._state = end
+        return end + 2 * align(self.layout.state_bytes)
 
     def _flat(self, kind: str, row: int) -> dict[torch.dtype, torch.Tensor]:
         return {
@@ -124,6 +125,11 @@ class Store:
                 self.master(slot).add_(value - self.parameter(worker, slot))
             else:
                 self.master(slot).copy_(value)
+
+    def state(self, turn: int) -> torch.Tensor:
+        """One of two places for what worker 0 shows to the others, (state_bytes,) uint8."""
+        n_bytes = self.layout.state_bytes
+        return self.arena.tensor(self._state + turn * align(n_bytes), n_bytes, torch.uint8)
 
     def refresh(self, worker: int) -> None:
         """Copy the masters to the worker's own parameters; nothing to do when it reads in place."""

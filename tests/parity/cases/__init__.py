@@ -35,13 +35,7 @@ CASES: dict[str, Case] = {case.id: case for theme in THEMES for case in theme.ca
 # Cases whose feature is still being built; must be empty in the end.
 PENDING: frozenset[str] = frozenset(
     {
-        "modules/BatchNorm",
-        "modules/BatchNorm while accumulating",
-        "modules/a buffer that is not saved",
-        "modules/a queue in a buffer",
-        "callbacks/StochasticWeightAveraging with BatchNorm",
         "logged/validation of 1 samples",
         "loops/predict, all rows",
-        "optimizers/a hook reads the optimizer's state",
     }
 )

@@ -1,0 +1,101 @@
+"""Everybody computes with worker 0's buffers, as under ``DistributedDataParallel``.
+
+There rank 0's buffers (running means, queues, vectors of a power iteration) are broadcast before
+the forward that follows a step. Here worker 0 leaves its own in shared memory before each push, and
+the others take them when they are released. Two places take turns, so that nothing is written where
+somebody may still read: a place is used again two rounds later, and no round ends without those who
+read. A worker that has missed a round finds another round's number there, and waits for the next.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybridtrain.client import Client
+from hybridtrain.memory import Store
+
+Named = list[tuple[dict[str, torch.Tensor | None], str]]  # a module's buffers, and one's name
+
+_ALIGNMENT_BYTES = 64
+
+
+class SharedBuffers:
+    """The buffers of one worker's module, by the names that they have when training begins.
+
+    Args:
+        named: where each is kept, see ``shared``; user code may put other tensors there.
+        store: with room for them, see ``room_for``.
+        client: to the server; knows the version of the last release.
+    """
+
+    def __init__(self, named: Named, store: Store, client: Client) -> None:
+        self._named, self._client = named, client
+        self._version = 0
+        turns = [store.state(turn) for turn in (0, 1)]  # each (room,) uint8, host, shared
+        self._tags = [turn[:8].view(torch.int64) for turn in turns]
+        self._places = [_views(turn, tensors(named)) for turn in turns]
+
+    @torch.no_grad()
+    def meet(self) -> None:
+        """All take worker 0's, wherever they have come from: at the start, before a validation."""
+        mine = tensors(self._named)
+        values = self._client.gather("buffers", [b.cpu() for b in mine] if self._leads else None)[0]
+        for buffer, value in zip(mine, values, strict=True):
+            buffer.copy_(value)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Before a push."""
+        self._version = self._client.version
+        turn = self._version % 2
+        if self._leads:
+            torch._foreach_copy_(self._places[turn], tensors(self._named))
+            self._tags[turn].fill_(self._version + 1)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """After the release."""
+        turn = self._version % 2
+        if not self._leads and int(self._tags[turn]) == self._version + 1:
+            torch._foreach_copy_(tensors(self._named), self._places[turn])
+
+    @property
+    def _leads(self) -> bool:
+        return self._client.worker == 0
+
+
+def shared(module: torch.nn.Module) -> Named:
+    """The buffers that can be shared: dense ones, whose elements lie apart. Each once."""
+    found: dict[int, tuple[dict[str, torch.Tensor | None], str]] = {}
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or buffer.layout != torch.strided:
+                continue
+            if buffer.numel() < 2 or 0 not in buffer.stride():
+                found.setdefault(id(buffer), (part._buffers, name))
+    return list(found.values())
+
+
+def tensors(named: Named) -> list[torch.Tensor]:
+    """Those that are there now."""
+    found = [buffers[name] for buffers, name in named]
+    return [buffer for buffer in found if buffer is not None]
+
+
+def room_for(named: Named) -> int:
+    """Bytes that one copy of the buffers takes, its number included; 0 if there are none."""
+    return _ALIGNMENT_BYTES + sum(map(_room, tensors(named))) if named else 0
+
+
+def _room(buffer: torch.Tensor) -> int:
+    n_bytes = buffer.numel() * buffer.element_size()
+    return -(-n_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+def _views(flat: torch.Tensor, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+    views, start = [], _ALIGNMENT_BYTES
+    for buffer in buffers:
+        stop = start + buffer.numel() * buffer.element_size()
+        views.append(flat[start:stop].view(buffer.dtype).view(buffer.shape))
+        start += _room(buffer)
+    return views
