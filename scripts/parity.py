@@ -123,8 +123,8 @@ def words(row: Row) -> str:
 
 def summary(rows: Sequence[Row], seconds: float) -> str:
     """Counts in one sentence."""
-    counts = Counter(str(row.grade) for row in rows if row.union is None)
-    unions = Counter(str(row.union) for row in rows if row.union is not None)
+    counts = Counter(str(row.grade) for row in rows if row.union is None and row.good)
+    unions = Counter(str(row.union) for row in rows if row.union is not None and row.good)
     n_cases = len({row.case.id for row in rows})
     bad = sum(not row.good for row in rows)
     parts = [f"{n} {grade}" for grade, n in sorted(counts.items())]

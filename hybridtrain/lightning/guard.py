@@ -82,6 +82,8 @@ class Guard:
         Raises:
             NotFinite: if they may not, and the user wants to end there.
         """
+        if not numbers:  # no optimizer, or an empty one
+            return True
         if self._scaled:  # an overflow is the scaler's daily bread, and it skips the step itself
             return True
         offender = self._check.offender(numbers, absent, packed)

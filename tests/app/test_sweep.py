@@ -15,7 +15,7 @@ from tests.app.conftest import Command, summary
 from tests.app.tiny import TINY, N
 
 
-def test_a_sweep_over_strategies_and_devices_trains_every_sample_once_per_epoch(
+def test_trap_16_a_sweep_over_devices_trains_every_sample_once_per_epoch(
     command: Command, tmp_path: Path
 ) -> None:
     diaries = [tmp_path / f"diary{i}" for i in range(4)]

@@ -315,7 +315,7 @@ def test_workers_leave_signals_to_their_parent(tmp_path: Path) -> None:
     assert parent.wait() == 100 + signal.SIGINT
 
 
-def test_no_worker_survives_a_parent_that_is_killed(tmp_path: Path) -> None:
+def test_trap_17_no_worker_survives_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent = Parent(bodies.hang, tmp_path, grace_s=60)
     parent.kill(signal.SIGKILL)
     assert parent.wait() == -signal.SIGKILL

@@ -139,7 +139,7 @@ class SometimesLooking(Sometimes):
 
 @pytest.mark.parametrize("module", [Sometimes, SometimesLooking])
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
-def test_a_training_step_that_returns_none_abstains(strategy: str, module: Any) -> None:
+def test_trap_18_a_training_step_that_returns_none_abstains(strategy: str, module: Any) -> None:
     trained, trainer = fit(strategy, 2, 6, module, max_epochs=2)
     assert trainer.world_size == 2
     assert not torch.equal(flat(trained), flat(fresh()))

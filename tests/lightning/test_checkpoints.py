@@ -83,7 +83,7 @@ def test_a_run_may_go_on_with_other_workers_or_another_strategy(tmp_path: Path) 
         assert distance(resumed, whole) < 1e-6
 
 
-def test_schedules_and_groups_survive(tmp_path: Path) -> None:
+def test_trap_07_schedules_and_groups_survive(tmp_path: Path) -> None:
     def schedule(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
 

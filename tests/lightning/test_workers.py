@@ -219,7 +219,7 @@ def test_fit_twice_on_one_trainer_goes_on_where_it_ended() -> None:
     assert not torch.equal(flat(module), first)
 
 
-def test_no_process_group_and_no_port() -> None:
+def test_trap_01_no_process_group_and_no_port() -> None:
     class Looking(Regression):
         def on_train_start(self) -> None:
             assert not torch.distributed.is_initialized()
@@ -227,7 +227,7 @@ def test_no_process_group_and_no_port() -> None:
     fit("hybrid", 2, 6, Looking, max_epochs=1)
 
 
-def test_async_global_step_counts_the_updates_of_all_workers() -> None:
+def test_trap_19_async_global_step_counts_the_updates_of_all_workers() -> None:
     class Steps(Callback):
         def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
             assert trainer.global_step == 12 * (trainer.current_epoch + 1), "in every worker"

@@ -285,7 +285,13 @@ class Tuned(Net):
 add("LambdaCallback", lambdas)
 add("a callback's own state", Memory, trainer=saving)
 add("configure_callbacks", module=Brings)
-add("BasePredictionWriter", Writer, act=predict, ignore=("returned*",))  # nothing, under DDP
+add(
+    "BasePredictionWriter",
+    Writer,
+    act=predict,
+    facets=("*.hooks", "callback_metrics*"),
+    reason="equal are hooks; each worker predicts a stretch of the data set, DDP every W-th sample",
+)
 add(
     "LearningRateFinder",
     lambda: plc.LearningRateFinder(num_training_steps=8),

@@ -163,8 +163,9 @@ class Transposed(nn.Module):
 
 
 add("float64 parameters", partial(Net, net=partial(Cast, torch.float64)))
-add("bfloat16 parameters", partial(Net, net=partial(Cast, torch.bfloat16)))
-add("parameters of three dtypes", partial(Net, net=Mixed), wide=True)
+# Three bfloat16 gradients, each rounded to 8 bits: DDP divides them before it adds, the host after.
+add("bfloat16 parameters", partial(Net, net=partial(Cast, torch.bfloat16)), rtol=5e-2)
+add("parameters of three dtypes", partial(Net, net=Mixed), rtol=5e-2, wide=True)
 add("complex parameters", partial(Net, net=Complex))
 add("convolutions", partial(Net, net=partial(Convolutions, False)))
 add("channels_last", partial(Net, net=partial(Convolutions, True)))
