@@ -49,8 +49,8 @@ class Collectives:
             self._client.gather(f"barrier {name}", None)
 
     def broadcast(self, obj: T, src: int) -> T:
-        """Worker ``src``'s object, for everybody."""
-        if self.local:
+        """Worker ``src``'s object, for everybody; for one who is left alone, his own."""
+        if self.local or self._client.solo:
             return obj
         mine = obj if self._client.worker == src else None
         return self._client.gather("broadcast", mine)[src]

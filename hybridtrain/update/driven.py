@@ -85,7 +85,8 @@ class Driven(WholeParameters):
     def _remember(self) -> list[torch.Tensor]:
         """A copy of the parameters, in memory that is kept."""
         self._before = self._before or [torch.empty_like(p) for p in self._parameters]
-        torch._foreach_copy_(self._before, self._parameters)
+        if self._before:  # Lightning's mock optimizer has no parameters
+            torch._foreach_copy_(self._before, self._parameters)
         return self._before
 
     def _unmoved(self, before: list[torch.Tensor]) -> bool:
