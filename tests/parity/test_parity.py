@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity.case import Case
 from tests.parity.cases import CASES, PENDING
@@ -34,6 +35,8 @@ def _marks(case: Case, by_default: bool) -> list[pytest.MarkDecorator]:
 def test_the_strategy_gives_what_the_reference_gives(
     harness: Harness, case: Case, strategy: str, workers: int
 ) -> None:
+    if case.gpu and torch.cuda.device_count() < workers:
+        pytest.skip(f"needs {workers} CUDA devices")
     harness.check_end(Job(case, case.versus, workers))
     harness.check_end(Job(case, strategy, workers))
     verdict = harness.verdict(case, strategy, workers, case.versus)
