@@ -182,8 +182,8 @@ strategy, that sees the union of the mini-batches. With three workers DDP adds i
 Cases for CUDA (`tests/parity/cases/precision.py`) need as many GPUs as workers and are not in the
 table. Not compared are times, the versions of libraries, and our one key in a checkpoint.
 Wider tolerances: bfloat16 1e-2 to 5e-2, L-BFGS with line search 1e-3. Against the union only
-weights, optimizer and scheduler states and counters are compared, because a mini-batch's loss is another
-one there. What else a case leaves out is written in it (`facets`, `ignore`).
+weights, optimizer and scheduler states and counters are compared, because a mini-batch's loss is
+another one there. What else a case leaves out is written in it (`facets`, `ignore`).
 """
 TRAPS = """## Traps
 
