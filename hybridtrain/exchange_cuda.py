@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchange import elements, has_later_hooks, tells_writes
+from hybridtrain.exchange import Exchange, HostExchange, elements, has_later_hooks, tells_writes
 from hybridtrain.memory import Packed, Store, pack
 from hybridtrain.messages import Writes
 
@@ -68,6 +68,14 @@ class CudaStreams:
                 f"{self._device} (CUDA error {code}); raise the limit of locked memory "
                 "(ulimit -l), use fewer workers, or a smaller model"
             )
+
+
+def open_exchange(
+    parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
+) -> Exchange:
+    """The one for the device that the parameters lie on."""
+    kind = CudaExchange if parameters[0].is_cuda else HostExchange
+    return kind(parameters, store, worker, eager)
 
 
 class CudaExchange:

@@ -84,7 +84,8 @@ class Cover(NamedTuple):
 class Push:
     """My contribution lies in my row; step optimizer number ``optimizer``.
 
-    ``weight`` is the number of samples behind the gradient (0 abstains); ``absent`` the numbers of
+    ``weight`` is what the gradient counts for, in samples (0 abstains), ``samples`` how many are
+    behind it, if that is another number; ``absent`` the numbers of
     the parameters that got no gradient; ``groups`` the hyper-parameters of each parameter group
     that have changed since the worker's last push; ``averaged``: the gradient is already the mean
     of all (perhaps changed since, by everybody alike), so one row stands for all; ``writes``:
@@ -106,6 +107,7 @@ class Push:
     groups: tuple[dict[str, Any], ...] | None = None
     clip: Clip | None = None
     averaged: bool = False
+    samples: float | None = None
     writes: Writes = field(default_factory=dict)
     fault: str = ""
     veto: bool = False

@@ -58,7 +58,8 @@ class Rounds:
         self._pushes[worker] = push
         # A mini-batch that several optimizers or evaluations use is counted by the first of them.
         first = push.optimizer == 0 and self.optimizers.under_way is None
-        self._ledger.pushed(worker, push.weight if first else 0.0, push.fault)
+        samples = push.weight if push.samples is None else push.samples
+        self._ledger.pushed(worker, samples if first else 0.0, push.fault)
         freed: Replies = [*self._averaging.busy(worker, self.store)]
         return freed + self._obey(Pushed(worker))
 

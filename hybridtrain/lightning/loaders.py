@@ -147,8 +147,8 @@ class Loaders:
     def _scales(self) -> Scales:
         return Scales(self._trainer.lightning_module, self._options.num_samples_key)
 
-    def weigh(self, batch: Any) -> float:
-        """Samples in the mini-batch that begins.
+    def weigh(self, batch: Any) -> tuple[float, float | None]:
+        """Samples in the mini-batch that begins, and in those of all workers, if that is known.
 
         Raises:
             UserError: if nobody can tell.
@@ -158,8 +158,12 @@ class Loaders:
         known = [weight for weight in weights if weight is not None]
         sure = len(known) == len(portions) > 0
         if batch is None and not sure:
-            return 1.0  # training_step(dataloader_iter) fetches by itself, in a moment
-        return self._scales.weigh(batch, sum(known) if sure else None)
+            return 1.0, None  # training_step(dataloader_iter) fetches by itself, in a moment
+        planned = sum(known) if sure else None
+        weight = self._scales.weigh(batch, planned)
+        # What others have in this step is known in samples, not in what the user counts.
+        in_step = len(portions) == 1 and portions[0] is not None and weight == planned
+        return weight, portions[0].together if in_step and portions[0] else None
 
     def commit(self) -> None:
         """A step has been made with the mini-batches since the last one."""

@@ -66,7 +66,8 @@ class RemoteStep:
         self.number = 0  # which of the module's optimizers
         self.trying = False  # a point that the optimizer only tries, where infinity is an answer
         self.manual = False  # the user calls backward, perhaps before ``step(closure)``
-        self.weight = 0.0  # samples behind the gradients gathered so far
+        self.weight = 0.0  # what the gradients gathered so far count for, in samples
+        self.samples = 0.0  # behind them
         self.clip: Clip | None = None
         self.buffers: SharedBuffers | None = None
         self.version = 0
@@ -106,6 +107,7 @@ class RemoteStep:
             self._changed_groups(whole=members is not None),
             self.clip,
             self.averaged,
+            samples=self.samples if weight > 0 else 0.0,
             writes=self._exchange.writes(),
             fault=self._guard.pop_fault(),
             veto=self._guard.veto,

@@ -46,7 +46,8 @@ class Portion:
     """One mini-batch as the sampler has planned it.
 
     ``weight`` in samples, ``None``: look at the mini-batch itself; ``batches`` and ``done`` of the
-    lap, mini-batches and positions, this one included; ``cover``: where it was drawn from.
+    lap, mini-batches and positions, this one included; ``cover``: where it was drawn from;
+    ``together``: samples that all workers have in this step, where they go in step.
     """
 
     weight: float | None
@@ -54,6 +55,7 @@ class Portion:
     batches: int
     done: int = 0
     cover: Cover | None = None
+    together: float | None = None
 
 
 class EpochSampler(Sampler[int]):
@@ -113,10 +115,18 @@ class EpochSampler(Sampler[int]):
             return self.order, begun.spans, begun.batches
         return self.order, ((0, len(self.order)),), 0
 
-    def _plan_next(self, n_samples: int, batches: int, done: int, cover: Cover | None) -> None:
+    def _plan_next(
+        self,
+        n_samples: int,
+        batches: int,
+        done: int,
+        cover: Cover | None,
+        together: int | None = None,
+    ) -> None:
         unknown = self.plan.items_are_batches and n_samples > 0
         weight = None if unknown else float(n_samples)
-        self._planned.append(Portion(weight, self._lap, batches, done, cover))
+        known = None if self.plan.items_are_batches or together is None else float(together)
+        self._planned.append(Portion(weight, self._lap, batches, done, cover, known))
 
     def next_portion(self) -> Portion | None:
         """Training has got the next mini-batch; ``None``: it was not planned here."""
@@ -191,7 +201,8 @@ class ShareSampler(EpochSampler):
         whole = sum(self.plan.sizes)
         for number, places in enumerate(self._shares(len(todo)), 1):
             done = min(number * whole, len(todo))
-            self._plan_next(len(places), batches + number, done, None)
+            together = done - (number - 1) * whole
+            self._plan_next(len(places), batches + number, done, None, together)
             share = [order[todo[place]] for place in places]
             yield from share or filler(order, self.batch_size)
         self._ended = True

@@ -13,9 +13,9 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.client import Client
-from hybridtrain.exchange import Exchange, HostExchange
-from hybridtrain.exchange_cuda import CudaExchange
+from hybridtrain.exchange_cuda import open_exchange
 from hybridtrain.finite import FiniteCheck
+from hybridtrain.lightning.accumulation import Accumulation
 from hybridtrain.lightning.buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
@@ -69,18 +69,12 @@ class Session:
         self._store.refresh(client.worker)
         self._buffers = SharedBuffers(buffers, self._store, client) if buffers else None
         self.share_buffers()
-        self._exchange = self._make_exchange()
+        self._exchange = open_exchange(self._parameters, self._store, client.worker, self._final)
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
         check = FiniteCheck(self._store, client.worker)
         self.guard = Guard(on_fault, check, layout, module.trainer)
-        self._batch_weight = 0.0
+        self._batch = Accumulation()
         self.steps: list[RemoteStep] = []
-
-    def _make_exchange(self) -> Exchange:
-        worker = self._client.worker
-        if self._parameters[0].is_cuda:
-            return CudaExchange(self._parameters, self._store, worker, self._final)
-        return HostExchange(self._parameters, self._store, worker, self._final)
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -133,6 +127,7 @@ class Session:
             step.manual = not self._module.automatic_optimization
             if self.steps:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
+                step.samples = self.steps[0].samples
             optimizer.state = step.state  # the server's now
             optimizer.step = step  # type: ignore[method-assign]
         step.number = number
@@ -172,14 +167,26 @@ class Session:
         self._exchange.refresh()
         return version
 
-    def begin_batch(self, batch: Any, weight: float) -> None:
-        """A mini-batch of so many samples begins; their gradients add up until the next step."""
+    def begin_batch(self, batch: Any, samples: float, together: float | None) -> None:
+        """A mini-batch begins; gradients add up until the next step.
+
+        Args:
+            batch: as the user's module will see it.
+            samples: in it.
+            together: samples of all workers in this step, if that is known.
+        """
         used = any(step.pushed for step in self.steps)
+        first = used or all(step.weight == 0 for step in self.steps)
         self.guard.begin(batch, used)
+        self._batch.begin(samples, together if self._module.automatic_optimization else None, first)
         for step in self.steps:
-            step.weight = weight if used else step.weight + weight
+            step.weight = self._batch.weight + (0.0 if first else step.weight)
+            step.samples = self._batch.samples + (0.0 if first else step.samples)
             step.pushed, step.averaged = False, self.averages
-        self._batch_weight = weight
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the mini-batch as it is to count among those that are accumulated."""
+        return loss if self._batch.scale == 1.0 else loss * self._batch.scale
 
     def optimizer_step(self, number: int, run: Callable[[], Any]) -> Any:
         """Let Lightning step one; where workers run freely, others have stepped meanwhile."""
@@ -230,7 +237,8 @@ class Session:
         What earlier mini-batches have accumulated still counts.
         """
         for step in self.steps:
-            step.weight -= self._batch_weight
+            step.weight -= self._batch.weight
+            step.samples -= self._batch.samples
         if self.averages and self.steps[0].weight > 0 and not self._accumulates():
             self.average()  # there will be no backward to do it
 
@@ -262,7 +270,7 @@ class Session:
 
     def _weigh_nothing(self) -> None:
         for step in self.steps:
-            step.weight = 0.0
+            step.weight = step.samples = 0.0
 
     def take_over(self, plugin: Any) -> None:
         """Where nobody looks, the server clips what it has merged; else all get the mean first.

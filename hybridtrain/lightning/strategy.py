@@ -178,14 +178,15 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self, closure_loss: torch.Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         assert self._session is not None
-        run = partial(super().backward, closure_loss, optimizer, *args, **kwargs)
+        scaled = self._session.scaled(closure_loss)
+        run = partial(super().backward, scaled, optimizer, *args, **kwargs)
         return self._session.backward(run, closure_loss)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
         self.collectives.local, self._abstains = not self.policy.lockstep, False
-        self.collectives.weight = self._loaders.weigh(batch)
-        self._session.begin_batch(batch, self.collectives.weight)
+        self.collectives.weight, together = self._loaders.weigh(batch)
+        self._session.begin_batch(batch, self.collectives.weight, together)
 
     def optimizer_step(
         self,

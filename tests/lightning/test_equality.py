@@ -195,3 +195,23 @@ def test_spawned_workers_give_the_same_bits_as_forked_ones() -> None:
     forked, _ = fit(HybridStrategy(start_method="fork"), 2, 6, SpawnRegression)
     spawned, _ = fit(HybridStrategy(start_method="spawn"), 2, 6, SpawnRegression)
     assert torch.equal(flat(forked), flat(spawned))
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("n", [45, 41, 37])
+@pytest.mark.parametrize("looks", [False, True])
+def test_accumulated_batches_of_uneven_shares_equal_one_worker_that_sees_the_union(
+    looks: bool, n: int, workers: int
+) -> None:
+    """One process weighs the mini-batches of a window alike, however few samples the last has."""
+
+    class Looking(Regression):
+        def on_after_backward(self) -> None:
+            self.seen = self.net[0].weight.grad.norm()
+
+    data, module = regression_data(n, torch.float64), Looking if looks else Regression
+    options: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": "64-true"}
+    one, _ = fit("hybrid", 1, 12, module, data, **options)
+    many, trainer = fit("hybrid", workers, 12 // workers, module, data, **options)
+    assert distance(one, many) < 1e-12
+    assert trainer.strategy.run_stats()["samples"] == 3 * n
