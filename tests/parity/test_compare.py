@@ -68,7 +68,7 @@ def test_what_is_missing_differs() -> None:
     assert compare({}, THEIRS, ["*"], [], 1e-4).grade == Grade.DIFFERS
 
 
-def test_nothing_is_pending_and_names_are_unique() -> None:
+def test_every_theme_has_put_its_cases_in() -> None:
     assert len(CASES) > 250
 
 
