@@ -133,7 +133,7 @@ def test_it_runs_asynchronously_too(
         ({"plugins": [MixedPrecision("bf16-mixed", "cpu")]}, torch.float32),
         ({"plugins": [DoublePrecision()]}, torch.float64),
     ],
-    ids=str,
+    ids=["bf16-true", "16-true", "bf16-mixed", "mixed plugin", "double plugin"],
 )
 def test_precision_is_that_of_one_process_on_the_union(
     options: dict[str, Any], dtype: torch.dtype
@@ -337,7 +337,7 @@ def test_finding_a_batch_size_is_for_one_process(
         ({"overfit_batches": 0.5}, "overfit_batches=0.5 was given"),
         ({"callbacks": [LearningRateFinder()]}, "search for the learning rate"),
     ],
-    ids=str,
+    ids=["every 2", "every half", "every minute", "half of it", "overfit", "finder"],
 )
 def test_what_free_running_workers_cannot_do(
     options: dict[str, Any], match: str, monkeypatch: pytest.MonkeyPatch
