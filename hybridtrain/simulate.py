@@ -37,6 +37,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from hybridtrain.command import command
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
 from hybridtrain.worlds.service import SHAPES, ServiceTimes
@@ -261,18 +262,7 @@ def run(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, or 2 after one line on standard error."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if {"-h", "--help"} & set(given):
-        print(__doc__)
-        return 0
-    try:
-        run(given)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return command(run, __doc__, arguments)
 
 
 if __name__ == "__main__":

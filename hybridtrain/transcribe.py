@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from hybridtrain.command import command
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.decode import Decoder, DecoderOptions, build_decoder
@@ -130,18 +131,8 @@ def run(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line: 0, or 2 after one line on standard error."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if not given or {"-h", "--help"} & set(given):
-        print(__doc__)
-        return 0
-    try:
-        run(given)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    given = sys.argv[1:] if arguments is None else arguments
+    return command(run, __doc__, given or ["--help"])
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import torch
 
 from hybridtrain.client import Client
 from hybridtrain.memory import Store
+from hybridtrain.memory.arena import align
+
+_TAG_BYTES = align(8)  # the version, before the buffers
 
 Named = list[tuple[dict[str, torch.Tensor | None], str]]  # a module's buffers, and one's name
-
-_ALIGNMENT_BYTES = 64
 
 
 class SharedBuffers:
@@ -84,18 +85,13 @@ def tensors(named: Named) -> list[torch.Tensor]:
 
 def room_for(named: Named) -> int:
     """Bytes that one copy of the buffers takes, its number included; 0 if there are none."""
-    return _ALIGNMENT_BYTES + sum(map(_room, tensors(named))) if named else 0
-
-
-def _room(buffer: torch.Tensor) -> int:
-    n_bytes = buffer.numel() * buffer.element_size()
-    return -(-n_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return _TAG_BYTES + sum(align(b.nbytes) for b in tensors(named)) if named else 0
 
 
 def _views(flat: torch.Tensor, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
-    views, start = [], _ALIGNMENT_BYTES
+    views, start = [], _TAG_BYTES
     for buffer in buffers:
-        stop = start + buffer.numel() * buffer.element_size()
+        stop = start + buffer.nbytes
         views.append(flat[start:stop].view(buffer.dtype).view(buffer.shape))
-        start += _room(buffer)
+        start = align(stop)
     return views

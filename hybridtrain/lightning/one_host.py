@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 from hybridtrain.errors import UserError
@@ -35,12 +36,12 @@ class OneHost:
     _lightning_module = TakesCompiled()
 
     @property
-    def world_size(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def world_size(self) -> int: ...
 
     @property
-    def global_rank(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def global_rank(self) -> int: ...
 
     def remember_training(self, parts: dict[str, Any]) -> None:
         """The calling process has no optimizers of its own; its checkpoints have their states."""
