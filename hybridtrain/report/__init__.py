@@ -1,17 +1,53 @@
 """Self-contained pages: figures, tables and text in one file, for a phone and without a network."""
 
-from hybridtrain.report.charts import Series, bar_chart, line_chart, picture
-from hybridtrain.report.page import figure, heading, page, paragraph, table, write
+from hybridtrain.report.charts import (
+    Bars,
+    Series,
+    Style,
+    bar_chart,
+    length_chart,
+    line_chart,
+    picture,
+    style,
+)
+from hybridtrain.report.page import (
+    Part,
+    Row,
+    code,
+    details,
+    figure,
+    figures,
+    heading,
+    legend,
+    link,
+    note,
+    page,
+    paragraph,
+    table,
+    write,
+)
 
 __all__ = [
+    "Bars",
+    "Part",
+    "Row",
     "Series",
+    "Style",
     "bar_chart",
+    "code",
+    "details",
     "figure",
+    "figures",
     "heading",
+    "legend",
+    "length_chart",
     "line_chart",
+    "link",
+    "note",
     "page",
     "paragraph",
     "picture",
+    "style",
     "table",
     "write",
 ]

@@ -1,6 +1,8 @@
 """Drawings as SVG text, to be put into a page; needs matplotlib (extra ``report``).
 
-The same figures give the same text, so that pages can be compared.
+The same figures give the same text, so that pages can be compared. Lines differ in colour and in
+dashes; the colours are those of Okabe and Ito (Color Universal Design, 2008), which everybody can
+tell apart, without the yellow, which is hard to see on white.
 """
 
 from __future__ import annotations
@@ -8,10 +10,44 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any
 
 from hybridtrain.errors import UserError
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F5539")
+DASHES = ((), (6, 2), (2, 2), (6, 2, 2, 2), (10, 3), (1, 3), (4, 1, 1, 1, 1, 1), (8, 2, 2, 2, 2, 2))
+SIZE_INCHES = (4.6, 3.1)  # small: letters are still legible at the width of a phone
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",  # letters stay letters
+    "svg.hashsalt": "hybridtrain",
+    "text.parse_math": False,  # a dollar sign in a name is one
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e0e0e0",
+    "grid.linewidth": 0.6,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How a line looks, in a figure and in its legend. ``rest``: one of many, in the background."""
+
+    colour: str
+    dashes: tuple[int, ...] = ()
+    rest: bool = False
+
+
+REST = Style("#b5b5b5", rest=True)
+
+
+def style(number: int) -> Style:
+    """The look of the line of this number; from the ninth on all look alike."""
+    return Style(COLOURS[number], DASHES[number]) if number < len(COLOURS) else REST
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +57,16 @@ class Series:
     label: str
     x: Sequence[float]
     y: Sequence[float]
+    style: Style | None = None  # else by its place
+
+
+@dataclass(frozen=True, slots=True)
+class Bars:
+    """Horizontal bars, the first on top: names, lengths (None: not known) and looks."""
+
+    names: Sequence[str]
+    lengths: Sequence[float | None]
+    styles: Sequence[Style] = field(default_factory=tuple)
 
 
 def line_chart(
@@ -31,38 +77,105 @@ def line_chart(
     xlog: bool = False,
     ylog: bool = False,
     marks: bool = False,
+    legend: bool = True,
+    fit_y: bool = False,
 ) -> str:
-    """Lines on the same axes. ``marks``: show the points themselves."""
+    """Lines on the same axes.
+
+    Args:
+        marks: show the points themselves; a single point always is.
+        legend: draw one, where there are several lines (else the page has it).
+        fit_y: let the ordinate show only what is needed, instead of everything from 0.
+    """
 
     def draw(axes: Any) -> None:
-        for each in series:
-            axes.plot(each.x, each.y, "o-" if marks else "-", label=each.label, markersize=4)
+        for number, each in enumerate(series):
+            _line(axes, each, each.style or style(number), marks)
         axes.set(
             xlabel=xlabel,
             ylabel=ylabel,
             xscale="log" if xlog else "linear",
             yscale="log" if ylog else "linear",
         )
-        if not ylog and all(value >= 0 for each in series for value in each.y):
+        positive = all(value >= 0 for each in series for value in each.y)
+        if not ylog and not fit_y and positive:
             axes.set_ylim(bottom=0)
 
-    return picture(draw, legend=len(series) > 1)
+    return picture(draw, legend=legend and len(series) > 1)
 
 
-def bar_chart(series: Sequence[Series], xlabel: str, ylabel: str) -> str:
+def _line(axes: Any, each: Series, look: Style, marks: bool) -> None:
+    axes.plot(
+        each.x,
+        each.y,
+        color=look.colour,
+        linestyle=(0, look.dashes) if look.dashes else "-",
+        linewidth=0.8 if look.rest else 1.7,
+        marker="o" if marks or len(each.x) == 1 else "",
+        markersize=3.5,
+        zorder=1 if look.rest else 2,
+        label=each.label,
+    )
+
+
+def bar_chart(
+    series: Sequence[Series], xlabel: str, ylabel: str, *, legend: bool = True
+) -> str:
     """A histogram of each: outlines, so that several can be told apart on the same axes."""
 
     def draw(axes: Any) -> None:
-        for each in series:
-            axes.step(each.x, each.y, where="mid", label=each.label)
-            axes.fill_between(each.x, each.y, step="mid", alpha=0.15)
+        for number, each in enumerate(series):
+            look = each.style or style(number)
+            dashes = (0, look.dashes) if look.dashes else "-"
+            axes.step(
+                each.x, each.y, where="mid", label=each.label, color=look.colour, linestyle=dashes
+            )
+            axes.fill_between(each.x, each.y, step="mid", alpha=0.12, color=look.colour)
         axes.set(xlabel=xlabel, ylabel=ylabel)
         axes.set_ylim(bottom=0)
+        axes.locator_params(axis="x", integer=True)
 
-    return picture(draw, legend=len(series) > 1)
+    return picture(draw, legend=legend and len(series) > 1)
 
 
-def picture(draw: Callable[[Any], None], legend: bool = False) -> str:
+def length_chart(bars: Bars, xlabel: str) -> str:
+    """Horizontal bars with their names and numbers, as many as there are."""
+    known = [x or 0.0 for x in bars.lengths]
+    places = range(len(known))
+
+    def draw(axes: Any) -> None:
+        colours = [x.colour for x in bars.styles] or COLOURS[0]
+        axes.barh(places, known, color=colours, height=0.7)
+        for place, length in enumerate(bars.lengths):
+            text = "not known" if length is None else f"{length:,.4g}"
+            at = (known[place], place)
+            axes.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.set_yticks(places, [shortened(x, 18) for x in bars.names])
+        axes.invert_yaxis()
+        axes.set(xlabel=xlabel, xlim=(0, max(known, default=0.0) * 1.25 or 1.0))
+        axes.grid(axis="y", visible=False)
+
+    return picture(draw, size_inches=(SIZE_INCHES[0], 0.8 + 0.28 * len(known)))
+
+
+def shortened(text: str, length: int) -> str:
+    """At most ``length`` letters; the middle is left out."""
+    if len(text) <= length:
+        return text
+    half = (length - 1) // 2
+    return f"{text[:half]}…{text[len(text) - (length - 1 - half) :]}"
+
+
+def can_draw() -> bool:
+    """Whether there is a matplotlib."""
+    return find_spec("matplotlib") is not None
+
+
+def picture(
+    draw: Callable[[Any], None],
+    legend: bool = False,
+    size_inches: tuple[float, float] = SIZE_INCHES,
+) -> str:
     """What ``draw`` puts on a matplotlib ``Axes``, as SVG.
 
     Raises:
@@ -75,14 +188,13 @@ def picture(draw: Callable[[Any], None], legend: bool = False) -> str:
         raise UserError(
             "pages with figures need matplotlib, which is not installed; pip install matplotlib"
         ) from error
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "hybridtrain", "font.size": 11}):
-        made = Figure(figsize=(7, 4), layout="constrained")
+    with rc_context(_SETTINGS):
+        made = Figure(figsize=size_inches)
         axes = made.subplots()
         draw(axes)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
         if legend:
             axes.legend(frameon=False, fontsize=9)
+        made.set_layout_engine("tight", pad=0.4)
         buffer = io.StringIO()
         made.savefig(buffer, format="svg", metadata={"Date": None})
     return _inline(buffer.getvalue())

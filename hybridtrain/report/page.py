@@ -1,77 +1,215 @@
 """One HTML file that needs nothing else: no script, no font, no image from anywhere.
 
 A page is a title and parts; each part is made by one of the functions below, which escape whatever
-they are given. Wide tables scroll on their own, so that the page itself fits a phone.
+they are given that is not a ``Part``, so that no value of a configuration can become a tag. Wide
+tables scroll on their own, so that the page itself fits a phone.
 """
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import NewType
+from urllib.parse import quote
 
 from hybridtrain.errors import UserError
-
-Part = NewType("Part", str)  # a piece of HTML, escaped already
+from hybridtrain.report.charts import Style
 
 _STYLE = """
-:root { color-scheme: light dark; }
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; line-height: 1.2; } h2 { font-size: 1.15rem; margin-top: 2rem; }
-figure { margin: 1rem 0; } figcaption { font-size: .9rem; opacity: .8; }
-figure svg { width: 100%; height: auto; background: #fff; border-radius: .3rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .25rem .7rem .25rem 0; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
-thead th { border-bottom: 1px solid; } tbody tr + tr td { border-top: 1px solid #8884; }
+:root { color-scheme: light; }
+* { box-sizing: border-box; }
+body { font: 1rem/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; color: #1a1a1a;
+  background: #fff; max-width: 76rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0 0 .25rem; overflow-wrap: anywhere; }
+h2 { font-size: 1.2rem; margin: 2rem 0 .5rem; border-bottom: 1px solid #bbb; }
+h3 { font-size: 1rem; margin: 1.5rem 0 .5rem; }
+p { margin: .5rem 0; max-width: 48rem; overflow-wrap: anywhere; }
+a { color: #0b57a4; }
+code { font-size: .9em; overflow-wrap: anywhere; }
+.sub { color: #555; margin: 0 0 1rem; }
+.note { background: #fff7e0; border-left: 4px solid #c98a00; padding: .4rem .75rem; }
+.wide { overflow-x: auto; margin: .5rem 0 1rem; border: 1px solid #ddd; }
+table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .3rem .6rem; text-align: right; vertical-align: top; white-space: nowrap; }
+th { background: #f2f2f2; }
+th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff;
+  white-space: normal; overflow-wrap: anywhere; min-width: 6rem; max-width: 14rem; }
+th:first-child { background: #f2f2f2; }
+td.text, th.text { text-align: left; }
+td.long { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 14rem; }
+tbody tr + tr td { border-top: 1px solid #e4e4e4; }
+tr.bad td { color: #9b1c1c; }
+.figures { display: grid; gap: 1.5rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); }
+figure { margin: 1rem 0; max-width: 40rem; min-width: 0; }
+.figures figure { margin: 0; }
+figure > svg { display: block; width: 100%; height: auto; }
+figcaption { font-size: .875rem; font-weight: 600; color: #333; }
+ul.legend { list-style: none; display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin: .25rem 0 0;
+  padding: 0; font-size: .8125rem; }
+ul.legend li { display: flex; align-items: center; gap: .35rem; overflow-wrap: anywhere; }
+ul.legend svg { flex: none; }
+details { margin: .5rem 0; }
+summary { cursor: pointer; }
 """
 
 
-def heading(text: str) -> Part:
+class Part(str):
+    """A piece of HTML, escaped already."""
+
+    __slots__ = ()
+
+
+Content = Part | str | float | None  # what can stand in a sentence or a cell; None: not known
+
+
+def heading(text: str, level: int = 2) -> Part:
     """The beginning of a section."""
-    return Part(f"<h2>{escape(text)}</h2>")
+    return Part(f"<h{level}>{escape(text)}</h{level}>")
 
 
-def paragraph(text: str) -> Part:
-    """Plain text."""
-    return Part(f"<p>{escape(text)}</p>")
+def paragraph(*contents: Content) -> Part:
+    """Plain text, links and code, one after the other."""
+    return Part(f"<p>{''.join(map(_html, contents))}</p>")
 
 
-def figure(svg: str, caption: str = "") -> Part:
-    """A drawing of :mod:`hybridtrain.report.charts`, as wide as the page."""
-    below = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
-    return Part(f"<figure>{svg}{below}</figure>")
+def note(*contents: Content) -> Part:
+    """A paragraph that must not be overlooked."""
+    return Part(f'<p class="note">{"".join(map(_html, contents))}</p>')
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> Part:
-    """One line per row; the first column names it, the others are figures."""
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows
+def code(text: str) -> Part:
+    """What is typed, or stands in a file."""
+    return Part(f"<code>{escape(text)}</code>")
+
+
+def link(target: Path, text: str, folder: Path) -> Part:
+    """A link to a file, relative to ``folder``, in which the page will lie."""
+    relative = Path(os.path.relpath(target, folder)).as_posix()
+    return Part(f'<a href="{escape(quote(f"./{relative}"))}">{escape(text)}</a>')
+
+
+def figure(svg: str, caption: str = "", key: str = "") -> Part:
+    """A drawing of :mod:`hybridtrain.report.charts` under its caption, above its ``legend``."""
+    above = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
+    return Part(f"<figure>{above}{svg}{key}</figure>")
+
+
+def figures(each: Iterable[Part]) -> Part:
+    """Figures side by side, as many as there is room for."""
+    return Part(f'<div class="figures">{"".join(each)}</div>')
+
+
+def legend(entries: Iterable[tuple[str, Style]]) -> Part:
+    """What the lines of a figure are, as text that keeps its size where the figure shrinks."""
+    lines = "".join(f"<li>{_swatch(look)}<span>{escape(x)}</span></li>" for x, look in entries)
+    return Part(f'<ul class="legend">{lines}</ul>')
+
+
+def _swatch(look: Style) -> str:
+    dashes = f' stroke-dasharray="{",".join(map(str, look.dashes))}"' if look.dashes else ""
+    return (
+        '<svg width="28" height="8" aria-hidden="true"><line x1="0" y1="4" x2="28" y2="4" '
+        f'stroke="{look.colour}" stroke-width="2.5"{dashes}/></svg>'
     )
-    inner = f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return Part(f'<div class="wide"><table>{inner}</table></div>')
 
 
-def page(title: str, parts: Iterable[Part]) -> str:
+def details(summary: str, parts: Iterable[Part]) -> Part:
+    """What only some will want to see: folded away."""
+    return Part(f"<details><summary>{escape(summary)}</summary>{''.join(parts)}</details>")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A row of a table; a bad one is shown as such."""
+
+    cells: Sequence[object]
+    bad: bool = False
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[object] | Row]) -> Part:
+    """One line per row; the first column names it and stays in sight where the others scroll.
+
+    Figures stand to the right; a column with words in it to the left.
+    """
+    lines = [row if isinstance(row, Row) else Row(row) for row in rows]
+    words = [any(_is_text(line.cells[i]) for line in lines) for i in range(len(heads))]
+    top = "".join(
+        f"<th{_kind('text' if w else '')}>{escape(x)}</th>"
+        for x, w in zip(heads, words, strict=True)
+    )
+    body = "".join(_row(line, words) for line in lines)
+    return Part(
+        f'<div class="wide"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def _is_text(cell: object) -> bool:
+    return isinstance(cell, str) and not any(c.isdigit() for c in cell[:2])
+
+
+def _row(line: Row, words: Sequence[bool]) -> str:
+    cells = "".join(
+        f"<td{_kind(_cell_kind(x, w))}>{_html(x)}</td>"
+        for x, w in zip(line.cells, words, strict=True)
+    )
+    return f"<tr{_kind('bad' if line.bad else '')}>{cells}</tr>"
+
+
+def _cell_kind(cell: object, words: bool) -> str:
+    if isinstance(cell, str) and not isinstance(cell, Part) and len(cell) > 40:
+        return "long"
+    return "text" if words else ""
+
+
+def _kind(name: str) -> str:
+    return f' class="{name}"' if name else ""
+
+
+def _html(content: object) -> str:
+    match content:
+        case Part():
+            return content
+        case None:
+            return "–"
+        case float():
+            return number(content)
+    return escape(str(content))
+
+
+def number(value: float) -> str:
+    """Four significant digits, and no exponent where a person would write none."""
+    if not math.isfinite(value):
+        return str(value)
+    if value != 0 and not 1e-4 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def page(title: str, parts: Iterable[Part], subtitle: str = "") -> str:
     """The whole file."""
+    below = f'\n<p class="sub">{escape(subtitle)}</p>' if subtitle else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
-        f"<body><h1>{escape(title)}</h1>\n" + "\n".join(parts) + "\n</body></html>\n"
+        f"<body><h1>{escape(title)}</h1>{below}\n" + "\n".join(parts) + "\n</body></html>\n"
     )
 
 
 def write(path: Path, text: str, option: str) -> None:
-    """Write a page that was asked for with ``option``.
+    """Write a file that was asked for with ``option``, whole or not at all.
 
     Raises:
         UserError: if it cannot be written.
     """
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8", newline="")
+        unfinished.replace(path)
     except OSError as error:
+        unfinished.unlink(missing_ok=True)
         raise UserError(f"{option}={path} could not be written: {error}") from error
