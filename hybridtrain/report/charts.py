@@ -118,9 +118,7 @@ def _line(axes: Any, each: Series, look: Style, marks: bool) -> None:
     )
 
 
-def bar_chart(
-    series: Sequence[Series], xlabel: str, ylabel: str, *, legend: bool = True
-) -> str:
+def bar_chart(series: Sequence[Series], xlabel: str, ylabel: str, *, legend: bool = True) -> str:
     """A histogram of each: outlines, so that several can be told apart on the same axes."""
 
     def draw(axes: Any) -> None:

@@ -148,7 +148,11 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object] | Row]) -> Part:
 
 
 def _is_text(cell: object) -> bool:
-    return isinstance(cell, str) and not any(c.isdigit() for c in cell[:2])
+    return isinstance(cell, str) and cell not in ("-", "–", "") and not _begins_with_digit(cell)
+
+
+def _begins_with_digit(cell: str) -> bool:
+    return any(letter.isdigit() for letter in cell[:2])
 
 
 def _row(line: Row, words: Sequence[bool]) -> str:

@@ -56,3 +56,25 @@ def test_what_users_say_is_escaped() -> None:
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"html=.*could not be written"):
         report.write(tmp_path / "none" / "x.html", "", "html")
+
+
+def test_figures_stand_to_the_right_and_words_to_the_left() -> None:
+    text = report.table(["job", "n", "kind"], [["a", "12 %", "x"], ["b", None, None]])
+    assert '<td>12 %</td><td class="text">x</td>' in text
+    assert '<td>–</td><td class="text">–</td>' in text
+
+
+def test_markup_passes_and_everything_else_is_escaped(tmp_path: Path) -> None:
+    there = report.link(tmp_path / "a b&c" / "x.html", "<i>", tmp_path)
+    assert there == '<a href="./a%20b%26c/x.html">&lt;i&gt;</a>'
+    row = report.Row([there, "<i>", 0.000012345, 1234567.0, float("nan")], bad=True)
+    assert report.table(["a", "b", "c", "d", "e"], [row]).endswith(
+        f'<tr class="bad"><td class="text">{there}</td><td class="text">&lt;i&gt;</td>'
+        "<td>1.23e-05</td><td>1,234,567</td><td>nan</td></tr></tbody></table></div>"
+    )
+
+
+def test_lines_differ_in_colour_and_dashes_and_the_ninth_is_one_of_the_rest() -> None:
+    looks = [report.style(n) for n in range(9)]
+    assert len({x.colour for x in looks[:8]}) == len({x.dashes for x in looks[:8]}) == 8
+    assert [x.rest for x in looks] == [False] * 8 + [True]
