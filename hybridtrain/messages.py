@@ -187,7 +187,14 @@ class Stopped:
     """I was asked to stop, and have; I shall not push again."""
 
 
-Note = Paused | Resumed | Stopped
+@dataclass(frozen=True, slots=True)
+class Described:
+    """What I train on, in plain data, for the record of the run."""
+
+    said: Mapping[str, Any]
+
+
+Note = Paused | Resumed | Stopped | Described
 
 # ---- replies ------------------------------------------------------------------------------------
 

@@ -86,6 +86,11 @@ class Server:
         """Masters and rows, once parameters have been shared."""
         return self._rounds.store
 
+    @property
+    def optimizers(self) -> Optimizers:
+        """What steps the masters."""
+        return self._rounds.optimizers
+
     # ---- requests -------------------------------------------------------------------------------
 
     def handle(self, worker: int, request: Request) -> Replies:

@@ -29,6 +29,7 @@ from hybridtrain.app.machine import check_directory, check_machine
 from hybridtrain.app.monitor import RunMonitor
 from hybridtrain.app.outcome import Outcome, exit_code, guarded, interrupted
 from hybridtrain.app.quiet import hush_lightning
+from hybridtrain.app.recorded import describe_run
 from hybridtrain.app.targets import check_targets
 from hybridtrain.errors import UserError
 
@@ -95,6 +96,7 @@ def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) 
         raise
     except Exception as error:  # TypeError, ValueError, Misconfiguration ...: it has no one type
         raise UserError(f"trainer: Lightning refused its options: {error}") from error
+    describe_run(cfg, trainer)
     return trainer
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -26,10 +25,10 @@ from torch.distributed import distributed_c10d
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checks import check_parameters, check_trainer
+from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.sending import check_sending
 from hybridtrain.messages import Stopped
-from hybridtrain.server import Server
 from hybridtrain.worlds.processes import Interrupted, ProcessWorld
 
 if TYPE_CHECKING:
@@ -72,17 +71,10 @@ class HybridLauncher(_Launcher):
         job = _Job(trainer, function, args, kwargs, snapshot, loggers)
         check_sending(start_method, job, job.named())
         n_workers, cores = strategy.world_size, usable_cores()
-        threads = strategy.threads_per_worker
-        server = Server(
-            deepcopy(strategy.policy), n_workers, threads=cores if strategy.policy.lockstep else 1
-        )
-        world = ProcessWorld(
-            server,
-            n_workers,
-            start_method,
-            max(1, cores // n_workers) if threads == "auto" else threads,
-            strategy.stop_grace_s,
-        )
+        wanted = strategy.threads_per_worker
+        threads = max(1, cores // n_workers) if wanted == "auto" else wanted
+        server = serving(strategy, trainer, threads, cores if strategy.policy.lockstep else 1)
+        world = ProcessWorld(server, n_workers, start_method, threads, strategy.stop_grace_s)
         strategy.interrupted_by = None
         try:
             results = world.run(partial(_run_in_worker, job))

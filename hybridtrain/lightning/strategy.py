@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import signature
+from pathlib import Path
 from typing import Any, Literal
 
 import pytorch_lightning as pl
@@ -31,8 +32,9 @@ from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.progress import precede, set_global_step
+from hybridtrain.lightning.recording import Recording, data_print
 from hybridtrain.lightning.session import Session
-from hybridtrain.messages import Paused, Resumed
+from hybridtrain.messages import Described, Paused, Resumed
 from hybridtrain.policies import Policy, make_policy
 
 
@@ -53,6 +55,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
             whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it.
         on_oom: the same when a worker runs out of memory in a step.
         batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
+        record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
     Raises:
@@ -72,6 +75,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         on_nonfinite: str = "raise",
         on_oom: str = "raise",
         batch_size_per_worker: Sequence[int] | None = None,
+        record: str | Path | None = None,
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
@@ -83,6 +87,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.stop_grace_s = stop_grace_s
         self._on_fault = OnFault(on_nonfinite, on_oom)
         self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
+        self.recording = Recording.at(record)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._final_stats: dict[str, Any] | None = None
         self._abstains = False
@@ -157,6 +162,9 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.lightning_module.to(self.root_device)
 
     def on_train_start(self) -> None:
+        if self.recording is not None and self.is_global_zero:
+            assert self.lightning_module is not None
+            self.client.note(Described(data_print(self.lightning_module.trainer)))
         if self._session is not None:
             self._session.install()
 

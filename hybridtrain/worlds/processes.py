@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from hybridtrain.messages import Paused, Resumed, Shared, Stop, Stopped
+from hybridtrain.messages import Described, Paused, Resumed, Shared, Stop, Stopped
 from hybridtrain.rounds import Replies
-from hybridtrain.server import Server
+from hybridtrain.serving import Serving
 from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.child import Birth, Body, run_worker
 from hybridtrain.worlds.nursery import Nursery
@@ -66,7 +66,7 @@ class ProcessWorld:
         grace_s: how long workers may take to stop before they are killed.
     """
 
-    server: Server
+    server: Serving
     n_workers: int
     start_method: str = "fork"
     threads_per_worker: int = 1
@@ -174,7 +174,7 @@ class ProcessWorld:
             case Failed():
                 worker.ended = True
                 self._fail(worker, message.rebuild(worker.number))
-            case Paused() | Resumed() | Stopped():
+            case Paused() | Resumed() | Stopped() | Described():
                 worker.ended = worker.ended or isinstance(message, Stopped)
                 self._send(self.server.note(worker.number, message))
             case _:

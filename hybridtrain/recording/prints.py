@@ -1,0 +1,131 @@
+"""Checksums that tell one gradient, one set of parameters from another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from hybridtrain.memory import Store
+from hybridtrain.messages import Average, Draw, Gather, Install, Note, Pull, Push, Request, Share
+
+_WHOLE_BYTES = 16 * 1024  # of a smaller row everything is looked at
+_BLOCKS, _BLOCK_BYTES = 64, 64  # else so many cache lines, evenly spread
+_WRITES_BYTES = 4096
+
+
+class Rows:
+    """What is looked at of each worker's gradient row: about 4 KiB, or all of a small one.
+
+    Args:
+        store: with the rows.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._samples = [[_sample(row[d]) for d in sorted(row, key=str)] for row in store.gradients]
+
+    def print(self, worker: int, start: int) -> int:
+        """The checksum so far, continued over the row."""
+        for sample in self._samples[worker]:
+            start = crc32(sample.tobytes(), start)
+        return start
+
+
+def _sample(flat: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A view of some of the tensor's bytes."""
+    raw: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    if raw.nbytes <= _WHOLE_BYTES:
+        return raw
+    stride = raw.nbytes // _BLOCKS // _BLOCK_BYTES * _BLOCK_BYTES
+    return np.lib.stride_tricks.as_strided(raw, (_BLOCKS, _BLOCK_BYTES), (stride, 1))
+
+
+def print_of(message: Request | Note, worker: int, rows: Rows | None) -> int:
+    """What the message brings, in 32 bits: equal for equal messages, whichever process made them.
+
+    Payloads of meetings do not count (they may name files or hours), only what they are about.
+    """
+    match message:
+        case Push():
+            return _row(repr(_told(message)), worker, rows)
+        case Average(weight, absent):
+            return _row(repr((weight, absent)), worker, rows)
+        case Gather(tag, _, patient):
+            said = f"{tag} {patient}"
+        case Draw(lap, spans, length, sizes, drop_last, begins):
+            said = repr((tuple(lap), spans, length, sizes, drop_last, begins))
+        case Share(layout, averaging):
+            said = repr((layout.slots, averaging))
+        case Install(optimizers, version):
+            said = repr((len(optimizers), version))
+        case Pull(writes):
+            said = repr(_writes(writes))
+        case _:
+            return 0
+    return crc32(said.encode())
+
+
+def _row(said: str, worker: int, rows: Rows | None) -> int:
+    start = crc32(said.encode())
+    return start if rows is None else rows.print(worker, start)
+
+
+def _told(push: Push) -> tuple[Any, ...]:
+    numbers = None
+    if push.groups is not None:
+        numbers = [
+            sorted((k, v) for k, v in group.items() if isinstance(v, int | float))
+            for group in push.groups
+        ]
+    written = _writes(push.writes) if push.writes else None
+    who = (push.optimizer, push.weight, push.samples, push.averaged, push.fault, push.veto)
+    return (*who, push.absent, numbers, push.members, push.loss, push.repeatable, written)
+
+
+def _writes(writes: Mapping[int, bytes]) -> list[tuple[int, int, int]]:
+    return [(n, len(each), crc32(each[:_WRITES_BYTES])) for n, each in sorted(writes.items())]
+
+
+# ---- everything, at the beginning and at the end ------------------------------------------------
+
+
+def print_of_parameters(store: Store) -> str:
+    """All bits of the master parameters."""
+    found = hashlib.blake2b(digest_size=16)
+    for dtype in sorted(store.masters, key=str):
+        found.update(str(dtype).encode())
+        found.update(store.masters[dtype].view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def print_of_state(states: Sequence[Any]) -> str:
+    """All bits of nested tensors, numbers and texts: the optimizers' states."""
+    found = hashlib.blake2b(digest_size=16)
+    _feed(found, list(states))
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any) -> None:
+    match value:
+        case torch.Tensor():
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            if value.layout == torch.strided:
+                flat = value.detach().cpu().contiguous().flatten()
+                found.update(flat.view(torch.uint8).numpy().data)
+        case Mapping():
+            for key in sorted(value, key=repr):
+                found.update(repr(key).encode())
+                _feed(found, value[key])
+        case list() | tuple():
+            found.update(str(len(value)).encode())
+            for each in value:
+                _feed(found, each)
+        case int() | float() | str() | bytes() | None:
+            found.update(repr(value).encode())
+        case _:  # its address would be another one in another process
+            found.update(type(value).__qualname__.encode())

@@ -1,0 +1,29 @@
+"""What a world needs of a server."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from hybridtrain.memory import Store
+from hybridtrain.messages import Note, Request
+from hybridtrain.rounds import Replies
+
+
+class Serving(Protocol):
+    """Takes what workers say and what becomes of them; see :class:`hybridtrain.server.Server`."""
+
+    @property
+    def store(self) -> Store | None: ...
+
+    @property
+    def failure(self) -> BaseException | None: ...
+
+    def handle(self, worker: int, request: Request) -> Replies: ...
+
+    def note(self, worker: int, note: Note) -> Replies: ...
+
+    def finished(self, worker: int) -> Replies: ...
+
+    def lost(self, worker: int) -> Replies: ...
+
+    def close(self) -> None: ...

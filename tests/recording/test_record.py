@@ -1,0 +1,222 @@
+"""Every event of a run is written down: small, at once, and readable however the run ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hybridtrain import HybridStrategy
+from hybridtrain.errors import UserError
+from hybridtrain.recording import Record, find_record, read_record, service_times
+from hybridtrain.recording.file import CELL_BYTES, Writer
+from hybridtrain.recording.witness import KINDS, OwnTime
+from tests.lightning.toys import Regression, fit, make_trainer, regression_data
+
+
+def recorded(folder: Path, policy: Any = "async", **options: Any) -> Record:
+    """The record of a small run with two workers."""
+    fit(HybridStrategy(policy, record=folder), 2, 4, **options)
+    return read_record(find_record(folder))
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_a_record_holds_every_push_in_its_order_with_its_time(tmp_path: Path, policy: str) -> None:
+    record = recorded(tmp_path, policy)
+    kinds = Counter(event.kind for event in record.events())
+    samples = record.of_kind("Push")["samples"]
+    assert samples.sum() == 3 * 48
+    assert kinds["Push"] == len(samples) == 3 * 12
+    assert kinds["Finished"] == kinds["Lost"] == 2
+    times = [event.at_s for event in record.events()]
+    assert times == sorted(times)
+    assert record.whole and record.told["end"]["stats"]["samples"] == 3 * 48
+
+
+def test_an_event_takes_24_bytes_and_a_run_of_a_thousand_pushes_less_than_32_each(
+    tmp_path: Path,
+) -> None:
+    record = recorded(tmp_path, "async", data=regression_data(400), max_epochs=10)
+    assert len(record.of_kind("Push")) == 1000
+    assert record.cells.nbytes == CELL_BYTES * len(record.cells)
+    assert record.path.stat().st_size < 32 * len(record.cells)
+
+
+def test_the_record_ends_with_the_parameters_that_training_has_come_to(tmp_path: Path) -> None:
+    one, other = recorded(tmp_path / "one", "hybrid"), recorded(tmp_path / "two", "hybrid")
+    assert one.told["end"]["parameters"] == other.told["end"]["parameters"]
+    assert one.told["end"]["optimizers"] == other.told["end"]["optimizers"]
+    assert one.told["begin"] == other.told["begin"]
+    assert one.told["begin"]["parameters"] != one.told["end"]["parameters"]
+    assert one.told["data"] == other.told["data"]
+    seen = [[(e.worker, e.print) for e in r.events() if e.kind == "Push"] for r in (one, other)]
+    assert sorted(seen[0]) == sorted(seen[1])
+
+
+def test_python_does_not_record_unless_asked_and_never_a_validation(tmp_path: Path) -> None:
+    strategy = HybridStrategy("hybrid", record=tmp_path)
+    _, trainer = fit(strategy, 2, 4, max_epochs=1)
+    trainer.validate(Regression(), torch.utils.data.DataLoader(regression_data()), verbose=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["record.bin"]
+    assert HybridStrategy("hybrid").recording is None
+
+
+def test_a_second_run_in_the_same_directory_leaves_the_first_ones_record(tmp_path: Path) -> None:
+    first = recorded(tmp_path, "hybrid", max_epochs=1)
+    content = first.path.read_bytes()
+    second = recorded(tmp_path, "hybrid", max_epochs=1)
+    assert [first.path.name, second.path.name] == ["record.bin", "record-2.bin"]
+    assert first.path.read_bytes() == content
+
+
+# ---- cut short ----------------------------------------------------------------------------------
+
+
+def test_a_record_cut_short_anywhere_is_a_record_of_the_beginning(tmp_path: Path) -> None:
+    record = recorded(tmp_path, "async", max_epochs=1)
+    content, whole = record.path.read_bytes(), list(record.events())
+    cut = tmp_path / "cut.bin"
+    for n_bytes in range(len(content) - CELL_BYTES, 2400, -331):
+        cut.write_bytes(content[:n_bytes])
+        part = read_record(cut)
+        assert list(part.events()) == whole[: len(part.cells)]
+        assert not part.whole
+
+
+class Killed(Regression):
+    """Kills the process that started it, as ``kill -9`` does, in the middle of its training."""
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 3:
+            time.sleep(0.2)
+            os.kill(os.getppid(), 9)
+
+
+def test_what_a_killed_run_has_written_is_there(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        fit(HybridStrategy("async", record=tmp_path), 2, 4, module=Killed)
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == 9
+    record = read_record(find_record(tmp_path))
+    assert not record.whole
+    assert len(record.of_kind("Push")) >= 3
+
+
+def test_a_full_disk_ends_the_record_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write, left = os.write, [40]
+
+    def refuse(fd: int, content: bytes) -> int:
+        if Path(f"/proc/self/fd/{fd}").resolve().name == "record.bin":
+            left[0] -= 1
+            if left[0] <= 0:
+                raise OSError(28, "No space left on device")
+        return write(fd, content)
+
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.warns(UserWarning, match="incomplete.*No space left"):
+        trainer = make_trainer(HybridStrategy("async", record=tmp_path), 2, max_epochs=1)
+        trainer.fit(Regression(), torch.utils.data.DataLoader(regression_data(), batch_size=4))
+    assert trainer.global_step == 12
+    assert 0 < len(read_record(tmp_path / "record.bin").cells) < 40
+
+
+# ---- service times ------------------------------------------------------------------------------
+
+
+class Slow(Regression):
+    """Worker 1 takes 20 ms more; validating takes long."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        time.sleep(0.02 * self.trainer.global_rank)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.3)
+
+
+def test_service_times_are_what_each_worker_computes_without_waiting(tmp_path: Path) -> None:
+    recorded(tmp_path, "hybrid", module=Slow)
+    times = service_times(tmp_path)
+    assert {worker: len(found) for worker, found in times.items()} == {0: 18, 1: 18}
+    fast, slow = (float(np.median(times[worker])) for worker in (0, 1))
+    assert slow > 0.02 > fast, "in lock-step worker 0 waits for worker 1, but does not compute"
+
+
+def test_own_time_leaves_out_waiting_and_validation() -> None:
+    own = OwnTime(2)
+    own.goes_on(0, 1.0, fresh=True)
+    assert own.stops(0, 3.0) == 2.0  # asks for the next mini-batch, say
+    own.goes_on(0, 10.0, fresh=False)
+    own.pause(11.0)
+    own.resume(20.0)
+    assert own.stops(0, 20.5) == 2.0 + 1.0 + 0.5
+    own.goes_on(0, 21.0, fresh=True)
+    assert own.stops(0, 21.25) == 0.25
+    assert own.stops(1, 30.0) == 0.0
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+def complaint(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        read_record(path)
+    return str(caught.value)
+
+
+def test_what_is_no_record_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"")
+    assert "no record of a run" in complaint(path)
+    path.write_bytes(os.urandom(4096))
+    assert "no record of a run" in complaint(path)
+    path.write_bytes(b"hybridtrain record  99\n\n" + bytes(48))
+    assert "version 99" in complaint(path)
+    path.unlink()
+    Writer(path, KINDS).close()
+    assert "ends before it has said" in complaint(path)
+
+
+def test_a_damaged_record_is_named_and_never_executed(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "x.bin", KINDS)
+    writer.tell({"header": {"kinds": ["Push"], "workers": 1}})
+    writer.event("Gather", 0, 0, 0.0, 0.0, 0.0)
+    writer.close()
+    assert "unknown kind" in complaint(tmp_path / "x.bin")
+    content = bytearray((tmp_path / "x.bin").read_bytes())
+    content[2 * CELL_BYTES : 3 * CELL_BYTES] = bytes(CELL_BYTES)
+    (tmp_path / "x.bin").write_bytes(content)
+    assert "cannot be read" in complaint(tmp_path / "x.bin")
+
+
+def test_a_directory_without_a_record_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="there is no record in it"):
+        find_record(tmp_path)
+    with pytest.raises(UserError, match="there is no such directory"):
+        find_record(tmp_path / "nowhere")
+
+
+def test_where_nothing_can_be_written_is_said_before_a_process_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        fit(HybridStrategy("hybrid", record=tmp_path / "file" / "below"), 2, 4)
+    with pytest.raises(UserError, match="record=7 was given"):
+        HybridStrategy("hybrid", record=7)  # type: ignore[arg-type]
+
+
+def test_service_times_of_a_worker_that_has_done_nothing_are_refused(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "record.bin", KINDS)
+    writer.tell({"header": {"kinds": KINDS, "workers": 2}})
+    writer.event("Push", 0, 0, 0.0, 1.5, 4.0)
+    writer.close()
+    with pytest.raises(UserError, match="worker 1 has pushed nothing"):
+        service_times(tmp_path)
