@@ -101,6 +101,10 @@ class Ledger:
             account.waiting_s += now - account.pushed_at_s
         account.read_version, account.released_at_s, account.pushed_at_s = self.version, now, None
 
+    def left(self, worker: int) -> None:
+        """The worker is gone: it neither computes nor waits."""
+        self._accounts[worker].released_at_s = self._accounts[worker].pushed_at_s = None
+
     def read(self, worker: int) -> None:
         """The worker took the current parameters outside a release."""
         self._accounts[worker].read_version = self.version

@@ -78,9 +78,15 @@ class Rounds:
         self._policy.on(Joined(worker))
         self._averaging.back(worker)
 
+    def admit(self, worker: int) -> Replies:
+        """The worker is there, with the newest parameters."""
+        self.join(worker)
+        return [self._release(worker)]
+
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever it had not pushed."""
         self._pushes.pop(worker, None)
+        self._ledger.left(worker)
         freed: Replies = [*self._averaging.left(worker, self.store)]
         return freed + self._obey(Left(worker))
 

@@ -135,6 +135,12 @@ class Server:
         self._queue.lost(worker)
         return self._guarded([], lambda: self._rounds.lost(worker)) + self._close_meeting()
 
+    def admit(self, worker: int) -> Replies:
+        """The worker is there (again) after it was lost, and computes when it is released."""
+        self._members.add(worker)
+        self._meeting.expected.add(worker)
+        return self._rounds.admit(worker)
+
     # ---- rounds ---------------------------------------------------------------------------------
 
     def _round(self, worker: int, request: Push | Average) -> Replies:

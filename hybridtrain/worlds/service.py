@@ -1,7 +1,8 @@
 """How long a mini-batch takes, drawn from a distribution: service times in virtual seconds.
 
 Each worker has a stream of random numbers of its own, so that what one worker does never changes
-what another one draws, and a run repeats itself for its seed.
+what another one draws, and a run repeats itself for its seed. What a run has recorded is such a
+stream, too (:mod:`hybridtrain.worlds.measured`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from random import Random
+from typing import Protocol
 
 from hybridtrain.errors import UserError
 
@@ -23,6 +25,18 @@ SHAPES: dict[str, tuple[str, float]] = {
     "pareto": ("alpha", 2.5),  # the tail's exponent; below 2 its variance is infinite
     "lognormal": ("sigma", 0.5),  # standard deviation of the logarithm
 }
+
+
+class Times(Protocol):
+    """Service times of any number of workers."""
+
+    def stream(self, worker: int, seed: int) -> Draw:
+        """The worker's service times in seconds, one after the other, the same for a seed."""
+        ...
+
+    def expected_s(self, worker: int) -> float:
+        """Their mean."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +61,8 @@ class ServiceTimes:
     def __post_init__(self) -> None:
         if self.kind not in SHAPES:
             raise UserError(f"compute={self.kind!r} was given; known are {', '.join(SHAPES)}")
-        _positive("compute.mean_s", self.mean_s)
-        for worker, factor in self.slower.items():
-            _positive(f"slower[{worker}]", factor)
+        positive("compute.mean_s", self.mean_s)
+        check_slower(self.slower)
         name, value = SHAPES[self.kind][0], self._shape()
         if name == "shift" and not 0 <= value <= 1:
             raise UserError(f"compute.shift={value} was given; it is a share of the mean, 0 to 1")
@@ -61,9 +74,12 @@ class ServiceTimes:
     def stream(self, worker: int, seed: int) -> Draw:
         """The worker's service times, one after the other."""
         random = Random(f"{seed}/{worker}")
-        scale = self.mean_s * self.slower.get(worker, 1.0)
-        draw = self._unit(random)
+        scale, draw = self.expected_s(worker), self._unit(random)
         return lambda: scale * draw()
+
+    def expected_s(self, worker: int) -> float:
+        """The mean of what :meth:`stream` gives."""
+        return self.mean_s * self.slower.get(worker, 1.0)
 
     def _shape(self) -> float:
         return SHAPES[self.kind][1] if self.shape is None else self.shape
@@ -83,6 +99,17 @@ class ServiceTimes:
         return lambda: 1.0
 
 
-def _positive(name: str, value: float) -> None:
+def positive(name: str, value: float) -> None:
+    """Refuse what is not a positive, finite number.
+
+    Raises:
+        UserError: naming it.
+    """
     if not (value > 0 and math.isfinite(value)):
         raise UserError(f"{name}={value} was given; it must be a positive number")
+
+
+def check_slower(slower: Mapping[int, float]) -> None:
+    """Refuse impossible factors; raises UserError."""
+    for worker, factor in slower.items():
+        positive(f"slower.{worker}", factor)

@@ -1,0 +1,189 @@
+"""What the user says: ``name=value`` arguments into a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from hybridtrain.errors import UserError
+from hybridtrain.policies import make_policy
+from hybridtrain.recording import service_times
+from hybridtrain.simulate.runs import Plan, Way
+from hybridtrain.worlds.conditions import Conditions
+from hybridtrain.worlds.measured import Measured, read_times
+from hybridtrain.worlds.network import Network
+from hybridtrain.worlds.script import Script, read_script
+from hybridtrain.worlds.service import SHAPES, ServiceTimes, Times
+
+LENGTHS = ("mini_batches", "seconds")
+FILES = ("json", "plot", "html")
+COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
+NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
+OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt"]
+OPTIONS += ["batch_size", *LENGTHS, "seed", *FILES]
+
+Given = Mapping[str, str]
+
+
+def parse(arguments: Sequence[str]) -> tuple[Plan, dict[str, Path]]:
+    """A plan, and the files to write: ``json``, ``plot`` and ``html``, if asked for.
+
+    Raises:
+        UserError: naming the option, what it may be, and what was meant.
+    """
+    given = _given(arguments)
+    slower = {
+        _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
+        for name, value in given.items()
+        if name.startswith("slower.")
+    }
+    length = {} if "seconds" in given and "mini_batches" not in given else {"mini_batches": "20000"}
+    plan = Plan(
+        strategies=tuple(map(way, given.get("strategy", "hybrid,async").split(","))),
+        workers=tuple(_whole("workers", w) for w in given.get("workers", "8").split(",")),
+        times=_times(given, slower),
+        slower=slower,
+        conditions=_conditions(given),
+        batch_size=_whole("batch_size", given.get("batch_size", "32")),
+        mini_batches=_length({**length, **given}),
+        seconds=_seconds(given),
+        seed=_whole("seed", given.get("seed", "0"), least=0),
+    )
+    return plan, {name: Path(given[name]) for name in FILES if name in given}
+
+
+def _given(arguments: Sequence[str]) -> Given:
+    given: dict[str, str] = {}
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        known = name.partition(".")[0] if name.startswith("slower.") else name
+        if known not in OPTIONS or not separator or not value:
+            close = get_close_matches(name, OPTIONS, n=1)
+            hint = f" (did you mean {close[0]}=...?)" if close else ""
+            raise UserError(f"{argument!r} was given{hint}; known are {', '.join(OPTIONS)}")
+        given[name] = value
+    return given
+
+
+# ---- strategies ---------------------------------------------------------------------------------
+
+
+def way(text: str) -> Way:
+    """A strategy and its options: ``backup:k=3``, ``first_k:k=3:late=use``.
+
+    Raises:
+        UserError: if there is no such policy, or it takes no such options.
+    """
+    name, *options = text.split(":")
+    spec: dict[str, Any] = {"name": name}
+    for option in options:
+        key, separator, value = option.partition("=")
+        if not key or not separator or not value:
+            raise UserError(
+                f"strategy={text} was given; options follow the name as :option=value, like "
+                "backup:k=3 or ssp:lead=2"
+            )
+        spec[key] = _value(value)
+    given: Any = spec if options else name
+    make_policy(given)
+    return Way(text, given)
+
+
+def _value(text: str) -> bool | float | str | None:
+    """A number where it looks like one."""
+    words: dict[str, bool | None] = {"true": True, "false": False, "null": None}
+    if text in words:
+        return words[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+# ---- conditions ---------------------------------------------------------------------------------
+
+
+def _times(given: Given, slower: Mapping[int, float]) -> Times:
+    kind = given.get("compute", "exponential")
+    own = SHAPES[kind][0] if kind in SHAPES else ""
+    unfit = [n for n in ("shift", "alpha", "sigma") if n != own]
+    unfit += ["mean_s"] if kind == "measured" else []
+    for name in unfit:
+        if f"compute.{name}" in given:
+            raise UserError(f"compute.{name} was given, but compute={kind} has no such parameter")
+    if (kind == "measured") != ("from" in given):
+        raise UserError(
+            f"compute={kind} was given {'with' if 'from' in given else 'without'} from=...; "
+            "compute=measured and from=RUN (the directory of a run, or a .json or .csv file of "
+            "service times) go together"
+        )
+    if kind == "measured":
+        source = Path(given["from"])
+        in_words = source.suffix in (".json", ".csv")
+        return Measured(read_times(source) if in_words else service_times(source), slower)
+    mean_s = _number("compute.mean_s", given.get("compute.mean_s", "1"))
+    shape = given.get(f"compute.{own}")
+    return ServiceTimes(
+        kind, mean_s, None if shape is None else _number(f"compute.{own}", shape), slower
+    )
+
+
+def _conditions(given: Given) -> Conditions:
+    script = read_script(given["script"]) if "script" in given else Script()
+    return Conditions(_network(given), script, _yes("interrupt", given.get("interrupt", "false")))
+
+
+def _network(given: Given) -> Network:
+    limited = [name for name in NETWORK if name.endswith("bandwidth") and name in given]
+    if bool(limited) != ("parameters" in given):
+        have, lack = (limited[0], "parameters") if limited else ("parameters", NETWORK[1])
+        raise UserError(
+            f"{have} was given without {lack}; a bandwidth in bytes per second and the number of "
+            "parameters (4 bytes each) go together"
+        )
+    return Network(
+        latency_s=_number("network.latency_s", given.get("network.latency_s", "0")),
+        bandwidth=_number("network.bandwidth", given.get("network.bandwidth", "inf")),
+        server_bandwidth=_number(
+            "network.server_bandwidth", given.get("network.server_bandwidth", "inf")
+        ),
+        size_bytes=4 * _whole("parameters", given.get("parameters", "0"), least=0),
+    )
+
+
+def _length(given: Given) -> float:
+    return _whole("mini_batches", given["mini_batches"]) if "mini_batches" in given else math.inf
+
+
+def _seconds(given: Given) -> float:
+    seconds = _number("seconds", given.get("seconds", "inf"))
+    if not seconds > 0:
+        raise UserError(f"seconds={given['seconds']} was given; it must be a positive number")
+    return seconds
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{name}={text} was given; it must be a number") from None
+
+
+def _whole(name: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"{name}={text} was given; it must be a whole number from {least} on")
+    return int(text)
+
+
+def _yes(name: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise UserError(f"{name}={text} was given; it must be true or false")
+    return text == "true"
