@@ -87,7 +87,11 @@ def _hydra_main(argv: list[str]) -> Outcome:
 
 
 def _end_of_sweep(outcome: Outcome) -> Outcome:
+    from hybridtrain.app.sweep_page import leave_page
+
     print("\n" + sweep.table(sweep.ROWS), flush=True)
+    if (page := leave_page(sweep.ROWS, sweep.DIRECTORY[0])) is not None:
+        print(f"\nside by side: {page}", flush=True)
     failed = [row for row in sweep.ROWS if row.outcome.exit != 0]
     if outcome.exit == 0 and failed:
         return Outcome(exit=FAILED, error=f"{len(failed)} of {len(sweep.ROWS)} jobs failed")

@@ -1,7 +1,8 @@
 """What a run does beside learning: samples/s, waiting shares and staleness, to the logger.
 
 A strategy that knows more than Lightning does offers ``run_stats()`` (see ``RunStats``); for any
-other the samples are counted here, in rank 0, and multiplied by the number of ranks.
+other the samples are counted here, in rank 0, and multiplied by the number of ranks. Whatever the
+loggers, the course of the run is left in ``history.csv`` (see :mod:`hybridtrain.report.history`).
 """
 
 from __future__ import annotations
@@ -9,30 +10,17 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import pytorch_lightning as pl
+import torch
 
+from hybridtrain.app.logged import log_histogram, scalars
+from hybridtrain.app.stats import RunStats, counted, history_row, with_known
 from hybridtrain.lightning.batches import samples_in
+from hybridtrain.report.history import History
 
 STATS_FILE = ".run_stats.json"
-
-
-class RunStats(TypedDict):
-    """The numbers of a run so far.
-
-    ``waiting_share`` has one entry for each worker, 0 to 1; none where nobody measures it.
-    ``left_out``: contributions that each worker had to leave out, by the kind of fault.
-    """
-
-    updates: int
-    samples: float
-    samples_per_s: float
-    waiting_share: list[float]
-    staleness: dict[str, float]
-    left_out: dict[str, list[int]]
-    workers: int
-    train_s: float
 
 
 class RunMonitor(pl.Callback):
@@ -53,9 +41,17 @@ class RunMonitor(pl.Callback):
         self._train_s = 0.0
         self._paused = False
         self._last_log = float("-inf")
+        self._made = time.monotonic()  # one clock for all processes of a host
+        self._history: History | None = None
+        self._losses: list[torch.Tensor] = []  # their sum, while there is one
+        self._n_losses = 0
+        self._ages: dict[int, int] = {}  # at the last log
+        self._metrics: dict[str, torch.Tensor] = {}  # at the last validation
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the loggers what this run consists of."""
+        """Tell the loggers what this run consists of, and begin its history."""
+        if self.directory is not None and trainer.is_global_zero and self.directory.is_dir():
+            self._history = History(self.directory)
         if self.hparams is not None and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_hyperparams(self.hparams)
@@ -74,6 +70,8 @@ class RunMonitor(pl.Callback):
         if self._paused:
             self._began = time.perf_counter()
         self._paused = False
+        if self._history is not None and not trainer.sanity_checking:
+            self._record(trainer, self.stats(trainer), self._fresh_metrics(trainer))
 
     def on_train_batch_end(
         self,
@@ -86,6 +84,10 @@ class RunMonitor(pl.Callback):
         """Count the batch, and log now and then."""
         self._samples += samples_in(batch) or 1
         self._steps += 1
+        if self._history is not None:
+            self._keep_loss(outputs, trainer, pl_module)
+            if self._history.due(self._elapsed_s()):
+                self._record(trainer, self.stats(trainer), {})
         every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
         now = time.perf_counter()
         if self._steps % every or now - self._last_log < self.log_every_s:
@@ -101,6 +103,7 @@ class RunMonitor(pl.Callback):
         stats = self.stats(trainer)
         self._log(trainer, stats)
         self._leave(trainer, stats)
+        self._record(trainer, stats, self._fresh_metrics(trainer))
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -108,28 +111,24 @@ class RunMonitor(pl.Callback):
         """Leave the numbers so far."""
         self._stop_clock()
         if self._steps:
-            self._leave(trainer, self.stats(trainer))
+            stats = self.stats(trainer)
+            self._leave(trainer, stats)
+            self._record(trainer, stats, {})
 
     def stats(self, trainer: pl.Trainer) -> RunStats:
         """The numbers so far, as the strategy knows them or as counted here."""
-        train_s = self._train_s
-        if self._began is not None:
-            train_s += time.perf_counter() - self._began
-        counted = RunStats(
-            updates=trainer.global_step,
-            samples=self._samples * trainer.world_size,
-            samples_per_s=0.0,
-            waiting_share=[],
-            staleness={"mean": 0.0, "max": 0.0},
-            left_out={},
-            workers=trainer.world_size,
-            train_s=train_s,
-        )
+        train_s = self._elapsed_s()
+        samples = self._samples * trainer.world_size
+        stats = counted(trainer.global_step, samples, trainer.world_size, train_s)
         known = getattr(trainer.strategy, "run_stats", None)
         if known is not None:
-            counted.update({k: v for k, v in known().items() if k in counted})  # type: ignore[typeddict-item]
-        counted["samples_per_s"] = counted["samples"] / train_s if train_s > 0 else 0.0
-        return counted
+            stats = with_known(stats, known())
+        stats["samples_per_s"] = stats["samples"] / train_s if train_s > 0 else 0.0
+        return stats
+
+    def _elapsed_s(self) -> float:
+        now = 0.0 if self._began is None else time.perf_counter() - self._began
+        return self._train_s + now
 
     def _stop_clock(self) -> None:
         if self._began is not None:
@@ -139,18 +138,46 @@ class RunMonitor(pl.Callback):
     def _log(self, trainer: pl.Trainer, stats: RunStats) -> None:
         if not trainer.is_global_zero or not trainer.loggers:
             return
-        metrics: dict[str, float] = {
-            "samples_per_s": stats["samples_per_s"],
-            "staleness/mean": stats["staleness"]["mean"],
-            "staleness/max": stats["staleness"]["max"],
-        }
-        metrics |= {f"waiting/worker_{i}": x for i, x in enumerate(stats["waiting_share"])}
-        metrics |= {f"left_out/{fault}": sum(each) for fault, each in stats["left_out"].items()}
+        metrics, step = scalars(stats), trainer.global_step
+        ages = stats["staleness"].get("histogram", {})
+        fresh = {age: n - self._ages.get(age, 0) for age, n in ages.items()}
+        self._ages = dict(ages)
         for logger in trainer.loggers:
-            logger.log_metrics(metrics, step=trainer.global_step)
+            logger.log_metrics(metrics, step=step)
+            log_histogram(logger, "staleness", {k: n for k, n in fresh.items() if n > 0}, step)
 
     def _leave(self, trainer: pl.Trainer, stats: RunStats) -> None:
         if self.directory is not None and trainer.is_global_zero and self.directory.is_dir():
             unfinished = self.directory / f"{STATS_FILE}.new"
             unfinished.write_text(json.dumps(stats))
             unfinished.replace(self.directory / STATS_FILE)
+
+    # ---- history --------------------------------------------------------------------------------
+
+    def _keep_loss(self, outputs: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Add to the mean until the next row; no number is read from the device."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return
+        loss = loss.detach()
+        if pl_module.automatic_optimization:  # Lightning has divided it
+            loss = loss * trainer.accumulate_grad_batches
+        self._losses = [self._losses[0] + loss if self._losses else loss]
+        self._n_losses += 1
+
+    def _fresh_metrics(self, trainer: pl.Trainer) -> dict[str, float]:
+        """What has been logged since the last call; reads no metric that is still being made."""
+        now = dict(trainer.callback_metrics)
+        fresh = {k: float(v) for k, v in now.items() if v is not self._metrics.get(k)}
+        self._metrics = now
+        return fresh
+
+    def _record(self, trainer: pl.Trainer, stats: RunStats, metrics: dict[str, float]) -> None:
+        if self._history is None or not self._history.folder.is_dir():
+            return
+        row = {"wall_s": time.monotonic() - self._made, "epoch": trainer.current_epoch}
+        row |= history_row(stats)
+        if self._n_losses:
+            row["train_loss"] = float(self._losses[0]) / self._n_losses
+        self._losses, self._n_losses = [], 0
+        self._history.add({**row, **{k: v for k, v in metrics.items() if k not in row}})

@@ -10,6 +10,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ProgressBar, RichProgressBar
 
+from hybridtrain.app.stats import RunStats
+
 
 def progress_bar(line_every_s: float = 10.0) -> ProgressBar:
     """The live bar on a terminal, else a line at most every ``line_every_s`` seconds."""
@@ -46,10 +48,21 @@ class Rate:
             numbers["loss"] = f"{float(self._loss):.4g}"
         monitor = next((x for x in trainer.callbacks if isinstance(x, RunMonitor)), None)  # type: ignore[attr-defined]
         if monitor is not None:
-            stats = monitor.stats(trainer)
-            numbers["samples/s"] = f"{stats['samples_per_s']:.4g}"
-            numbers["workers"] = str(stats["workers"])
+            numbers |= _brief(monitor.stats(trainer))
         return numbers
+
+
+def _brief(stats: RunStats) -> dict[str, str]:
+    """The few numbers there is room for; those that say nothing are left out."""
+    numbers = {"samples/s": f"{stats['samples_per_s']:.4g}", "workers": str(stats["workers"])}
+    if stats["waiting_share"]:
+        share = sum(stats["waiting_share"]) / len(stats["waiting_share"])
+        numbers["waiting"] = f"{100 * share:.0f} %"
+    if stats["staleness"].get("max"):
+        numbers["stale"] = f"{stats['staleness']['mean']:.1f}"
+    if sum(stats["dropped"]):
+        numbers["dropped"] = str(sum(stats["dropped"]))
+    return numbers
 
 
 class LiveProgress(RichProgressBar):

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -245,8 +246,10 @@ def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> N
         workers=trainer.world_size,
         device=_device(trainer),
         wall_s=round(wall_s, 3),
+        started=(datetime.now().astimezone() - timedelta(seconds=wall_s)).isoformat(" ", "seconds"),
         checkpoint=_checkpoint(cfg, trainer, outcome),
         exit=outcome.exit,
+        error=outcome.error,
     )
     if (stats := summary.left_stats(directory)) is not None:
         result.take(stats)

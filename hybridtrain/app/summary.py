@@ -6,11 +6,13 @@ import json
 import math
 import os
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridtrain.app.monitor import STATS_FILE, RunStats
+from hybridtrain.app.monitor import STATS_FILE
+from hybridtrain.app.stats import RunStats, Staleness
 
 SUMMARY_FILE = "summary.json"
 
@@ -25,13 +27,19 @@ class Summary:
     updates: int = 0
     samples: int = 0
     samples_per_s: float = 0.0  # of training time, validation and start-up left out
+    effective_batch: float | None = None  # samples per update
+    train_s: float = 0.0  # of training alone
     wall_s: float = 0.0  # of everything, start-up and test included
+    started: str = ""  # date and time
     waiting_share: list[float | None] = field(default_factory=list)  # (W,) 0 to 1; None: unknown
-    staleness: dict[str, float] = field(default_factory=lambda: {"mean": 0.0, "max": 0.0})
+    staleness: dict[str, Any] = field(default_factory=dict)  # mean, max, histogram; {}: unknown
+    lead: dict[str, list[int]] = field(default_factory=dict)  # now, max: mini-batches, by worker
+    dropped: list[int] = field(default_factory=list)  # contributions that came too late, by worker
     left_out: dict[str, list[int]] = field(default_factory=dict)  # fault -> by worker
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     exit: int = 0
+    error: str | None = None
 
     def take(self, stats: RunStats) -> None:
         """Fill in the numbers a strategy or the monitor has kept."""
@@ -41,8 +49,16 @@ class Summary:
         self.workers = int(stats["workers"])
         known = [round(float(x), 4) for x in stats["waiting_share"]]
         self.waiting_share = [*known] if known else [None] * self.workers
-        self.staleness = {k: round(float(x), 4) for k, x in stats["staleness"].items()}
+        self.train_s = round(float(stats["train_s"]), 3)
+        batch = stats["effective_batch"]
+        self.effective_batch = None if batch is None else round(float(batch), 2)
+        self.staleness = _rounded(stats["staleness"])
+        self.lead, self.dropped = dict(stats["lead"]), list(stats["dropped"])
         self.left_out = dict(stats["left_out"])
+
+
+def _rounded(staleness: Staleness) -> dict[str, Any]:
+    return {k: round(x, 4) if isinstance(x, float) else x for k, x in staleness.items()}
 
 
 def left_stats(directory: Path) -> RunStats | None:
@@ -81,8 +97,11 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
     rows = [
         ("updates", f"{summary.updates}"),
         ("samples", f"{summary.samples}, {summary.samples_per_s:.4g} a second"),
+        ("per update", _effective_batch(summary)),
         ("waiting", f"{waiting} % of the time, worker by worker" if waiting else ""),
         ("staleness", _staleness(summary)),
+        ("lead", _lead(summary)),
+        ("dropped", _dropped(summary)),
         ("left out", _left_out(summary)),
         *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
@@ -101,9 +120,42 @@ def _go_on(summary: Summary) -> str:
     return f"the same command with ckpt={shlex.quote(short(summary.checkpoint))}"
 
 
+def _effective_batch(summary: Summary) -> str:
+    batch = summary.effective_batch
+    return "" if batch is None else f"{batch:.4g} samples on average"
+
+
 def _staleness(summary: Summary) -> str:
-    mean, most = summary.staleness.get("mean", 0.0), summary.staleness.get("max", 0.0)
-    return f"{mean:.2f} updates on average, {most:.0f} at most" if most else ""
+    mean, most = summary.staleness.get("mean", 0.0), summary.staleness.get("max", 0)
+    if not most:
+        return ""
+    text = f"{mean:.2f} updates on average, {most:.0f} at most"
+    ages = {int(age): n for age, n in summary.staleness.get("histogram", {}).items()}
+    return f"{text} ({_shares(ages)})" if ages else text
+
+
+def _shares(ages: Mapping[int, int], shown: int = 5) -> str:
+    """``0: 12 %, 1: 70 %, more: 18 %``."""
+    total = sum(ages.values())
+    first = sorted(ages)[:shown]
+    parts = [(str(age), ages[age]) for age in first]
+    if rest := total - sum(ages[age] for age in first):
+        parts.append(("more", rest))
+    return ", ".join(f"{name}: {100 * n / total:.0f} %" for name, n in parts)
+
+
+def _lead(summary: Summary) -> str:
+    most = summary.lead.get("max", [])
+    if max(most, default=0) < 2:
+        return ""
+    return f"at most {', '.join(map(str, most))} mini-batches before the slowest, worker by worker"
+
+
+def _dropped(summary: Summary) -> str:
+    if not sum(summary.dropped):
+        return ""
+    each = ", ".join(map(str, summary.dropped))
+    return f"{sum(summary.dropped)} contributions that came too late, worker by worker {each}"
 
 
 def _left_out(summary: Summary) -> str:

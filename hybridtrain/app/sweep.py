@@ -41,9 +41,11 @@ class Row:
     number: int
     overrides: list[str]
     outcome: Outcome
+    folder: Path | None = None  # of the job
 
 
 ROWS: list[Row] = []  # the jobs of this process' sweep, for the command line to report
+DIRECTORY: list[Path] = []  # of that sweep
 
 
 class ProcessLauncher(Launcher):
@@ -110,7 +112,9 @@ class ProcessLauncher(Launcher):
             outcome = jobs.run_forked(self.hydra_context, self.task_function, job)
         else:
             outcome = jobs.run_fresh(job)
-        ROWS.append(Row(number, overrides, outcome))
+        directory = Path(str(job.hydra.sweep.dir))
+        ROWS.append(Row(number, overrides, outcome, directory / str(job.hydra.sweep.subdir)))
+        DIRECTORY[:] = [directory]
         if outcome.exit >= 128:
             raise SystemExit(outcome.exit)
         return _job_return(job, outcome)

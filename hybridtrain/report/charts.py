@@ -8,6 +8,7 @@ tell apart, without the yellow, which is hard to see on white.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ _SETTINGS: dict[Any, Any] = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.color": "#e0e0e0",
     "grid.linewidth": 0.6,
 }
@@ -97,6 +99,8 @@ def line_chart(
             xscale="log" if xlog else "linear",
             yscale="log" if ylog else "linear",
         )
+        if not xlog and all(value >= 0 for each in series for value in each.x):
+            axes.set_xlim(left=0)
         positive = all(value >= 0 for each in series for value in each.y)
         if not ylog and not fit_y and positive:
             axes.set_ylim(bottom=0)
@@ -145,7 +149,7 @@ def length_chart(bars: Bars, xlabel: str) -> str:
         colours = [x.colour for x in bars.styles] or COLOURS[0]
         axes.barh(places, known, color=colours, height=0.7)
         for place, length in enumerate(bars.lengths):
-            text = "not known" if length is None else f"{length:,.4g}"
+            text = "not known" if length is None else number(length)
             at = (known[place], place)
             axes.annotate(text, at, (3, 0), textcoords="offset points", va="center", fontsize=9)
         axes.set_yticks(places, [shortened(x, 18) for x in bars.names])
@@ -162,6 +166,15 @@ def shortened(text: str, length: int) -> str:
         return text
     half = (length - 1) // 2
     return f"{text[:half]}…{text[len(text) - (length - 1 - half) :]}"
+
+
+def number(value: float) -> str:
+    """Four significant digits, and no exponent where a person would write none."""
+    if not math.isfinite(value):
+        return str(value)
+    if value != 0 and not 1e-4 <= abs(value) < 1e9:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def can_draw() -> bool:
@@ -192,7 +205,7 @@ def picture(
         draw(axes)
         if legend:
             axes.legend(frameon=False, fontsize=9)
-        made.set_layout_engine("tight", pad=0.4)
+        made.set_layout_engine("tight", pad=0.8)
         buffer = io.StringIO()
         made.savefig(buffer, format="svg", metadata={"Date": None})
     return _inline(buffer.getvalue())

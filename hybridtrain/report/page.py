@@ -7,7 +7,6 @@ tables scroll on their own, so that the page itself fits a phone.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from hybridtrain.errors import UserError
-from hybridtrain.report.charts import Style
+from hybridtrain.report.charts import Style, number
 
 _STYLE = """
 :root { color-scheme: light; }
@@ -31,7 +30,8 @@ a { color: #0b57a4; }
 code { font-size: .9em; overflow-wrap: anywhere; }
 .sub { color: #555; margin: 0 0 1rem; }
 .note { background: #fff7e0; border-left: 4px solid #c98a00; padding: .4rem .75rem; }
-.wide { overflow-x: auto; margin: .5rem 0 1rem; border: 1px solid #ddd; }
+.wide { overflow-x: auto; margin: .5rem 0 1rem; border: 1px solid #ddd; width: fit-content;
+  max-width: 100%; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; vertical-align: top; white-space: nowrap; }
 th { background: #f2f2f2; }
@@ -182,15 +182,6 @@ def _html(content: object) -> str:
         case float():
             return number(content)
     return escape(str(content))
-
-
-def number(value: float) -> str:
-    """Four significant digits, and no exponent where a person would write none."""
-    if not math.isfinite(value):
-        return str(value)
-    if value != 0 and not 1e-4 <= abs(value) < 1e9:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def page(title: str, parts: Iterable[Part], subtitle: str = "") -> str:

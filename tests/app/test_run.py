@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hybridtrain.report.history import read_history
 from tests.app.conftest import Command, summary
 from tests.app.tiny import TINY, N
 
 KEYS = {
     *("strategy", "workers", "device", "updates", "samples", "samples_per_s", "wall_s"),
-    *("waiting_share", "staleness", "left_out", "metrics", "checkpoint", "exit"),
+    *("train_s", "started", "effective_batch", "waiting_share", "staleness", "lead", "dropped"),
+    *("left_out", "metrics", "checkpoint", "exit", "error"),
 }
 
 
@@ -31,6 +33,7 @@ def test_a_run_leaves_summary_checkpoint_and_logs_in_its_directory(
     assert found["updates"] == updates
     assert found["samples"] == 2 * N
     assert len(found["waiting_share"]) == 2
+    assert 0 < found["train_s"] < found["wall_s"]
     assert found["samples_per_s"] > 0 and found["wall_s"] > 0
     assert Path(found["checkpoint"]).is_relative_to(Path("here").resolve())
     assert Path(found["checkpoint"]).is_file()
@@ -52,7 +55,34 @@ def test_loggers_receive_speed_waiting_staleness_and_learning_rate(command: Comm
     tags = set(events.Tags()["scalars"])
     assert {"samples_per_s", "waiting/worker_0", "waiting/worker_1"} <= tags
     assert {"staleness/mean", "staleness/max", "train/loss", "lr-SGD"} <= tags
+    assert {"effective_batch", "lead/worker_0", "lead/worker_1", "dropped"} <= tags
     assert "samples_per_s" in Path("here/csv/metrics.csv").read_text()
+
+
+def test_tensorboard_shows_how_stale_the_gradients_were(command: Command) -> None:
+    options = ["trainer.devices=2", "trainer.log_every_n_steps=1", "hydra.run.dir=here"]
+    command(*TINY, *options, "strategy=async", "callbacks.monitor.log_every_s=0")
+    events = EventAccumulator("here/tensorboard", {"histograms": 0}).Reload()
+    shown = [x.histogram_value for x in events.Histograms("staleness")]
+    known = summary("here")["staleness"]
+    assert sum(x.num for x in shown) == sum(known["histogram"].values()) == 24
+    assert sum(x.sum for x in shown) / 24 == pytest.approx(known["mean"], abs=1e-4)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "async", "ddp"])
+def test_a_run_leaves_its_course_whatever_its_loggers(command: Command, strategy: str) -> None:
+    options = ["trainer.devices=2", "logger=none", "hydra.run.dir=here"]
+    command(*TINY, *options, f"strategy={strategy}")
+    course, found = read_history(Path("here")), summary("here")
+    columns = course.columns
+    assert course.bad == 0
+    assert (columns["updates"][-1], columns["samples"][-1]) == (found["updates"], 2 * N)
+    assert columns["train_s"] == sorted(columns["train_s"])
+    assert all(a < b for a, b in zip(columns["train_s"], columns["wall_s"], strict=True))
+    assert [x for _, x in zip(*course.points("epoch", "val/size"), strict=True)] != []
+    assert "staleness_mean" not in columns or strategy != "ddp"
+    losses = course.points("samples", "train_loss")[1]
+    assert 0 < losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("option", ["logger=none", "callbacks=none", "callbacks.lr=null"])

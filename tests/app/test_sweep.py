@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import os
 from collections import Counter
@@ -35,14 +36,18 @@ def test_trap_16_a_sweep_over_devices_trains_every_sample_once_per_epoch(
         assert len(pages) == workers
         seen = Counter(line for page in pages for line in page.read_text().splitlines())
         assert seen == Counter(f"{epoch} {i}" for epoch in range(2) for i in range(N))
-    assert sorted(x.name for x in Path("jobs").iterdir()) == ["0", "1", "2", "3", "multirun.yaml"]
+    assert sorted(x.name for x in Path("jobs").iterdir()) == [
+        *("0", "1", "2", "3", "comparison.csv", "comparison.html", "curves.csv", "jobs.json"),
+        "multirun.yaml",
+    ]
     assert not Path("outputs").exists()
 
 
 def test_the_table_at_the_end_names_overrides_and_metric(command: Command) -> None:
     options = ["trainer.max_epochs=1,2", "task.metric=train/loss", "hydra.sweep.dir=jobs"]
     result = command("-m", *TINY[:2], TINY[3], *options)
-    table = result.out.strip().splitlines()[-3:]
+    *table, _, last = result.out.strip().splitlines()[-5:]
+    assert last == "side by side: jobs/comparison.html"
     assert table[0].split() == ["job", "overrides", "metric", "where"]
     for number, line in enumerate(table[1:]):
         loss = summary(f"jobs/{number}")["metrics"]["train/loss"]
@@ -74,6 +79,44 @@ def test_a_failed_job_is_reported_and_the_sweep_goes_on(command: Command) -> Non
     assert result.code == 1
     assert [summary(f"jobs/{i}")["exit"] for i in range(3)] == [0, 1, 0]
     assert "failed (1): RuntimeError: this module fails on purpose" in result.out
+
+
+def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
+    command: Command,
+) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    jobs = ["strategy=hybrid,async,ddp", "model.fail_at=null,2"]
+    options = ["trainer.devices=2", "logger=none", "hydra.sweep.dir=jobs"]
+    result = command("-m", *TINY, *jobs, *options)
+    assert "side by side: jobs/comparison.html" in result.out
+    page = Path("jobs/comparison.html").read_text()
+    assert "own: 6 runs compared" in page and "3 of 6 runs did not finish" in page
+    assert page.count("failed: RuntimeError: this module fails on purpose") == 3
+    assert page.count("<figure>") >= 3 + 2  # loss three times; speed; waiting
+    with Path("jobs/comparison.csv").open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(x["strategy"], x["status"].partition(":")[0]) for x in rows] == [
+        (s, how) for s in ("hybrid", "async", "ddp") for how in ("finished", "failed")
+    ]
+    assert [int(x["updates"]) for x in rows[::2]] == [12, 24, 12]
+    assert rows[0]["waiting_percent"] != "" and rows[4]["waiting_percent"] == ""
+    with Path("jobs/curves.csv").open(encoding="utf-8-sig", newline="") as file:
+        last = {x["run"]: x for x in csv.DictReader(file)}
+    assert [int(last[f"{s} fail_at=null"]["samples"]) for s in ("hybrid", "async", "ddp")] == (
+        [2 * N] * 3
+    )
+
+
+def test_a_page_that_cannot_be_made_does_not_change_how_the_sweep_ends(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr("hybridtrain.app.sweep_page.compare", fail)
+    result = command("-m", *TINY, "model.width=1,2", "hydra.sweep.dir=jobs")
+    assert result.code == 0 and "side by side" not in result.out
+    assert "python -m hybridtrain.compare jobs" in result.complaint
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "ddp"])

@@ -1,0 +1,247 @@
+"""Runs as they lie on disk: what each left, what it was told to be, and how it ended.
+
+A run is a folder with ``summary.json``, ``history.csv`` or Hydra's ``.hydra/config.yaml`` in it;
+any of them may be missing or broken, and then the others are still shown. A sweep is a folder of
+runs; its ``jobs.json`` says how jobs ended that could not say so themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from re import split
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from hybridtrain.errors import UserError
+from hybridtrain.report.history import HISTORY_FILE, Course, read_history
+
+SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
+CONFIG_FILE, OVERRIDES_FILE = ".hydra/config.yaml", ".hydra/overrides.yaml"
+DEPTH = 4  # of the search for runs below a folder
+OWN_TO_EACH = ("run_dir",)  # of a configuration: says nothing about the run
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run.
+
+    ``config`` is flat, with dots in its names. ``exit`` is the exit status, None: it has left none.
+    ``broken`` names the files that could not be read.
+    """
+
+    folder: Path
+    overrides: tuple[str, ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    course: Course = field(default_factory=Course)
+    exit: int | None = None
+    error: str = ""
+    broken: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> str:
+        """The name of its task, as far as it is known."""
+        return str(self.config.get("task.name") or "")
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last metrics."""
+        found = self.summary.get("metrics")
+        return {k: v for k, v in found.items() if _is_number(v)} if isinstance(found, dict) else {}
+
+    def figure(self, *names: str) -> float | None:
+        """A number of the summary by the path to it; None where there is none."""
+        value: Any = self.summary
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value if _is_number(value) else None
+
+    def figures(self, *names: str) -> list[float]:
+        """The numbers of a list in the summary, those that are known."""
+        value: Any = self.summary
+        for name in names:
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return [x for x in value if _is_number(x)] if isinstance(value, list) else []
+
+    @property
+    def status(self) -> str:
+        """How it ended, in words."""
+        match self.exit:
+            case None:
+                return "unfinished: it runs still, or was killed"
+            case 0:
+                return "finished"
+            case 130 | 143:
+                return "interrupted"
+        return f"failed: {self.error}" if self.error else "failed"
+
+    @property
+    def ended_well(self) -> bool:
+        return self.exit == 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def find_runs(folders: Sequence[Path]) -> list[Path]:
+    """The folders of all runs in and below these, each once, in order, 2 before 10.
+
+    Raises:
+        UserError: naming a folder that is not there, or in which there is none.
+    """
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is no folder; give the folder of a run or of a sweep")
+        runs = list(_below(folder, DEPTH))
+        if not runs:
+            raise UserError(
+                f"{folder} holds no run: nowhere in it is there a {SUMMARY_FILE}, {HISTORY_FILE} "
+                f"or {CONFIG_FILE}; give the folder of a run or of a sweep"
+            )
+        found |= {run.resolve(): run for run in runs}
+    return list(found.values())
+
+
+def _below(folder: Path, depth: int) -> Iterator[Path]:
+    if any((folder / x).is_file() for x in (SUMMARY_FILE, HISTORY_FILE, CONFIG_FILE)):
+        yield folder
+    elif depth > 0:
+        inside = [x for x in folder.iterdir() if x.is_dir() and not x.name.startswith(".")]
+        for each in sorted(inside, key=_natural):
+            yield from _below(each, depth - 1)
+
+
+def _natural(path: Path) -> list[tuple[bool, int, str]]:
+    parts = [x for x in split(r"(\d+)", path.name) if x]
+    return [(not x.isdigit(), int(x) if x.isdigit() else 0, x) for x in parts]
+
+
+def read_run(folder: Path) -> Run:
+    """Everything that a run has left; what is missing or broken is left out."""
+    broken: list[str] = []
+    summary = _mapping(folder / SUMMARY_FILE, broken)
+    ended = _ending(folder)
+    course = read_history(folder)
+    if course.bad:
+        broken.append(f"{HISTORY_FILE} ({course.bad} rows)")
+    status = ended.get("exit", summary.get("exit"))
+    return Run(
+        folder=folder,
+        overrides=_overrides(folder / OVERRIDES_FILE, broken),
+        config=_config(folder / CONFIG_FILE, broken),
+        summary=summary,
+        course=course,
+        exit=status if isinstance(status, int) else None,
+        error=str(ended.get("error") or summary.get("error") or ""),
+        broken=tuple(broken),
+    )
+
+
+def _mapping(path: Path, broken: list[str]) -> dict[str, Any]:
+    """A JSON object; empty where there is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict):
+        broken.append(path.name)
+        return {}
+    return content
+
+
+def _ending(folder: Path) -> dict[str, Any]:
+    """What the sweep knows of how this job ended."""
+    for sweep in folder.parents[:DEPTH]:
+        ending = _mapping(sweep / JOBS_FILE, []).get(folder.relative_to(sweep).as_posix())
+        if isinstance(ending, dict):
+            return ending
+    return {}
+
+
+def _yaml(path: Path, broken: list[str]) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        return None
+    except Exception:  # PyYAML's, OmegaConf's, UnicodeDecodeError, OSError: all mean the same here
+        broken.append(f".hydra/{path.name}")
+        return None
+
+
+def _overrides(path: Path, broken: list[str]) -> tuple[str, ...]:
+    content = _yaml(path, broken)
+    return tuple(map(str, content)) if isinstance(content, list) else ()
+
+
+def _config(path: Path, broken: list[str]) -> dict[str, Any]:
+    content = _yaml(path, broken)
+    flat = dict(_flat(content)) if isinstance(content, dict) else {}
+    return {k: v for k, v in flat.items() if k not in OWN_TO_EACH}
+
+
+def _flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, dict | DictConfig) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def waiting_percent(run: Run) -> float | None:
+    """Of the workers' time, on average."""
+    shares = run.figures("waiting_share")
+    return 100 * sum(shares) / len(shares) if shares else None
+
+
+# ---- what sets them apart -----------------------------------------------------------------------
+
+
+def common_overrides(runs: Sequence[Run]) -> list[str]:
+    """What was said of all of them, those aside of which nothing is known."""
+    known = [run.overrides for run in runs if run.overrides]
+    return [x for x in known[0] if all(x in each for each in known)] if known else []
+
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A short name for each, no two alike, made of the overrides that not all share.
+
+    ``strategy=async trainer.devices=2`` becomes ``async devices=2``.
+    """
+    common = set(common_overrides(runs))
+    named = [" ".join(_brief(x) for x in run.overrides if x not in common) for run in runs]
+    named = [name or run.folder.name for name, run in zip(named, runs, strict=True)]
+    twice = {name for name in named if named.count(name) > 1}
+    return [
+        f"{name} ({run.folder.name})" if name in twice else name
+        for name, run in zip(named, runs, strict=True)
+    ]
+
+
+def _brief(override: str) -> str:
+    key, separator, value = override.partition("=")
+    if not separator:
+        return override
+    return value if "." not in key else f"{key.rpartition('.')[2]}={value}"
+
+
+def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """Configuration values that differ, by name: one for each run, ``ABSENT`` where it has none."""
+    names = dict.fromkeys(name for run in runs for name in run.config)
+    values = {name: [run.config.get(name, ABSENT) for run in runs] for name in names}
+    return {k: v for k, v in values.items() if any(x != v[0] for x in v[1:])}
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "–"
+
+
+ABSENT = _Absent()

@@ -1,0 +1,233 @@
+"""``python -m hybridtrain.compare``: a page out of whatever runs have left."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import pytest
+
+from hybridtrain import compare
+from hybridtrain.report.history import History
+from hybridtrain.report.runs import find_runs, labels, read_run
+
+pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+
+
+def leave(folder: Path, *overrides: str, task: str = "digits", **summary: Any) -> Path:
+    """A run as the command line leaves it; with ``exit=None`` as a killed one does."""
+    (folder / ".hydra").mkdir(parents=True)
+    config = {"task": {"name": task, "monitor": "val/acc", "metric": "test/acc"}, "run_dir": "?"}
+    for text in overrides:
+        key, _, value = text.partition("=")
+        if "." in key:
+            config.setdefault(key.split(".")[0], {})[key.split(".")[1]] = value  # type: ignore[index]
+    (folder / ".hydra/config.yaml").write_text(json.dumps(config))
+    (folder / ".hydra/overrides.yaml").write_text(json.dumps([f"task={task}", *overrides]))
+    content = {"exit": 0, "samples_per_s": 1000.0, "workers": 2, "updates": 9, "device": "cpu"}
+    content |= {"metrics": {"test/acc": 0.5}, "started": "2026-11-21 17:00:00+00:00"} | summary
+    if content["exit"] is not None:
+        (folder / "summary.json").write_text(json.dumps(content))
+    return folder
+
+
+def course(folder: Path, *metrics: float) -> None:
+    history = History(folder)
+    for i, metric in enumerate(metrics, 1):
+        history.add(
+            {"wall_s": i + 0.5, "train_s": i, "epoch": i, "updates": 3 * i, "samples": 30 * i}
+            | {"train_loss": 1 / i, "val/acc": metric}
+        )
+
+
+class Seen(HTMLParser):
+    """Headings, links, cells and texts of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.texts: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data.strip())
+
+
+def page_of(folder: Path) -> tuple[str, Seen]:
+    assert compare.main([str(folder)]) == 0
+    text = (folder / "comparison.html").read_text()
+    return text, Seen(text)
+
+
+def test_curves_are_drawn_against_time_samples_and_updates(tmp_path: Path) -> None:
+    for i, strategy in enumerate(["hybrid", "async"]):
+        course(leave(tmp_path / str(i), f"strategy={strategy}"), 0.3, 0.6, 0.9)
+    text, seen = page_of(tmp_path)
+    for what in ("loss in training", "val/acc"):
+        for across in ("wall time", "samples", "updates"):
+            assert f"{what} against {across}" in seen.texts
+    assert "digits: 2 runs compared" in seen.texts
+    assert "begun 2026-11-21 17:00" in text and "task=digits" in seen.texts
+    assert {"hybrid", "async"} <= set(seen.texts), "links and legends name what differs"
+
+
+def test_the_page_needs_nothing_but_itself_and_its_links_lead_to_the_runs(tmp_path: Path) -> None:
+    course(leave(tmp_path / "a #1%", "model.width=1"), 0.5)
+    leave(tmp_path / "b", "model.width=2")
+    text, seen = page_of(tmp_path)
+    assert not {"script", "img", "link"} & set(seen.tags)
+    assert "@import" not in text and "url(http" not in text and "src=" not in text
+    outside = [x for x in seen.links if not x.startswith("#")]
+    assert outside and all((tmp_path / unquote(x)).exists() for x in outside)
+
+
+def test_what_a_configuration_says_is_shown_and_does_nothing(tmp_path: Path) -> None:
+    evil = '<script>alert("1")</script>$x_1$'
+    course(leave(tmp_path / "0", f"model.name={evil}", task=evil, error=evil, exit=1), 0.5)
+    course(leave(tmp_path / "1", "model.name==1+1", task=evil), 0.5)
+    text, seen = page_of(tmp_path)
+    assert "script" not in seen.tags and "&lt;script&gt;" in text
+    with (tmp_path / "comparison.csv").open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [x["model.name"] for x in rows] == [evil, "'=1+1"], "no formula"
+
+
+def test_failed_killed_and_half_written_runs_are_shown_as_such(tmp_path: Path) -> None:
+    course(leave(tmp_path / "0", "strategy=a"), 0.5, 0.6)
+    leave(tmp_path / "1", "strategy=b", exit=1, error="RuntimeError: boom", metrics={})
+    leave(tmp_path / "2", "strategy=c", exit=None)
+    (leave(tmp_path / "3", "strategy=d") / "summary.json").write_text('{"exit": 0, "met')
+    (tmp_path / "3/history.csv").write_text("wall_s,train_s")
+    (tmp_path / "4/.hydra").mkdir(parents=True)
+    (tmp_path / "4/.hydra/config.yaml").write_text("a: [1, 2\n: {")
+    _, seen = page_of(tmp_path)
+    assert "failed: RuntimeError: boom" in seen.texts
+    assert seen.texts.count("unfinished: it runs still, or was killed") == 3
+    assert "4 of 5 runs did not finish: b, c, d, 4." in seen.texts
+    assert "d: could not be read: summary.json, history.csv (1 rows)." in seen.texts
+    assert "4: could not be read: .hydra/config.yaml." in seen.texts
+
+
+def test_how_a_job_without_a_summary_ended_is_known_from_its_sweep(tmp_path: Path) -> None:
+    leave(tmp_path / "x/0", "model.a=1", exit=None)
+    ended = {"x/0": {"exit": 1, "error": "its process was killed by SIGKILL"}}
+    (tmp_path / "jobs.json").write_text(json.dumps(ended))
+    assert read_run(tmp_path / "x/0").status == "failed: its process was killed by SIGKILL"
+
+
+def test_one_run_and_runs_without_metric_or_history(tmp_path: Path) -> None:
+    leave(tmp_path / "0", metrics={})
+    _, seen = page_of(tmp_path)
+    assert "digits: 1 run compared" in seen.texts
+    assert "No run has left a history.csv." in seen.texts
+    assert "What sets the runs apart" not in seen.texts
+
+
+def test_fifty_runs_share_the_colours_of_what_they_have_in_common(tmp_path: Path) -> None:
+    for i in range(50):
+        strategy, seed = ("hybrid", "async")[i % 2], i // 2
+        course(leave(tmp_path / str(i), f"model.seed={seed}", f"strategy={strategy}"), 0.5, 0.6)
+    text, seen = page_of(tmp_path)
+    legend = re.findall(r'<ul class="legend">(.*?)</ul>', text)[0]
+    assert re.findall(r"<span>(.*?)</span>", legend) == ["strategy=hybrid", "strategy=async"]
+    assert "There are too many runs for bars; the table has their figures." in seen.texts
+    assert "hybrid (0)" not in seen.texts and "seed=24 async" in seen.texts
+    assert len(text) < 1_500_000
+    assert seen.tags.count("tr") == 1 + 50 + 1 + 50, "results and settings, a row for each run"
+
+
+def test_nine_runs_with_nothing_in_common_leave_the_last_in_grey(tmp_path: Path) -> None:
+    for i in range(9):
+        course(leave(tmp_path / str(i), f"model.lr={i}"), 0.5, 0.6)
+    text, _ = page_of(tmp_path)
+    assert "the others" in text
+
+
+def test_different_tasks_are_not_drawn_on_the_same_axes(tmp_path: Path) -> None:
+    for i, task in enumerate(["digits", "parabola"]):
+        course(leave(tmp_path / str(i), task=task), 0.5, 0.6)
+    _, seen = page_of(tmp_path)
+    assert "digits, parabola: 2 runs compared" in seen.texts
+    assert {"Task digits", "Task parabola"} <= set(seen.texts)
+    assert seen.texts.count("val/acc against samples") == 2
+
+
+def test_without_matplotlib_there_are_tables_and_a_word_about_the_curves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    course(leave(tmp_path / "0"), 0.5, 0.6)
+    for module in ("comparison", "curves"):
+        monkeypatch.setattr(f"hybridtrain.report.{module}.can_draw", lambda: False)
+    _, seen = page_of(tmp_path)
+    assert "figure" not in seen.tags and "table" in seen.tags
+    assert "pip install matplotlib" in seen.texts
+    assert f"python -m hybridtrain.compare {tmp_path}" in seen.texts
+
+
+def test_labels_say_what_differs_and_are_never_alike(tmp_path: Path) -> None:
+    told = [("a.b=1", "c=x"), ("a.b=2", "c=x"), ("a.b=2", "c=x"), ()]
+    runs = [read_run(leave(tmp_path / str(i), *each)) for i, each in enumerate(told)]
+    assert labels(runs) == ["b=1 x", "b=2 x (1)", "b=2 x (2)", "3"]
+
+
+def test_runs_are_found_at_any_depth_once_and_2_before_10(tmp_path: Path) -> None:
+    for name in ("day/10", "day/2", "day/9/checkpoints", "other"):
+        leave(tmp_path / name)
+    leave(tmp_path / "day/2/inside")  # of a run: not looked at
+    found = find_runs([tmp_path / "day", tmp_path / "day/2", tmp_path])
+    assert [str(x.relative_to(tmp_path)) for x in found] == [
+        *("day/2", "day/9/checkpoints", "day/10", "other"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        ([], "no folder was given"),
+        (["nowhere"], "nowhere is no folder"),
+        (["empty"], "empty holds no run"),
+        (["file"], "file is no folder"),
+        (["run", "out=nowhere"], "out=nowhere is no folder"),
+        (["run", "--fast"], "'--fast' was given"),
+    ],
+)
+def test_bad_input_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    fragment: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    leave(tmp_path / "run")
+    (tmp_path / "empty/deep").mkdir(parents=True)
+    (tmp_path / "file").touch()
+    assert compare.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1 and fragment in err
+
+
+def test_several_folders_are_compared_in_the_working_directory_or_where_one_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    course(leave(tmp_path / "one", "model.a=1"), 0.5)
+    course(leave(tmp_path / "two", "model.a=2"), 0.5)
+    (tmp_path / "there").mkdir()
+    assert compare.main(["one", "two", "out=there"]) == 0
+    assert capsys.readouterr().out.startswith("2 runs: there/comparison.html")
+    assert 'href="./../one"' in (tmp_path / "there/comparison.html").read_text()
+    assert compare.main(["one"]) == 0
+    assert (tmp_path / "comparison.html").is_file() and not (
+        tmp_path / "one/comparison.html"
+    ).exists()
