@@ -17,6 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.errors import UserError
+from hybridtrain.report.charts import shortened
 from hybridtrain.report.history import HISTORY_FILE, Course, read_history
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
@@ -77,7 +78,7 @@ class Run:
                 return "finished"
             case 130 | 143:
                 return "interrupted"
-        return f"failed: {self.error}" if self.error else "failed"
+        return f"failed: {shortened(self.error, 300)}" if self.error else "failed"
 
     @property
     def ended_well(self) -> bool:
