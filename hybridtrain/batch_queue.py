@@ -7,16 +7,21 @@ everybody takes part in every epoch, so that everybody reaches its end by the sa
 metrics, checkpoints). Waiting at the end of an epoch is at most the mini-batch under way and the
 one that Lightning fetches ahead to know which is the last.
 
-What has been drawn is remembered until the push that stands for it has been answered. Loaders draw
-ahead, so only this tells what a checkpoint has *not* seen, and what a lost worker leaves undone.
+What has been drawn is remembered until the update that it is part of. Loaders draw ahead, so only
+this tells what a checkpoint has *not* seen, what a lost worker leaves undone, and what is to be
+done again by somebody because it came too late.
+
+Where workers take turns, mini-batches are dealt instead: each worker's are known beforehand, so
+that they are trained on in the order of the epoch.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hybridtrain.messages import Cover, Draw, Lap, Ticket
-from hybridtrain.spans import Span, Spans, merged, split, total
+from hybridtrain.spans import Span, Spans, merged, split, total, without
 
 
 @dataclass
@@ -26,12 +31,32 @@ class _Pass:
     left: Spans
     served: set[int] = field(default_factory=set)
     drawn: dict[int, list[Spans]] = field(default_factory=dict)  # and not trained on yet
+    ended: set[int] = field(default_factory=set)  # who will not draw again
+    dealt: Counter[int] = field(default_factory=Counter)  # mini-batches, where workers take turns
+
+    def take(self, worker: int, request: Draw, n: int) -> Spans:
+        """The worker's next ``n`` positions: those it is dealt, or the next ones."""
+        if request.turn:
+            todo = split(request.spans, _place(worker, request, self.dealt[worker]))[1]
+            drawn = split(todo, n)[0]
+            self.dealt[worker] += 1
+            self.left = without(self.left, drawn)
+            return drawn
+        drawn, self.left = split(self.left, n)
+        return drawn
+
+    def available(self, worker: int, request: Draw) -> int:
+        """How many positions :meth:`take` could give the worker."""
+        if request.turn:
+            return total(request.spans) - _place(worker, request, self.dealt[worker])
+        return total(self.left)
 
     def give_back(self, worker: int) -> None:
         """What the worker has drawn is to be done by somebody."""
         undone = [span for spans in self.drawn.pop(worker, []) for span in spans]
         self.left = merged([*self.left, *undone])
         self.served.discard(worker)
+        self.ended.discard(worker)
 
     def unseen(self) -> Spans:
         """What nobody has trained on yet."""
@@ -49,7 +74,6 @@ class BatchQueue:
 
     members: set[int]
     _passes: dict[Lap, _Pass] = field(default_factory=dict)
-    _covered: dict[int, list[Cover]] = field(default_factory=dict)
 
     def draw(self, worker: int, request: Draw) -> Ticket:
         """The worker's next mini-batch, or the end of its pass.
@@ -60,18 +84,25 @@ class BatchQueue:
         one = self._pass(request)
         if request.begins:
             one.give_back(worker)
+            one.dealt.pop(worker, None)
         fresh = worker not in one.served
         one.served.add(worker)
-        kept = 0 if fresh else sum(request.sizes[w] for w in self.members - one.served)
+        kept = 0 if fresh or request.turn else self._kept(one, request)
         size = request.sizes[worker]
-        n = min(size, total(one.left) - kept)
+        n = min(size, one.available(worker, request) - kept)
+        if n < size:
+            one.ended.add(worker)  # for loaders, a smaller one is the last
         if n == size or (n > 0 and not request.drop_last):
-            drawn, one.left = split(one.left, n)
+            drawn = one.take(worker, request, n)
             one.drawn.setdefault(worker, []).append(drawn)
             return Ticket(drawn)
         if fresh and _has_batches(request):
             return Ticket(((0, min(size, request.length)),), counts=False)
         return Ticket(())
+
+    def _kept(self, one: _Pass, request: Draw) -> int:
+        """Positions of those who have had no mini-batch yet."""
+        return sum(request.sizes[worker] for worker in self.members - one.served)
 
     def _pass(self, request: Draw) -> _Pass:
         epoch = request.lap.epoch
@@ -79,26 +110,38 @@ class BatchQueue:
             del self._passes[lap]  # everybody has met since
         return self._passes.setdefault(request.lap, _Pass(request.spans))
 
-    def cover(self, worker: int, covers: tuple[Cover, ...]) -> None:
-        """The push that the worker has just made stands for these draws."""
-        self._covered.setdefault(worker, []).extend(covers)
-
-    def settle(self, worker: int) -> None:
-        """The worker's push has been answered: what it stands for is done."""
-        for cover in self._covered.pop(worker, []):
+    def settle(self, worker: int, covers: tuple[Cover, ...]) -> None:
+        """What the worker has drawn there is part of an update: it is done."""
+        for cover in covers:
             drawn = self._passes[cover.lap].drawn if cover.lap in self._passes else {}
             if cover.spans in drawn.get(worker, []):
                 drawn[worker].remove(cover.spans)
 
+    def give_back(self, worker: int, covers: tuple[Cover, ...]) -> bool:
+        """What the worker has drawn there is to be done again; ``False``: nobody would draw it."""
+        undone = [(self._passes[c.lap], c.spans) for c in covers if c.lap in self._passes]
+        if any(self.members <= one.ended for one, _ in undone):
+            return False
+        for one, spans in undone:
+            one.left = merged([*one.left, *spans])
+        self.settle(worker, covers)
+        return True
+
     def lost(self, worker: int) -> None:
         """The worker is gone; what it had not done goes to the others."""
-        self._covered.pop(worker, None)
         for one in self._passes.values():
             one.give_back(worker)
 
     def unseen(self) -> dict[Lap, Spans]:
         """What of each pass is not behind the parameters yet."""
         return {lap: one.unseen() for lap, one in self._passes.items()}
+
+
+def _place(worker: int, request: Draw, number: int) -> int:
+    """Where in the pass the worker's mini-batch ``number`` begins, dealt ``turn`` at a time."""
+    rounds, within = divmod(number, request.turn)
+    before = sum(request.sizes[:worker]) * request.turn + within * request.sizes[worker]
+    return rounds * sum(request.sizes) * request.turn + before
 
 
 def _has_batches(request: Draw) -> bool:

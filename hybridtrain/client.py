@@ -19,6 +19,7 @@ from hybridtrain.memory import Arena, Layout, Packed
 from hybridtrain.messages import (
     Average,
     Averaged,
+    Begin,
     Cover,
     Done,
     Draw,
@@ -108,6 +109,11 @@ class Client:
         released: Released = self._ask(replace(push, covers=covers), Released)[0]
         self.version = released.version
         return released
+
+    def begin(self, writes: Writes) -> int:
+        """Wait for this worker's turn; returns the version to begin from."""
+        self.version = self._ask(Begin(writes), Released)[0].version
+        return self.version
 
     def cover(self, cover: Cover) -> None:
         """The next push stands for this mini-batch of the shared queue, too."""

@@ -1,8 +1,8 @@
 """What can happen to a worker (facts), and what a policy may answer (orders).
 
 A policy reads facts and writes orders; it never sees a tensor, a process or a clock. Facts are in
-the past tense, orders in the imperative. ``worker`` is a number from 0; ``version`` counts the
-updates of the master parameters.
+the past tense, orders in the imperative. ``worker`` is a number from 0; ``at_s`` is the time of the
+world, in seconds from any origin.
 """
 
 from __future__ import annotations
@@ -11,17 +11,39 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class Began:
+    """Training begins; ``version`` updates are behind the parameters (of a resumed run)."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
-    """The worker is there and will push."""
+    """The worker is there, computes from the newest parameters, and will push."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker could begin a mini-batch, and waits for its release.
+
+    Only where workers take turns (:class:`hybridtrain.policies.Regime`).
+    """
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """The worker's contribution lies in its row; the worker waits for its release."""
+    """The worker's contribution lies in its row; the worker waits for its release.
+
+    ``loss`` is that of the mini-batch, where the policy watches it and the worker knows it.
+    """
 
     worker: int
+    at_s: float = 0.0
+    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +63,33 @@ class Left:
     worker: int
 
 
-Fact = Joined | Pushed | Parked | Left
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """It is at least as late as the last ``WakeAt`` has asked for."""
+
+    at_s: float
+
+
+Fact = Began | Joined | Ready | Pushed | Parked | Left | Woke
 
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Merge these workers' contributions and step the master parameters once."""
+    """Merge these workers' contributions, and all that are held, and step the masters once."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Put these workers' contributions aside, so that they may go on; the next update has them."""
+
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """These workers' contributions do not count."""
 
     workers: tuple[int, ...]
 
@@ -58,4 +101,11 @@ class Release:
     workers: tuple[int, ...]
 
 
-Order = Apply | Release
+@dataclass(frozen=True, slots=True)
+class WakeAt:
+    """Say so when it is that late (``Woke``). Replaces what was asked for before."""
+
+    at_s: float
+
+
+Order = Apply | Hold | Drop | Release | WakeAt

@@ -7,9 +7,11 @@ time*, which stands still while training pauses (validation).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+
+from hybridtrain.clocks import Clocks
 
 
 @dataclass
@@ -23,6 +25,8 @@ class _Worker:
     waiting_s: float = 0.0
     samples: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
+    dropped: int = 0
+    lead: int = 0  # the largest so far
 
 
 @dataclass
@@ -40,6 +44,7 @@ class Ledger:
     first_version: int = 0
     samples: float = 0.0
     ages: Counter[int] = field(default_factory=Counter)  # staleness -> contributions
+    clocks: Clocks = field(default_factory=Clocks)  # pushes of those who train
     _accounts: list[_Worker] = field(default_factory=list)
     _started_at_s: float = 0.0
     _paused_at_s: float | None = None
@@ -81,16 +86,34 @@ class Ledger:
             account.computing_s += now - account.released_at_s
         account.released_at_s, account.pushed_at_s = None, now
         account.samples += weight
-        account.faults.update([fault] if fault else [])
+        if fault:
+            account.faults[fault] += 1
         self.samples += weight
+        self.clocks.tick(worker)
+        account.lead = max(account.lead, self.clocks.lead(worker))
 
-    def updated(self, workers: tuple[int, ...]) -> None:
-        """A round has ended, with an update made of these workers' contributions.
+    def waits(self, worker: int) -> None:
+        """The worker could begin a mini-batch, and waits for its turn."""
+        account = self._accounts[worker]
+        account.released_at_s, account.pushed_at_s = None, self._now_s()
+
+    def dropped(self, worker: int, weight: float) -> None:
+        """What the worker has pushed last, ``weight`` samples, does not count."""
+        account = self._accounts[worker]
+        account.dropped += 1
+        account.samples -= weight
+        self.samples -= weight
+
+    def age(self, worker: int) -> int:
+        """Updates since the worker has read the parameters."""
+        return self.version - self._accounts[worker].read_version
+
+    def updated(self, ages: Iterable[int]) -> None:
+        """An update was made, of contributions so old.
 
         A round in which everybody abstained counts as well, as Lightning counts a skipped step.
         """
-        for worker in workers:
-            self.ages[self.version - self._accounts[worker].read_version] += 1
+        self.ages.update(ages)
         self.version += 1
         self._training_s = self._now_s()
 
@@ -104,6 +127,7 @@ class Ledger:
     def left(self, worker: int) -> None:
         """The worker is gone: it neither computes nor waits."""
         self._accounts[worker].released_at_s = self._accounts[worker].pushed_at_s = None
+        self.clocks.leave(worker)
 
     def read(self, worker: int) -> None:
         """The worker took the current parameters outside a release."""
@@ -126,14 +150,15 @@ class Ledger:
     def stats(self) -> dict[str, Any]:
         """Updates, samples, samples per second of training, waiting shares in [0, 1], staleness.
 
-        ``left_out``: how many contributions each worker had to leave out, by the kind of fault.
-
-        Staleness is counted per contribution: updates made between the reading of the parameters
-        and the application of the gradient computed from them.
+        ``dropped``: contributions that came too late, by worker; ``lead``: pushes ahead of the
+        slowest worker; ``effective_batch``: samples behind the average update. ``left_out``: how
+        many contributions each worker had to leave out, by the kind of fault. Staleness is counted
+        per contribution: updates made between the reading of the parameters and the application of
+        the gradient computed from them.
         """
-        training_s = self._training_s
+        training_s, updates = self._training_s, self.version - self.first_version
         return {
-            "updates": self.version - self.first_version,
+            "updates": updates,
             "samples": int(self.samples),
             "samples_per_s": self.samples / training_s if training_s > 0 else 0.0,
             "training_s": training_s,
@@ -141,7 +166,17 @@ class Ledger:
                 _share(account.waiting_s, account.computing_s) for account in self._accounts
             ],
             "samples_per_worker": [int(account.samples) for account in self._accounts],
-            "staleness": {"mean": self.mean_age(), "max": max(self.ages, default=0)},
+            "staleness": {
+                "mean": self.mean_age(),
+                "max": max(self.ages, default=0),
+                "histogram": dict(sorted(self.ages.items())),
+            },
+            "dropped": [account.dropped for account in self._accounts],
+            "lead": {
+                "now": [self.clocks.lead(worker) for worker in range(self.n_workers)],
+                "max": [account.lead for account in self._accounts],
+            },
+            "effective_batch": self.samples / updates if updates else 0.0,
             "left_out": {
                 fault: [account.faults[fault] for account in self._accounts]
                 for fault in sorted(set().union(*(a.faults for a in self._accounts)))

@@ -60,6 +60,11 @@ class Meeting(Generic[T]):
         return frozenset(self._items) | self._resting
 
     @property
+    def n_waiting(self) -> int:
+        """How many have arrived."""
+        return len(self._items) + sum(map(len, self._patient.values()))
+
+    @property
     def _resting(self) -> frozenset[int]:
         return frozenset(worker for items in self._patient.values() for worker in items)
 

@@ -96,9 +96,9 @@ class Push:
     ``packed`` are the sparse gradients among those in the row.
 
     ``members`` are the slot numbers of each group, only when they have changed; then ``groups`` is
-    whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers that compare
-    losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of the
-    optimizer's state, by slot number, as ``torch.save`` writes it.
+    whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers and policies
+    that compare losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of
+    the optimizer's state, by slot number, as ``torch.save`` writes it.
     """
 
     optimizer: int
@@ -137,7 +137,8 @@ class Draw:
 
     ``spans``: what of the epoch's order, ``length`` long, is to be done in this pass; ``sizes``:
     everybody's mini-batches; ``drop_last``: whole ones only; ``begins``: I begin the pass (perhaps
-    anew: what I had drawn of it, but not trained on, goes back).
+    anew: what I had drawn of it, but not trained on, goes back). ``turn``: mini-batches are
+    dealt to the workers in turn, so many at a time; 0: first come, first served.
     """
 
     lap: Lap
@@ -146,6 +147,7 @@ class Draw:
     sizes: tuple[int, ...]
     drop_last: bool = False
     begins: bool = False
+    turn: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +169,17 @@ class ReadStats:
     """What has been counted so far."""
 
 
-Request = Share | Install | Average | Push | Gather | Draw | Pull | Snapshot | ReadStats
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """May I begin a mini-batch, after these ``writes`` of user code?
+
+    Answered with ``Released`` when it is my turn.
+    """
+
+    writes: Writes = field(default_factory=dict)
+
+
+Request = Begin | Share | Install | Average | Push | Gather | Draw | Pull | Snapshot | ReadStats
 
 # ---- notes: nobody waits for an answer ----------------------------------------------------------
 

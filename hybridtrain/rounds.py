@@ -6,16 +6,31 @@ round cannot accept is raised; the server then refuses all who wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import islice
 
 from hybridtrain.averaging import Averaging
+from hybridtrain.batch_queue import BatchQueue
 from hybridtrain.errors import UserError
-from hybridtrain.events import Apply, Fact, Joined, Left, Parked, Pushed, Release
+from hybridtrain.events import (
+    Apply,
+    Began,
+    Drop,
+    Fact,
+    Hold,
+    Joined,
+    Left,
+    Parked,
+    Pushed,
+    Ready,
+    Release,
+    WakeAt,
+    Woke,
+)
 from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
-from hybridtrain.messages import Average, Push, Released, Reply, Writes
-from hybridtrain.policies import Policy
+from hybridtrain.messages import Average, Cover, Push, Released, Reply, Writes
+from hybridtrain.policies import Policy, Regime
 from hybridtrain.update import Optimizers, Stepped
 
 Replies = list[tuple[int, Reply]]
@@ -25,27 +40,66 @@ class Rounds:
     """Collects pushes and does what the policy orders.
 
     Args:
-        policy: when a contribution counts, and who may go on.
+        policy: when a contribution counts; it has begun.
+        regime: what it said then.
         ledger: counts.
+        queue: where mini-batches come from.
         workers: all that are there from the start.
     """
 
-    def __init__(self, policy: Policy, ledger: Ledger, workers: Iterable[int]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        regime: Regime,
+        ledger: Ledger,
+        queue: BatchQueue,
+        workers: Iterable[int],
+    ) -> None:
         workers = sorted(workers)
         self.store: Store | None = None
         self.optimizers = Optimizers()
         self.broken = False  # somebody has stopped: no round can be a whole one any more
-        self._policy, self._ledger = policy, ledger
+        self.wake_at_s: float | None = None  # when the policy wants to be told the time
+        self._policy, self._regime, self._ledger, self._queue = policy, regime, ledger, queue
         self._averaging = Averaging(workers)
-        self._pushes: dict[int, Push] = {}
+        self._pushes: dict[int, Push] = {}  # of those who wait
+        self._ready: set[int] = set()  # who waits to begin
+        self._held: list[tuple[int, int, tuple[Cover, ...]]] = []  # worker, age, mini-batches
         self._stepped = Stepped(())  # in the round that ends
         for worker in workers:
             policy.on(Joined(worker))
+            ledger.clocks.join(worker)
 
     @property
     def waiting(self) -> frozenset[int]:
         """Who waits for a release or a mean."""
-        return self._averaging.waiting | self._pushes.keys()
+        return self._averaging.waiting | self._pushes.keys() | self._ready
+
+    @property
+    def n_waiting(self) -> int:
+        """How many wait for a release or a mean."""
+        return len(self._averaging.waiting) + len(self._pushes) + len(self._ready)
+
+    def who_waits(self) -> list[tuple[str, Iterable[int]]]:
+        """What for, and who."""
+        averages = ("the mean of all gradients", self._averaging.waiting)
+        return [("their release", self._pushes), ("their turn", self._ready), averages]
+
+    def began(self, version: int) -> None:
+        """Training begins; so many updates have been made before."""
+        self._obey(Began(version))
+
+    def ready(self, worker: int, writes: Writes) -> Replies:
+        """The worker could begin a mini-batch, after its user's ``writes``."""
+        self.take(worker, writes)
+        self._ready.add(worker)
+        self._ledger.waits(worker)
+        return self._obey(Ready(worker))
+
+    def wake(self, now_s: float) -> Replies:
+        """It is at least as late as the policy wanted to be told."""
+        self.wake_at_s = None
+        return self._obey(Woke(now_s))
 
     def push(self, worker: int, push: Push) -> Replies:
         """The worker's contribution lies in its row.
@@ -56,12 +110,9 @@ class Rounds:
         if (reason := self._objection(worker, push)) is not None:
             raise UserError(reason)
         self._pushes[worker] = push
-        # A mini-batch that several optimizers or evaluations use is counted by the first of them.
-        first = push.optimizer == 0 and self.optimizers.under_way is None
-        samples = push.weight if push.samples is None else push.samples
-        self._ledger.pushed(worker, samples if first else 0.0, push.fault)
+        self._ledger.pushed(worker, self._samples(push), push.fault)
         freed: Replies = [*self._averaging.busy(worker, self.store)]
-        return freed + self._obey(Pushed(worker))
+        return freed + self._obey(Pushed(worker, self._ledger.clock(), push.loss))
 
     def average(self, worker: int, request: Average) -> Replies:
         """The worker wants the mean of all gradients before it pushes."""
@@ -70,12 +121,14 @@ class Rounds:
 
     def park(self, worker: int) -> Replies:
         """The worker waits for something else; who waits for it in a round need not any longer."""
+        self._ledger.clocks.leave(worker)
         freed: Replies = [*self._averaging.busy(worker, self.store)]
         return freed + self._obey(Parked(worker))
 
     def join(self, worker: int) -> None:
         """The worker computes again."""
         self._policy.on(Joined(worker))
+        self._ledger.clocks.join(worker)
         self._averaging.back(worker)
 
     def admit(self, worker: int) -> Replies:
@@ -86,6 +139,7 @@ class Rounds:
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever it had not pushed."""
         self._pushes.pop(worker, None)
+        self._ready.discard(worker)
         self._ledger.left(worker)
         freed: Replies = [*self._averaging.left(worker, self.store)]
         return freed + self._obey(Left(worker))
@@ -105,19 +159,20 @@ class Rounds:
     def dissolve(self) -> None:
         """Forget who has pushed or asked."""
         self._pushes.clear()
+        self._ready.clear()
         self._averaging.dissolve()
 
     def _objection(self, worker: int, push: Push) -> str | None:
         """Why this push makes no sense, if so."""
         other = next((p.optimizer for p in self._pushes.values()), push.optimizer)
-        if self._policy.lockstep and other != push.optimizer:
+        if self._regime.lockstep and other != push.optimizer:
             return (
                 f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
                 f"{other}; in lock-step all workers must step their optimizers in the same order"
             )
         if (reason := self.optimizers.objection(worker, push)) is not None:
             return reason
-        return self._disagreement(worker, push) if self._policy.lockstep else None
+        return self._disagreement(worker, push) if self._regime.lockstep else None
 
     def _disagreement(self, worker: int, push: Push) -> str | None:
         """In lock-step everybody's optimizer must have the same parameters."""
@@ -131,6 +186,8 @@ class Rounds:
                 )
         return None
 
+    # ---- orders ---------------------------------------------------------------------------------
+
     def _obey(self, fact: Fact) -> Replies:
         if self.broken:
             return []
@@ -141,21 +198,80 @@ class Rounds:
                     self._apply(workers)
                 case Release(workers):
                     replies += [self._release(worker) for worker in workers]
+                case Hold(workers):
+                    for worker in workers:
+                        self._hold(worker)
+                case Drop(workers):
+                    for worker in workers:
+                        self._drop(worker)
+                case WakeAt(at_s):
+                    self.wake_at_s = at_s
         return replies
 
     def _apply(self, workers: tuple[int, ...]) -> None:
+        """One update, of these and of all that is held; each optimizer steps with its own."""
         pushes = {worker: self._pushes[worker] for worker in workers}
         for worker, push in pushes.items():
             self.take(worker, push.writes)
-        self._stepped = self.optimizers.step(pushes)
-        if self._stepped.again is None:
-            self._ledger.updated(self._stepped.workers)
+        counted: list[int] = []
+        for number, own in self._by_optimizer(pushes).items():
+            self._stepped = self.optimizers.step(own, number)
+            counted += self._stepped.workers
+        if self._stepped.again is None and (counted or self._held or self._regime.lockstep):
+            ages = [self._ledger.age(worker) for worker in counted]
+            self._ledger.updated([*ages, *(age for _, age, _ in self._held)])
+        for worker, _, covers in self._held:
+            self._queue.settle(worker, covers)
+        self._held.clear()
+        for worker, push in pushes.items():
+            self._queue.settle(worker, push.covers)
+
+    def _by_optimizer(self, pushes: Mapping[int, Push]) -> dict[int, Mapping[int, Push]]:
+        """In lock-step all are for one; else some may be a step ahead of the others."""
+        numbers = {push.optimizer for push in pushes.values()} | {*self.optimizers.holding}
+        if len(numbers) == 1:
+            return {numbers.pop(): pushes}
+        return {
+            number: {w: push for w, push in pushes.items() if push.optimizer == number}
+            for number in sorted(numbers)
+        }
+
+    def _hold(self, worker: int) -> None:
+        """The contribution is put aside, and counts with the next update."""
+        push = self._pushes[worker]
+        self.take(worker, push.writes)
+        if self.optimizers.hold(worker, push):
+            self._held.append((worker, self._ledger.age(worker), push.covers))
+        else:
+            self._queue.settle(worker, push.covers)
+        self._stepped = Stepped(())
+
+    def _drop(self, worker: int) -> None:
+        """The contribution came too late; its mini-batch is for somebody else.
+
+        If nobody would do it any more it counts, late as it is: nothing of an epoch is lost.
+        """
+        push = self._pushes[worker]
+        if not self._queue.give_back(worker, push.covers):
+            self._apply((worker,))
+            return
+        self.take(worker, push.writes)
+        self._ledger.dropped(worker, self._samples(push))
+        self._stepped = Stepped(())
+
+    def _samples(self, push: Push) -> float:
+        """What the push counts for: of several optimizers or evaluations the first counts."""
+        if push.optimizer != 0 or self.optimizers.under_way is not None:
+            return 0.0
+        return push.weight if push.samples is None else push.samples
 
     def _release(self, worker: int) -> tuple[int, Reply]:
+        began = worker in self._ready
+        self._ready.discard(worker)
         self._pushes.pop(worker, None)
         self._averaging.back(worker)
         self.refresh(worker)
         self._ledger.released(worker)
-        again, news = self._stepped.again, self._stepped.news
+        again, news = (None, None) if began else (self._stepped.again, self._stepped.news)
         cleared = again is not None and again.cleared
         return worker, Released(self._ledger.version, again is not None, cleared, news)

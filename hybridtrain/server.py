@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from hybridtrain.batch_queue import BatchQueue
+from hybridtrain.complaints import missed, stuck
 from hybridtrain.errors import UserError
 from hybridtrain.ledger import Ledger
 from hybridtrain.meeting import Meeting, MeetingMismatch
 from hybridtrain.memory import Store
 from hybridtrain.messages import (
     Average,
+    Begin,
     Done,
     Draw,
     Gather,
@@ -49,6 +51,7 @@ from hybridtrain.messages import (
 )
 from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies, Rounds
+from hybridtrain.sharing import shared_store
 from hybridtrain.update import OptimizerFailed, Optimizers, load_updates
 from hybridtrain.update.pool import Pool
 
@@ -71,13 +74,16 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.policy = policy
-        self.ledger = Ledger(n_workers, clock)
+        self.regime = policy.begin(n_workers)
+        self.now_s = clock()  # when the message came that is being dealt with
+        self.ledger = Ledger(n_workers, lambda: self.now_s)
         self.failure: BaseException | None = None  # what an optimizer has raised
+        self._clock = clock
         self._members = set(range(n_workers))
         self._meeting: Meeting[Request] = Meeting(set(self._members))
         self._pool = Pool(threads)
-        self._rounds = Rounds(policy, self.ledger, self._members)
         self._queue = BatchQueue(self._members)
+        self._rounds = Rounds(policy, self.regime, self.ledger, self._queue, self._members)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -95,8 +101,12 @@ class Server:
 
     def handle(self, worker: int, request: Request) -> Replies:
         """One request in, replies out."""
+        self.now_s = self._clock()
+        return self._answer(worker, request) or self._free_the_stuck()
+
+    def _answer(self, worker: int, request: Request) -> Replies:
         match request:
-            case Push() | Average():
+            case Push() | Average() | Begin():
                 return self._round(worker, request)
             case Gather() | Share() | Install():
                 return self._meet(worker, request)
@@ -112,7 +122,8 @@ class Server:
                 return [(worker, Stats(self.ledger.stats()))]
 
     def note(self, worker: int, note: Note) -> Replies:
-        """A note; it may set others free."""
+        """It may set others free."""
+        self.now_s = self._clock()
         match note:
             case Paused():
                 self.ledger.pause()
@@ -124,16 +135,38 @@ class Server:
 
     def finished(self, worker: int) -> Replies:
         """The worker has done its job; a meeting that waits for it would wait for ever."""
+        self.now_s = self._clock()
         self._finished.add(worker)
         waiting = self._meeting.waiting
-        return self._refuse(waiting, _missed(worker, waiting)) if waiting else []
+        return self._refuse(waiting, missed(worker, waiting)) if waiting else []
 
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever it had not pushed."""
+        self.now_s = self._clock()
         self._members.discard(worker)
         self._meeting.leave(worker)
         self._queue.lost(worker)
-        return self._guarded([], lambda: self._rounds.lost(worker)) + self._close_meeting()
+        freed = self._guarded([], lambda: self._rounds.lost(worker)) + self._close_meeting()
+        return freed or self._free_the_stuck()
+
+    @property
+    def wake_at_s(self) -> float | None:
+        """When to call :meth:`wake`, if at all."""
+        return self._rounds.wake_at_s
+
+    def wake(self) -> Replies:
+        """It is that late: the policy may set some free."""
+        self.now_s = self._clock()
+        return self._guarded([], lambda: self._rounds.wake(self.now_s)) or self._free_the_stuck()
+
+    def _free_the_stuck(self) -> Replies:
+        """If all who are left wait, and no timer runs, they would wait for ever."""
+        if self._rounds.n_waiting + self._meeting.n_waiting < len(self._members):
+            return []
+        if self._stopped or not self._members or self.wake_at_s is not None:
+            return []
+        reason = stuck(self.policy, [*self._rounds.who_waits(), ("all", self._meeting.waiting)])
+        return self._refuse([], reason)
 
     def admit(self, worker: int) -> Replies:
         """The worker is there (again) after it was lost, and computes when it is released."""
@@ -143,22 +176,21 @@ class Server:
 
     # ---- rounds ---------------------------------------------------------------------------------
 
-    def _round(self, worker: int, request: Push | Average) -> Replies:
+    def _round(self, worker: int, request: Push | Average | Begin) -> Replies:
         if self._rounds.broken:
             return [(worker, Stop(now=True))]
-        if isinstance(request, Average):
-            return self._rounds.average(worker, request)
-        self._queue.cover(worker, request.covers)
-        return self._guarded([worker], lambda: self._rounds.push(worker, request))
+        match request:
+            case Average():
+                return self._rounds.average(worker, request)
+            case Begin(writes):
+                return self._guarded([worker], lambda: self._rounds.ready(worker, writes))
+            case Push():
+                return self._guarded([worker], lambda: self._rounds.push(worker, request))
 
     def _guarded(self, workers: Iterable[int], action: Callable[[], Replies]) -> Replies:
         """What cannot be accepted, or fails, ends the run for all who wait."""
         try:
-            replies = action()
-            for each, reply in replies:
-                if isinstance(reply, Released):
-                    self._queue.settle(each)
-            return replies
+            return action()
         except OptimizerFailed as error:
             self.failure = self.failure or error.__cause__
             return self._refuse(workers, str(error))
@@ -190,7 +222,7 @@ class Server:
         if self._stopped:
             return [(worker, Stop(now=True))]
         if self._finished:
-            return self._refuse([worker], _missed(min(self._finished), [worker]))
+            return self._refuse([worker], missed(min(self._finished), [worker]))
         tag = request.tag if isinstance(request, Gather) else type(request).__name__
         try:
             patient = isinstance(request, Gather) and request.patient
@@ -224,15 +256,7 @@ class Server:
         raise AssertionError(requests[0])
 
     def _share(self, shares: dict[int, Share]) -> Shared:
-        first, share = next(iter(shares.items()))
-        for worker, other in shares.items():
-            if other != share:
-                raise UserError(
-                    f"worker {worker} has other parameters than worker {first}; every worker must "
-                    "build the same module (same code, same seed, same configuration)"
-                )
-        n_workers, private = self.ledger.n_workers, not self.policy.lockstep
-        store = Store(share.layout, n_workers, private, averaging=share.averaging)
+        store = shared_store(shares, self.ledger.n_workers, self.regime)
         self._rounds.store = store
         return Shared(store.arena.n_bytes)
 
@@ -245,6 +269,7 @@ class Server:
                 update.close()
         if not known:
             self.ledger.start(install.version)
+            self._rounds.began(install.version)
         self.adopt(self.store, Optimizers(updates, self.store, self._pool))
         for worker in workers:
             self._rounds.refresh(worker)
@@ -262,7 +287,7 @@ class Server:
         self._note_stopped({worker})
         waiting = set(self._meeting.waiting)
         self._meeting.dissolve()
-        if self.policy.lockstep:
+        if self.regime.lockstep:
             waiting |= self._rounds.waiting
             self._rounds.dissolve()
         return [(each, Stop(now=True)) for each in sorted(waiting - {worker})]
@@ -270,17 +295,9 @@ class Server:
     def _note_stopped(self, workers: set[int]) -> None:
         """In lock-step no round can be a whole one any more."""
         self._stopped |= workers
-        self._rounds.broken = self.policy.lockstep and bool(self._stopped)
+        self._rounds.broken = self.regime.lockstep and bool(self._stopped)
 
     def close(self) -> None:
         """End the threads of the update."""
         self._rounds.optimizers.close()
         self._pool.close()
-
-
-def _missed(worker: int, waiting: Iterable[int]) -> str:
-    who = ", ".join(str(each) for each in sorted(waiting))
-    return (
-        f"worker {worker} has finished while worker {who} waits for all to meet; all workers must "
-        "take the same path (a barrier or a reduction that only some reach?)"
-    )

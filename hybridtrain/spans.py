@@ -31,6 +31,15 @@ def split(spans: Iterable[Span], n: int) -> tuple[Spans, Spans]:
     return tuple(head), tuple(tail)
 
 
+def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
+    """What is left of ``spans``, in their order, where nobody has ``taken`` it."""
+    left = list(spans)
+    for begin, end in taken:
+        parts = [((a, min(b, begin)), (max(a, end), b)) for a, b in left]
+        left = [(a, b) for pair in parts for a, b in pair if b > a]
+    return tuple(left)
+
+
 def merged(spans: Iterable[Span]) -> Spans:
     """In order, neighbours joined."""
     joined: list[Span] = []

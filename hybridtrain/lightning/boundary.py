@@ -15,6 +15,8 @@ class Aligning(Protocol):
 
     def align(self) -> None: ...
 
+    def await_turn(self) -> None: ...
+
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool: ...
 
 
@@ -34,6 +36,7 @@ class Boundary(pl.Callback):
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._client.check_stop()
+        self._strategy.await_turn()  # before any other callback, which may look at parameters
 
     def on_validation_batch_start(self, *_: Any) -> None:
         self._client.check_stop()

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -63,7 +64,8 @@ class HybridLauncher(_Launcher):
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
         start_method = resolve_start_method(strategy.start_method)
-        check_trainer(trainer, strategy.policy.lockstep)
+        strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
+        check_trainer(trainer, strategy.regime.lockstep)
         strategy.data_options.check_workers(strategy.world_size)
         check_parameters(trainer.lightning_module)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
@@ -73,7 +75,7 @@ class HybridLauncher(_Launcher):
         n_workers, cores = strategy.world_size, usable_cores()
         wanted = strategy.threads_per_worker
         threads = max(1, cores // n_workers) if wanted == "auto" else wanted
-        server = serving(strategy, trainer, threads, cores if strategy.policy.lockstep else 1)
+        server = serving(strategy, trainer, threads, cores if strategy.regime.lockstep else 1)
         world = ProcessWorld(server, n_workers, start_method, threads, strategy.stop_grace_s)
         strategy.interrupted_by = None
         try:

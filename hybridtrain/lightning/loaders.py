@@ -24,6 +24,7 @@ from hybridtrain.lightning.progress import precede, remeasure
 from hybridtrain.lightning.resting import Evaluation
 from hybridtrain.lightning.resume import KEY, Resumed, describe, read
 from hybridtrain.lightning.samplers import EpochSampler, Plan, QueueSampler, ShareSampler
+from hybridtrain.policies import Regime
 
 
 class Loaders:
@@ -32,15 +33,15 @@ class Loaders:
     Args:
         trainer: of this worker.
         client: to the server.
-        free_running: draw from the shared queue instead of taking fixed shares.
+        regime: whether mini-batches are fixed shares, drawn from the shared queue, or dealt.
         options: what the user has said about data.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, client: Client, free_running: bool, options: DataOptions
+        self, trainer: pl.Trainer, client: Client, regime: Regime, options: DataOptions
     ) -> None:
         self._trainer: Any = trainer
-        self._client, self._free_running = client, free_running
+        self._client, self._regime = client, regime
         self._options = options
         self._samplers: list[EpochSampler] = []
         self._made_in_epoch: int | None = None
@@ -116,9 +117,13 @@ class Loaders:
         begun = None
         if self._resumed is not None and not hasattr(dataloader, "load_state_dict"):
             begun = self._resumed.begun(number, plan)
-        kind = QueueSampler if self._free_running else ShareSampler
+        kind = ShareSampler if self._regime.lockstep else QueueSampler
         self._samplers.append(kind(plan, epoch, self._client, number, begun))
         return self._samplers[-1]
+
+    def _turn(self) -> int:
+        """Mini-batches that belong to one optimizer step, and so to one worker."""
+        return int(self._trainer.accumulate_grad_batches) if self._regime.turns else 0
 
     def _plan(self, dataloader: DataLoader[Any], shuffle: bool) -> Plan:
         order, n_workers = self._order(dataloader, shuffle), self._client.n_workers
@@ -127,12 +132,12 @@ class Loaders:
         if self._options.batch_sizes is not None:
             _check_batches(dataloader)
         if batches is None:
-            return Plan(order, length, (1,) * n_workers, drop_last=False, items_are_batches=True)
+            return Plan(order, length, (1,) * n_workers, False, True, self._turn)
         size = getattr(batches, "batch_size", 1) or 1
         plain = type(batches) is BatchSampler
         drop_last = bool(getattr(batches, "drop_last", False))
         sizes = self._options.batch_sizes or (size,) * n_workers
-        return Plan(order, length, sizes, drop_last, items_are_batches=not plain)
+        return Plan(order, length, sizes, drop_last, not plain, self._turn)
 
     def _order(self, dataloader: DataLoader[Any], shuffle: bool) -> Order:
         sampler: Sampler[int] = dataloader.sampler  # type: ignore[assignment]
@@ -185,7 +190,7 @@ class Loaders:
             batches = self._resumed.batches
         if self._committed is not None and self._committed[0] == epoch:
             batches = self._committed[1]
-        unseen = self._client.unseen if self._free_running else {}
+        unseen = self._client.unseen if not self._regime.lockstep else {}
         return {**checkpoint, KEY: describe(epoch, batches, self._samplers, unseen)}
 
     def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

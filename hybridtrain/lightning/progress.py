@@ -12,6 +12,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.trainer import call
 from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
 from pytorch_lightning.trainer.states import RunningStage
 
@@ -28,17 +29,35 @@ def set_global_step(trainer: pl.Trainer, completed: int) -> None:
     counts.ready = completed + ahead
 
 
-def catch_up_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
-    """Step the schedulers that count steps as often as others have updated in between.
+def follow_updates(trainer: pl.Trainer, version: Callable[[], int]) -> None:
+    """Let schedulers that count steps count updates, whoever has made them.
 
-    Lightning itself steps them once for this worker's own update.
+    Lightning would step them once for each push of this worker, also of one that made no update.
+
+    Args:
+        trainer: of this worker, whose training begins.
+        version: updates behind the worker's parameters.
     """
-    if not trainer.lightning_module.automatic_optimization:
-        return
+    loop, before = trainer.fit_loop.epoch_loop, version()
+    lightnings = loop.update_lr_schedulers
+
+    def update(interval: str, update_plateau_schedulers: bool) -> None:
+        nonlocal before
+        if interval != "step" or update_plateau_schedulers:
+            lightnings(interval, update_plateau_schedulers)
+        elif trainer.lightning_module.automatic_optimization and not loop._should_accumulate():
+            _step_schedulers(trainer, before, version())
+            before = version()
+
+    loop.update_lr_schedulers = update  # type: ignore[method-assign]
+
+
+def _step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and not config.reduce_on_plateau:
             for _ in range(now // config.frequency - before // config.frequency):
-                config.scheduler.step()  # type: ignore[call-arg]
+                hook = "lr_scheduler_step"  # users may have one of their own
+                call._call_lightning_module_hook(trainer, hook, config.scheduler, None)
 
 
 def precede(owner: Any, method: str, first: Callable[[], object]) -> None:

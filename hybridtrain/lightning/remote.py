@@ -23,6 +23,7 @@ from hybridtrain.lightning.guard import Guard
 from hybridtrain.lightning.parameters import parameters_of, slot_numbers
 from hybridtrain.lightning.state import RemoteState
 from hybridtrain.messages import Clip, Push, Released
+from hybridtrain.policies import Regime
 from hybridtrain.update import Saved
 from hybridtrain.update.groups import Groups, Members, differences, members_of, plain, same
 from hybridtrain.update.kinds import calls_closure, takes_sparse
@@ -39,7 +40,7 @@ class RemoteStep:
         exchange: brings gradients out and parameters in.
         client: to the server.
         guard: whether what is brought out may count.
-        lockstep: the optimizer may drive the evaluation, for all workers wait for it.
+        regime: in lock-step the optimizer may drive the evaluation, for all wait for it.
     """
 
     # Schedulers look for this mark and warn of a step that was replaced after they were made.
@@ -52,16 +53,18 @@ class RemoteStep:
         exchange: Exchange,
         client: Client,
         guard: Guard,
-        lockstep: bool,
+        regime: Regime,
     ) -> None:
         self._optimizer, self._number_of = optimizer, number_of
         self._exchange, self._client, self._guard = exchange, client, guard
-        self._driven = lockstep and calls_closure(optimizer)
+        self._driven = regime.lockstep and calls_closure(optimizer)
         self._parameters = parameters_of(optimizer)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, number_of)
         self._sent = plain(optimizer)
-        self._lockstep = lockstep
+        self._lockstep = regime.lockstep
+        self._watches_loss = regime.watches_loss  # the policy does
+        self.loss: Any = None  # of the last backward
         self.state = RemoteState(self._fetch_state)
         self.number = 0  # which of the module's optimizers
         self.trying = False  # a point that the optimizer only tries, where infinity is an answer
@@ -113,7 +116,7 @@ class RemoteStep:
             veto=self._guard.veto,
             packed=packed,
             members=members,
-            loss=_as_float(loss) if self._driven else None,
+            loss=self._told_loss(loss),
             repeatable=repeatable,
             state=self._changed_state(),
         )
@@ -130,6 +133,12 @@ class RemoteStep:
         self.count += 1
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
         return released
+
+    def _told_loss(self, evaluated: Any) -> float | None:
+        """What the optimizer, or else the policy, is to know of the loss."""
+        if self._driven:
+            return _as_float(evaluated)
+        return _as_float(self.loss) if self._watches_loss else None
 
     # ---- optimizers that drive the evaluation ---------------------------------------------------
 

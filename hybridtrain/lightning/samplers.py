@@ -16,7 +16,7 @@ yet. That is what a checkpoint in the middle of an epoch needs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch.utils.data import Sampler
@@ -32,6 +32,7 @@ class Plan:
     """What the sampler of one loader needs to know.
 
     ``sizes`` are the workers' mini-batches; 1 where the data set's items are whole mini-batches.
+    ``turn``: mini-batches of one turn, where workers take turns; 0: they do not.
     """
 
     order: Order
@@ -39,6 +40,7 @@ class Plan:
     sizes: tuple[int, ...]
     drop_last: bool
     items_are_batches: bool = False
+    turn: Callable[[], int] = lambda: 0
 
 
 @dataclass(frozen=True)
@@ -218,10 +220,10 @@ class QueueSampler(EpochSampler):
     def __iter__(self) -> Iterator[int]:
         order, spans, batches = self._begin()
         lap, begins = Lap(self.number, self.epoch, self._lap), True
-        plan, n_drawn = self.plan, self.batch_size
+        plan, n_drawn, turn = self.plan, self.batch_size, self.plan.turn()
         # The loader makes mini-batches by counting, so a smaller one must be the last.
         while n_drawn == self.batch_size:
-            ask = Draw(lap, spans, len(order), plan.sizes, plan.drop_last, begins)
+            ask = Draw(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn)
             ticket = self._client.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
             if ticket.counts:

@@ -26,10 +26,10 @@ from hybridtrain.lightning.parameters import (
     slot_numbers,
     sparse_numbers,
 )
-from hybridtrain.lightning.progress import catch_up_schedulers, set_global_step
+from hybridtrain.lightning.progress import set_global_step
 from hybridtrain.lightning.remote import RemoteStep
 from hybridtrain.memory import Layout, Store, unpack
-from hybridtrain.messages import Clip
+from hybridtrain.policies import Regime
 from hybridtrain.update.kinds import takes_sparse
 
 
@@ -40,7 +40,7 @@ class Session:
         client: to the server.
         module: set up and on its device.
         optimizers: as configured by the user.
-        private_parameters: the workers compute on copies of their own.
+        regime: what the policy lets everybody rely on.
         on_fault: what to do where there is no contribution to make.
     """
 
@@ -49,7 +49,7 @@ class Session:
         client: Client,
         module: LightningModule,
         optimizers: Sequence[torch.optim.Optimizer],
-        private_parameters: bool,
+        regime: Regime,
         on_fault: OnFault,
     ) -> None:
         self._client, self._module, self._optimizers = client, module, list(optimizers)
@@ -57,19 +57,20 @@ class Session:
         named = ordered_parameters(module, self._optimizers)
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
-        buffers = [] if private_parameters or client.n_workers == 1 else shared(module)
+        self._regime, private = regime, not regime.lockstep
+        buffers = [] if private or client.n_workers == 1 else shared(module)
         layout = Layout.of(named, room_for(buffers))
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
-        self._final = gradients_are_final(module.trainer)
-        self.averages = not self._final and not private_parameters and client.n_workers > 1
+        self.final = gradients_are_final(module.trainer)
+        self.averages = not self.final and regime.lockstep and client.n_workers > 1
         arena = client.share(layout, self.averages)
-        self._store = Store(layout, client.n_workers, private_parameters, arena, self.averages)
+        self._store = Store(layout, client.n_workers, private, arena, self.averages, regime.holds)
         self._publish()
         client.gather("initial parameters", None)
         self._store.refresh(client.worker)
         self._buffers = SharedBuffers(buffers, self._store, client) if buffers else None
         self.share_buffers()
-        self._exchange = open_exchange(self._parameters, self._store, client.worker, self._final)
+        self._exchange = open_exchange(self._parameters, self._store, client.worker, self.final)
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
         check = FiniteCheck(self._store, client.worker)
         self.guard = Guard(on_fault, check, layout, module.trainer)
@@ -119,9 +120,8 @@ class Session:
         """The remote control of one optimizer."""
         step = vars(optimizer).get("step")
         if not isinstance(step, RemoteStep) or step not in self.steps:
-            lockstep = not self._store.private_parameters
             step = RemoteStep(
-                optimizer, self._number_of, self._exchange, self._client, self.guard, lockstep
+                optimizer, self._number_of, self._exchange, self._client, self.guard, self._regime
             )
             step.buffers = self._buffers
             step.manual = not self._module.automatic_optimization
@@ -194,16 +194,25 @@ class Session:
         if len(now) != len(self._optimizers) or not all(map(is_, now, self._optimizers)):
             self._replace(now)
         step = self.steps[number]
-        before, count = step.version, step.count
+        count = step.count
         output = run()
         if step.count == count:
             step.push(0.0)  # the precision plugin skipped the step; nobody may wait for it
-        if self._store.private_parameters:
+        if not self._regime.lockstep:
             set_global_step(self.trainer, step.version - 1)
-            catch_up_schedulers(self.trainer, before, step.version - 1)
         return output
 
-    def _accumulates(self) -> bool:
+    @property
+    def version(self) -> int:
+        """Updates behind this worker's parameters."""
+        return self._client.version
+
+    def await_turn(self) -> None:
+        """Wait until no other worker computes; then the parameters are the newest."""
+        set_global_step(self.trainer, self._client.begin(self._exchange.writes()))
+        self._exchange.refresh()
+
+    def accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""
         fit_loop = self.trainer.fit_loop
         return self._module.automatic_optimization and fit_loop._should_accumulate()
@@ -239,7 +248,7 @@ class Session:
         for step in self.steps:
             step.weight -= self._batch.weight
             step.samples -= self._batch.samples
-        if self.averages and self.steps[0].weight > 0 and not self._accumulates():
+        if self.averages and self.steps[0].weight > 0 and not self.accumulates():
             self.average()  # there will be no backward to do it
 
     def training_step(self, step: Callable[[], Any]) -> Any:
@@ -258,6 +267,8 @@ class Session:
 
     def backward(self, run: Callable[[], torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
         """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
+        for step in self.steps:
+            step.loss = loss
         try:
             return run()
         except Exception as error:
@@ -271,30 +282,3 @@ class Session:
     def _weigh_nothing(self) -> None:
         for step in self.steps:
             step.weight = step.samples = 0.0
-
-    def take_over(self, plugin: Any) -> None:
-        """Where nobody looks, the server clips what it has merged; else all get the mean first.
-
-        A lone or free-running worker that looks needs neither: its own gradient is what counts.
-        """
-        if self._final:
-            plugin.clip_gradients = self._record_clip
-        if not self.averages:
-            return
-        backward = plugin.backward
-
-        def backward_and_average(*args: Any, **kwargs: Any) -> None:
-            backward(*args, **kwargs)
-            if self.steps and not self._accumulates():
-                self.average()
-
-        plugin.backward = backward_and_average
-
-    def _record_clip(
-        self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm"
-    ) -> None:
-        """In place of the precision plugin's clipping, which sees only this worker's gradient."""
-        if clip_val and clip_val > 0:
-            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
-            for step in self.steps:
-                step.clip = Clip(algorithm, float(clip_val))

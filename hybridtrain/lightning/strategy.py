@@ -31,19 +31,21 @@ from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
-from hybridtrain.lightning.progress import precede, set_global_step
+from hybridtrain.lightning.precision import take_over
+from hybridtrain.lightning.progress import follow_updates, precede, set_global_step
 from hybridtrain.lightning.recording import Recording, data_print
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Described, Paused, Resumed
-from hybridtrain.policies import Policy, make_policy
+from hybridtrain.policies import Regime, Spec, make_policy
 
 
 class HybridStrategy(OneHost, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
     Args:
-        policy: when a gradient counts: ``"hybrid"`` (wait for all, apply their mean), ``"async"``
-            (apply each on arrival), or an object of :class:`hybridtrain.policies.Policy`.
+        policy: when a gradient counts: the name of one of ``hybridtrain.policies.POLICIES``
+            (``"hybrid"``: wait for all, apply their mean), a mapping with its name and parameters
+            (``{"name": "backup", "k": 3}``), or an object of :class:`hybridtrain.policies.Policy`.
         workers_per_device: how many workers share one device.
         start_method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or ``"auto"``: fork where that is
             safe (Linux, CUDA not yet initialised), else spawn.
@@ -66,7 +68,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def __init__(
         self,
-        policy: str | Policy = "hybrid",
+        policy: Spec = "hybrid",
         workers_per_device: int = 1,
         start_method: str = "auto",
         threads_per_worker: int | Literal["auto"] = "auto",
@@ -81,6 +83,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
         super().__init__(**lightning)
         self.policy = make_policy(policy)
+        self.regime = Regime(lockstep=True)  # the policy's, once the number of workers is known
         self.workers_per_device = positive("workers_per_device", workers_per_device)
         self.start_method = start_method
         self.threads_per_worker = threads_per_worker
@@ -125,7 +128,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self._client = client
         self._collectives = Collectives(client)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
-        self._loaders = Loaders(trainer, client, not self.policy.lockstep, self.data_options)
+        self._loaders = Loaders(trainer, client, self.regime, self.data_options)
         self._loaders.attach()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, Boundary(client, self))
@@ -149,13 +152,9 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
             self._session = Session(
-                self.client,
-                self.lightning_module,
-                self.optimizers,
-                not self.policy.lockstep,
-                self._on_fault,
+                self.client, self.lightning_module, self.optimizers, self.regime, self._on_fault
             )
-            self._session.take_over(self.precision_plugin)
+            take_over(self._session, self.precision_plugin)
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -167,6 +166,14 @@ class HybridStrategy(OneHost, ParallelStrategy):
             self.client.note(Described(data_print(self.lightning_module.trainer)))
         if self._session is not None:
             self._session.install()
+            if not self.regime.lockstep:
+                session = self._session
+                follow_updates(session.trainer, lambda: session.version)
+
+    def await_turn(self) -> None:
+        """Where workers take turns: before a mini-batch begins."""
+        if self.regime.turns and self._session is not None:
+            self._session.await_turn()
 
     def teardown(self) -> None:
         if self._session is not None:
@@ -192,7 +199,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
-        self.collectives.local, self._abstains = not self.policy.lockstep, False
+        self.collectives.local, self._abstains = not self.regime.lockstep, False
         self.collectives.weight, together = self._loaders.weigh(batch)
         self._session.begin_batch(batch, self.collectives.weight, together)
 
@@ -216,7 +223,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def align(self) -> None:
         """All workers meet, at the same parameters. In lock-step they always are."""
         self.collectives.local = False
-        if not self.policy.lockstep and self._session is not None and self._session.steps:
+        if not self.regime.lockstep and self._session is not None and self._session.steps:
             self.barrier("end of the epoch")
             set_global_step(self._session.trainer, self._session.pull())
             self.barrier("same parameters")  # nobody moves them before all have read them
@@ -257,7 +264,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
         self._snapshot = None  # schedulers may have stepped since
         training = self._session is not None and bool(self._session.steps)
-        if training and self.is_global_zero and not self.policy.lockstep:
+        if training and self.is_global_zero and not self.regime.lockstep:
             assert self._session is not None
             version, self._snapshot = self._session.snapshot()
             set_global_step(self._session.trainer, version)

@@ -24,6 +24,7 @@ class Store:
             which the masters move while workers compute.
         arena: one made by another process's ``Store`` of the same shape; else a new one.
         averaging: have one more row, for the mean of the gradients.
+        holding: have one more row of gradients, for what is put aside.
     """
 
     def __init__(
@@ -33,17 +34,22 @@ class Store:
         private_parameters: bool,
         arena: Arena | None = None,
         averaging: bool = False,
+        holding: bool = False,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
         self.private_parameters = private_parameters
         self.averaging = averaging
+        self.holding = holding
+        self.held = n_workers  # the number of the row for what is put aside
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
         n_bytes = self._place_buffers()
         self.arena = arena or Arena.create(n_bytes)
         self.masters = self._flat("masters", 0)  # dtype -> (P,) host, shared
-        self.gradients = [self._flat("gradients", w) for w in range(n_workers)]  # W × dtype -> (P,)
+        self.gradients = [  # W (and the held one) × dtype -> (P,)
+            self._flat("gradients", row) for row in range(n_workers + holding)
+        ]
         self.copies = (
             [self._flat("copies", w) for w in range(n_workers)] if private_parameters else []
         )  # W × dtype -> (P,), or nothing
@@ -51,7 +57,7 @@ class Store:
 
     def _place_buffers(self) -> int:
         end = 0
-        rows = {"masters": 1, "gradients": self.n_workers}
+        rows = {"masters": 1, "gradients": self.n_workers + self.holding}
         rows["copies"] = self.n_workers if self.private_parameters else 0
         rows["means"] = int(self.averaging)
         for kind, count in rows.items():

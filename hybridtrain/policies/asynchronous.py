@@ -7,21 +7,24 @@ that were computed at parameters which have moved since (mozilla/DeepSpeech,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from hybridtrain.events import Apply, Fact, Order, Pushed, Release
+from hybridtrain.policies.policy import Regime
 
 
 @dataclass
 class OnArrival:
     """Apply and release each push on its own. There is nothing to remember."""
 
-    lockstep: ClassVar[bool] = False
+    def begin(self, n_workers: int) -> Regime:
+        return Regime(lockstep=False)
 
-    def on(self, fact: Fact) -> list[Order]:
+    def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
             case Pushed(worker):
-                return [Apply((worker,)), Release((worker,))]
+                one = (worker,)
+                return (Apply(one), Release(one))
             case _:
-                return []
+                return ()

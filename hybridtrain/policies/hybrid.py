@@ -8,10 +8,11 @@ mini-batch G times larger, and costs as much as the slowest device (mozilla/Deep
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from hybridtrain.events import Apply, Fact, Joined, Left, Order, Parked, Pushed, Release
+from hybridtrain.policies.policy import Regime
 
 
 @dataclass
@@ -22,11 +23,14 @@ class All:
     of three and more floats come out the same in every run.
     """
 
-    lockstep: ClassVar[bool] = True
-    _expected: set[int] = field(default_factory=set)
-    _pushed: set[int] = field(default_factory=set)
+    _expected: set[int] = field(default_factory=set, init=False, repr=False)
+    _pushed: set[int] = field(default_factory=set, init=False, repr=False)
 
-    def on(self, fact: Fact) -> list[Order]:
+    def begin(self, n_workers: int) -> Regime:
+        self._expected, self._pushed = set(), set()
+        return Regime(lockstep=True)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
             case Joined(worker):
                 self._expected.add(worker)
@@ -38,9 +42,9 @@ class All:
                 self._pushed.discard(worker)
         return self._end_of_round()
 
-    def _end_of_round(self) -> list[Order]:
-        if not self._pushed or self._pushed != self._expected:
-            return []
+    def _end_of_round(self) -> Sequence[Order]:
+        if not self._pushed or len(self._pushed) != len(self._expected):
+            return ()
         workers = tuple(sorted(self._pushed))
         self._pushed.clear()
-        return [Apply(workers), Release(workers)]
+        return (Apply(workers), Release(workers))

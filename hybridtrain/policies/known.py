@@ -2,30 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from hybridtrain.choosing import choose
 from hybridtrain.errors import UserError
 from hybridtrain.policies.asynchronous import OnArrival
+from hybridtrain.policies.first_k import FirstK, Softsync
 from hybridtrain.policies.hybrid import All
+from hybridtrain.policies.in_time import InTime
 from hybridtrain.policies.policy import Policy
+from hybridtrain.policies.ssp import Ssp
+from hybridtrain.policies.switch import Switch
+from hybridtrain.policies.turns import Turns
 
-POLICIES: dict[str, Callable[[], Policy]] = {"hybrid": All, "async": OnArrival}
+Spec = str | Mapping[str, Any] | Policy  # a name, {"name": ..., parameters}, or an object
 
 
-def make_policy(policy: str | Policy) -> Policy:
-    """A policy from its name, or the object itself.
+def backup(
+    k: int | str | None = None, c: float | None = None, at_least: int | None = None
+) -> Policy:
+    """Backup workers: the first ``k`` (null: all but one) count, or, ``auto``, who is in time."""
+    if k == "auto":
+        return InTime(5.0 if c is None else c, at_least)
+    if isinstance(k, str):
+        raise UserError(f"k={k!r} was given; give a number of workers, auto, or null (all but one)")
+    if c is not None or at_least is not None:
+        raise UserError(f"c={c}, at_least={at_least} were given with k={k}; they need k=auto")
+    return FirstK(k)
+
+
+def k_async(k: int | None = None) -> Policy:
+    """The first ``k`` workers count; what comes late counts with the next update."""
+    return FirstK(k, late="use")
+
+
+def k_batch_sync(k: int | None = None) -> Policy:
+    """The first ``k`` mini-batches count, whoever made them; the late are dropped."""
+    return FirstK(k, several=True)
+
+
+def k_batch_async(k: int | None = None) -> Policy:
+    """Every ``k`` mini-batches make an update, whoever made them, and whenever."""
+    return FirstK(k, late="use", several=True)
+
+
+def switch(
+    first: Spec = "hybrid",
+    then: Spec = "async",
+    at_update: int | None = None,
+    patience: int | None = None,
+    min_delta: float = 0.0,
+) -> Policy:
+    """One policy first, another one from an update, or a plateau of the loss, on."""
+    return Switch(make_policy(first), make_policy(then), at_update, patience, min_delta)
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "synchronous": Turns,
+    "hybrid": All,
+    "backup": backup,
+    "k_async": k_async,
+    "k_batch_sync": k_batch_sync,
+    "k_batch_async": k_batch_async,
+    "softsync": Softsync,
+    "ssp": Ssp,
+    "async": OnArrival,
+    "switch": switch,
+}
+
+
+def make_policy(given: Spec) -> Policy:
+    """A policy from its name, its name and parameters, or the object itself.
 
     Raises:
-        UserError: if the name is not known.
+        UserError: if the name is not known, or the parameters make no sense.
     """
-    if not isinstance(policy, str):
-        return policy
-    if policy not in POLICIES:
-        close = get_close_matches(policy, POLICIES, n=1)
-        hint = f" (did you mean {close[0]}?)" if close else ""
-        raise UserError(
-            f"policy={policy!r} was given{hint}; known are {', '.join(sorted(POLICIES))}, or an "
-            "object of hybridtrain.policies.Policy"
-        )
-    return POLICIES[policy]()
+    return choose("policy", given, POLICIES, Policy)  # type: ignore[type-abstract]

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from hybridtrain.events import Fact, Order
 
 
-@runtime_checkable
-class Policy(Protocol):
-    """A pure state machine: facts in, orders out, in the order in which they are to be done.
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """What the rest of the system may rely on, and has to provide.
 
-    ``lockstep`` says what the rest of the system may rely on. True: nobody computes while an update
-    is applied, so workers read the master parameters in place and take fixed, equal shares of every
-    epoch. False: workers run freely, each on its own copy of the parameters, and draw mini-batches
-    from one shared queue.
+    ``lockstep``: nobody computes while an update is applied, and all workers step equally often; so
+    they read the master parameters in place and take fixed, equal shares of every epoch. Else they
+    compute on copies of their own and draw mini-batches from one shared queue. ``turns``: these are
+    dealt to the workers in turn, and a worker asks before it begins one (``Ready``).
+    ``holds``: contributions may be put aside (``Hold``), which takes one more row of gradients.
+    ``watches_loss``: pushes are to tell the loss. ``lock_free``: workers write to the master
+    parameters themselves.
     """
 
-    @property
-    def lockstep(self) -> bool: ...
+    lockstep: bool
+    turns: bool = False
+    holds: bool = False
+    watches_loss: bool = False
+    lock_free: bool = False
 
-    def on(self, fact: Fact) -> list[Order]:
+
+@runtime_checkable
+class Policy(Protocol):
+    """A pure state machine: facts in, orders out, in the order in which they are to be done."""
+
+    def begin(self, n_workers: int) -> Regime:
+        """Forget everything; this many workers, numbered from 0, will join.
+
+        Raises:
+            UserError: if the policy makes no sense for so many.
+        """
+        ...
+
+    def on(self, fact: Fact) -> Sequence[Order]:
         """Take one fact, return the orders that follow from it."""
         ...

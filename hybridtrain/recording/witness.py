@@ -126,6 +126,15 @@ class Witness:
         self._writer.event(LOST, worker, 0, self._tick(), 0.0, 0.0)
         return self._freed(self.server.lost(worker))
 
+    @property
+    def wake_at_s(self) -> float | None:
+        return self.server.wake_at_s
+
+    def wake(self) -> Replies:
+        """See :class:`hybridtrain.server.Server`."""
+        self._writer.event(WOKE, 0, 0, self._tick(), 0.0, 0.0)
+        return self._freed(self.server.wake())
+
     def close(self) -> None:
         """The run is over: the last word."""
         self._writer.tell({"end": ending(self.server)})

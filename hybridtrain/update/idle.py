@@ -20,5 +20,8 @@ class IdleOptimizers(Optimizers):
     def members(self, worker: int, push: Push) -> Members:
         return ()
 
-    def step(self, pushes: Mapping[int, Push]) -> Stepped:
+    def hold(self, worker: int, push: Push) -> bool:
+        return push.weight > 0
+
+    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
         return Stepped(tuple(worker for worker, push in pushes.items() if push.weight > 0))

@@ -15,6 +15,7 @@ from hybridtrain.messages import Push
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
 from hybridtrain.update.groups import Groups, Members
+from hybridtrain.update.held import Held, check_held
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.regroup import States, regroup, with_state
 from hybridtrain.update.update import Update
@@ -53,6 +54,7 @@ class Optimizers:
         self._first = [update.members for update in self._updates]
         self._told: dict[tuple[int, int], Members] = {}  # (worker, optimizer) -> its groups
         self._left: list[States] = [{} for _ in self._updates]
+        self._held: dict[int, Held] = {}  # by optimizer
 
     @property
     def updates(self) -> tuple[Update, ...]:
@@ -83,26 +85,50 @@ class Optimizers:
         known = self._told.get((worker, push.optimizer), self._first[push.optimizer])
         return known if push.members is None else push.members
 
+    # ---- what is put aside ----------------------------------------------------------------------
+
+    def hold(self, worker: int, push: Push) -> bool:
+        """Put the worker's contribution aside for the next step; whether there was one."""
+        number = push.optimizer
+        with self._naming(number):
+            self._hear(worker, push)
+        update = self._updates[number]
+        if push.weight <= 0 or push.veto:
+            return False
+        if number not in self._held:
+            assert self._place is not None, "what is put aside has a place"
+            numbers = _numbers(update.members)
+            check_held(self._held, number, numbers)
+            self._held[number] = Held(self._place[0], numbers)
+        self._held[number].add(worker, push, self._absent(worker, push, update))
+        return True
+
+    @property
+    def holding(self) -> tuple[int, ...]:
+        """The optimizers for which something is put aside."""
+        return tuple(self._held)
+
     # ---- one round ------------------------------------------------------------------------------
 
-    def step(self, pushes: Mapping[int, Push]) -> Stepped:
-        """Apply one round's pushes, all for one optimizer.
+    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
+        """Apply one round's pushes, all for one optimizer, and what is held for it.
 
         Those that abstain have no share, but what they tell of hyper-parameters and groups does
         count: a worker tells a change only once. A single veto leaves the step out, but not in the
         middle of one.
         """
-        number = next(iter(pushes.values())).optimizer
+        number = next(iter(pushes.values())).optimizer if number is None else number
         vetoed = any(push.veto for push in pushes.values()) and self.under_way is None
         counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
         with torch.no_grad(), self._naming(number):
             for worker, push in pushes.items():
                 self._hear(worker, push)
             update = self._updates[number]
-            if not counted and not update.under_way:
+            held = self._held.pop(number, None)
+            if not counted and not update.under_way and held is None:
                 return Stepped(())
-            clip = next((push.clip for push in counted.values()), None)
-            contributions = self._contributions(counted, update)
+            clip = next((push.clip for push in counted.values()), held.clip if held else None)
+            contributions = self._contributions(counted, update, held)
             again = update.step(contributions, clip, evaluation_of(counted))
         return Stepped(tuple(counted), again, update.news)
 
@@ -134,13 +160,16 @@ class Optimizers:
         old, left = self._updates[number], self._left[number]
         self._updates[number] = regroup(old, groups, members, left, *self._place)
 
-    def _contributions(self, pushes: Mapping[int, Push], update: Update) -> list[Contribution]:
+    def _contributions(
+        self, pushes: Mapping[int, Push], update: Update, held: Held | None
+    ) -> list[Contribution]:
         """Everybody's share by samples, or one row for all where gradients are averaged already."""
         if pushes and all(push.averaged for push in pushes.values()):
             worker, push = next(iter(pushes.items()))
             return [self._contribution(worker, push, update, 1.0)]
-        total = sum(push.weight for push in pushes.values())
-        return [
+        total = sum(push.weight for push in pushes.values()) + (held.weight if held else 0.0)
+        aside = [held.contribution(total)] if held else []
+        return aside + [
             self._contribution(worker, push, update, push.weight / total)
             for worker, push in pushes.items()
         ]

@@ -43,8 +43,8 @@ class WholeParameters:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         slots = [store.layout.slots[number] for number in self._numbers]
         self._rows = [
-            [store.gradient(worker, slot) for slot in slots] for worker in range(store.n_workers)
-        ]  # W × parameters, each in the parameter's shape
+            [store.gradient(row, slot) for slot in slots] for row in range(len(store.gradients))
+        ]  # W (and the held one) × parameters, each in the parameter's shape
         self._means: dict[int, torch.Tensor] = {}
         self._keeps_figures_in_groups = not is_torchs(optimizer)
 

@@ -148,14 +148,16 @@ class ProcessWorld:
                 self._reap(worker, selector)
             else:
                 os.read(key.fd, 64)
+        wake_at_s = self.server.wake_at_s
+        if wake_at_s is not None and time.monotonic() >= wake_at_s:
+            self._send(self.server.wake())
         self._react_to_signals()
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self._kill_all()
 
     def _timeout_s(self) -> float:
-        if self._deadline_s is None:
-            return _POLL_S
-        return min(_POLL_S, max(0.0, self._deadline_s - time.monotonic()))
+        due_s = [at_s for at_s in (self._deadline_s, self.server.wake_at_s) if at_s is not None]
+        return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
 
     def _listen(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
         if worker.channel not in selector.get_map():

@@ -93,9 +93,8 @@ def test_what_is_drawn_is_unseen_until_the_push_that_covers_it_is_answered() -> 
     queue, ask = BatchQueue({0}), draw(6, (2,))
     first, _ = queue.draw(0, ask), queue.draw(0, ask)
     assert queue.unseen() == {Lap(0, 0): ((0, 6),)}
-    queue.cover(0, (Cover(Lap(0, 0), first.spans),))
     assert queue.unseen() == {Lap(0, 0): ((0, 6),)}
-    queue.settle(0)
+    queue.settle(0, (Cover(Lap(0, 0), first.spans),))
     assert queue.unseen() == {Lap(0, 0): ((2, 6),)}
 
 
@@ -103,8 +102,7 @@ def test_what_a_lost_worker_has_not_done_goes_to_the_others() -> None:
     members = {0, 1}
     queue, ask = BatchQueue(members), draw(8, (2, 2))
     done, _ = queue.draw(1, ask), queue.draw(1, ask)
-    queue.cover(1, (Cover(Lap(0, 0), done.spans),))
-    queue.settle(1)
+    queue.settle(1, (Cover(Lap(0, 0), done.spans),))
     members.discard(1)
     queue.lost(1)
     assert [queue.draw(0, ask).spans for _ in range(4)] == [((2, 4),), ((4, 6),), ((6, 8),), ()]
@@ -158,8 +156,7 @@ def test_every_position_is_done_once_and_everybody_is_served(
         if ticket.counts:
             assert total(ticket.spans) == sizes[worker] or not drop_last
             trained += positions(ticket.spans)
-            queue.cover(worker, (Cover(Lap(0, 0), ticket.spans),))
-            queue.settle(worker)
+            queue.settle(worker, (Cover(Lap(0, 0), ticket.spans),))
     assert done >= members, "everybody's epoch ends"
     assert len(trained) == len(set(trained)), "nothing twice"
     rest = [p for each in queue.unseen().values() for p in positions(each)]

@@ -32,7 +32,7 @@ def a_round(made: Ledger, clock: Clock, arrivals_s: list[float], weight: float =
     for worker, at_s in enumerate(arrivals_s):
         clock.now_s = at_s
         made.pushed(worker, weight)
-    made.updated(tuple(range(len(arrivals_s))))
+    made.updated([made.age(worker) for worker in range(len(arrivals_s))])
     for worker in range(len(arrivals_s)):
         made.released(worker)
 
@@ -48,7 +48,7 @@ def test_the_fast_wait_for_the_slow(start_s: float) -> None:
     assert stats["samples"] == 16
     assert stats["samples_per_s"] == 2.0
     assert stats["samples_per_worker"] == [8, 8]
-    assert stats["staleness"] == {"mean": 0.0, "max": 0}
+    assert stats["staleness"] == {"mean": 0.0, "max": 0, "histogram": {0: 4}}
 
 
 @pytest.mark.parametrize("start_s", [0.0, 1000.0])
@@ -77,7 +77,7 @@ def test_waiting_during_a_pause_is_not_counted_either() -> None:
     made.resume()
     clock.now_s = 12.0
     made.pushed(1, 1.0)
-    made.updated((0, 1))
+    made.updated([0, 0])
     made.released(0)
     made.released(1)
     assert made.stats()["waiting_share"] == [0.5, 0.0]
@@ -87,19 +87,23 @@ def test_staleness_counts_the_updates_between_reading_and_applying() -> None:
     made, _ = ledger(3)
     for worker in (0, 0, 1, 2):  # 0 reads 0, then 1; 1 and 2 read 0
         made.pushed(worker, 1.0)
-        made.updated((worker,))
+        made.updated([made.age(worker)])
         made.released(worker)
-    assert made.stats()["staleness"] == {"mean": (0 + 0 + 2 + 3) / 4, "max": 3}
+    assert made.stats()["staleness"] == {
+        "mean": (0 + 0 + 2 + 3) / 4,
+        "max": 3,
+        "histogram": {0: 2, 2: 1, 3: 1},
+    }
 
 
 def test_reading_the_parameters_otherwise_makes_them_fresh() -> None:
     made, _ = ledger(2)
     made.pushed(0, 1.0)
-    made.updated((0,))
+    made.updated([made.age(0)])
     made.released(0)
     made.read(1)
     made.pushed(1, 1.0)
-    made.updated((1,))
+    made.updated([made.age(1)])
     assert made.stats()["staleness"]["max"] == 0
 
 

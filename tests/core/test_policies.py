@@ -8,33 +8,55 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.events import Apply, Fact, Joined, Left, Order, Parked, Pushed, Release
-from hybridtrain.policies import All, OnArrival, Policy
+from hybridtrain.events import (
+    Apply,
+    Fact,
+    Hold,
+    Joined,
+    Left,
+    Order,
+    Parked,
+    Pushed,
+    Release,
+    WakeAt,
+    Woke,
+)
+from hybridtrain.policies import (
+    All,
+    FirstK,
+    InTime,
+    OnArrival,
+    Policy,
+    Softsync,
+    Ssp,
+    Switch,
+    Turns,
+)
 
 BOTH = [All, OnArrival]
 
 
 def joined(policy: Policy, n_workers: int) -> Policy:
     for worker in range(n_workers):
-        assert policy.on(Joined(worker)) == []
+        assert not policy.on(Joined(worker))
     return policy
 
 
-def round_of(*workers: int) -> list[Order]:
-    return [Apply(workers), Release(workers)]
+def round_of(*workers: int) -> tuple[Order, ...]:
+    return (Apply(workers), Release(workers))
 
 
 def test_all_waits_for_the_last_and_applies_in_the_order_of_numbers_not_of_arrival() -> None:
     policy = joined(All(), 3)
-    assert policy.on(Pushed(2)) == []
-    assert policy.on(Pushed(0)) == []
+    assert not policy.on(Pushed(2))
+    assert not policy.on(Pushed(0))
     assert policy.on(Pushed(1)) == round_of(0, 1, 2)
 
 
 def test_all_begins_every_round_anew() -> None:
     policy = joined(All(), 2)
     for first, second in [(0, 1), (1, 0), (0, 1)]:
-        assert policy.on(Pushed(first)) == []
+        assert not policy.on(Pushed(first))
         assert policy.on(Pushed(second)) == round_of(0, 1)
 
 
@@ -50,29 +72,29 @@ def test_a_parked_worker_is_waited_for_again_once_it_pushes() -> None:
     policy = joined(All(), 2)
     policy.on(Parked(1))
     assert policy.on(Pushed(0)) == round_of(0)
-    assert policy.on(Pushed(1)) == []
+    assert not policy.on(Pushed(1))
     assert policy.on(Pushed(0)) == round_of(0, 1)
 
 
 def test_a_worker_that_leaves_takes_its_unapplied_push_with_it() -> None:
     policy = joined(All(), 3)
     policy.on(Pushed(1))
-    assert policy.on(Left(1)) == []
+    assert not policy.on(Left(1))
     policy.on(Pushed(0))
     assert policy.on(Pushed(2)) == round_of(0, 2)
 
 
 def test_a_round_of_nobody_never_ends() -> None:
     policy = joined(All(), 2)
-    assert policy.on(Left(0)) == []
-    assert policy.on(Left(1)) == []
+    assert not policy.on(Left(0))
+    assert not policy.on(Left(1))
 
 
 def test_a_newcomer_is_waited_for() -> None:
     policy = joined(All(), 2)
     policy.on(Pushed(0))
-    assert policy.on(Joined(2)) == []
-    assert policy.on(Pushed(1)) == []
+    assert not policy.on(Joined(2))
+    assert not policy.on(Pushed(1))
     assert policy.on(Pushed(2)) == round_of(0, 1, 2)
 
 
@@ -80,7 +102,8 @@ def test_on_arrival_applies_each_push_at_once_and_alone() -> None:
     policy = joined(OnArrival(), 3)
     for worker in (2, 2, 0, 1):
         assert policy.on(Pushed(worker)) == round_of(worker)
-    assert policy.on(Parked(0)) == policy.on(Left(1)) == []
+    assert not policy.on(Parked(0))
+    assert not policy.on(Left(1))
 
 
 @pytest.mark.parametrize("make", BOTH)
@@ -91,73 +114,172 @@ def test_policies_satisfy_their_contract(make: Callable[[], Policy]) -> None:
 # ---- any legal script ---------------------------------------------------------------------------
 
 
-def play(policy: Policy, n_workers: int, choices: list[tuple[int, int]]) -> None:
-    """Drive the policy as workers could, and check every answer.
+class Script:
+    """Drives a policy as workers could, and checks every answer.
 
-    A worker computes, waits for its release, is parked, or is gone; ``choices`` pick who acts and
-    what it does. At the end everybody who computes pushes: then nobody may still be waiting.
+    A worker computes, waits for its release, is parked, or is gone.
     """
-    joined(policy, n_workers)
-    state = dict.fromkeys(range(n_workers), "computes")
-    unapplied: set[int] = set()
 
-    def tell(fact: Fact) -> None:
-        if isinstance(fact, Pushed):
-            state[fact.worker] = "waits"
-            unapplied.add(fact.worker)
-        else:
-            state[fact.worker] = "parked" if isinstance(fact, Parked) else "gone"
-            unapplied.discard(fact.worker)
-        applied: set[int] = set()
-        for order in policy.on(fact):
-            assert order.workers == tuple(sorted(set(order.workers))), "sorted, nobody twice"
-            if isinstance(order, Apply):
-                assert set(order.workers) <= unapplied, "only what has been pushed, and once"
-                applied |= set(order.workers)
-                unapplied.difference_update(order.workers)
-            else:
-                for worker in order.workers:
-                    assert state[worker] == "waits", "nobody is released without a push"
-                    assert worker in applied, "first the update, then the release"
-                    state[worker] = "computes"
-        if policy.lockstep:
-            waiting = {w for w, s in state.items() if s == "waits"}
-            computing = {w for w, s in state.items() if s == "computes"}
-            assert not waiting or computing, "somebody must be able to end the round"
+    def __init__(self, policy: Policy, n_workers: int) -> None:
+        self.policy = policy
+        self.regime = policy.begin(n_workers)
+        for worker in range(n_workers):
+            assert not policy.on(Joined(worker))
+        self.state = dict.fromkeys(range(n_workers), "computes")
+        self.unapplied: set[int] = set()
+        self.held = 0
+        self.now_s = 0.0
+        self.wake_at_s: float | None = None
+        self.orders: list[Order] = []
 
-    for index, action in choices:
-        worker = index % n_workers
-        match state[worker], action:
+    def tell(self, fact: Fact) -> None:
+        match fact:
+            case Pushed(worker):
+                self.state[worker] = "waits"
+                self.unapplied.add(worker)
+            case Parked(worker) | Left(worker):
+                self.state[worker] = "parked" if isinstance(fact, Parked) else "gone"
+                self.unapplied.discard(worker)
+        for order in self.policy.on(fact):
+            self.orders.append(order)
+            self.obey(order)
+        waiting = "waits" in self.state.values()
+        free = "computes" in self.state.values() or self.wake_at_s is not None
+        assert not waiting or free, "somebody must be able to free those who wait"
+
+    def obey(self, order: Order) -> None:
+        if isinstance(order, WakeAt):
+            assert order.at_s > self.now_s
+            self.wake_at_s = order.at_s
+            return
+        assert order.workers == tuple(sorted(set(order.workers))), "sorted, nobody twice"
+        if isinstance(order, Release):
+            for worker in order.workers:
+                assert self.state[worker] == "waits", "nobody is released without a push"
+                assert worker not in self.unapplied, "first it counts, or does not, then it goes on"
+                self.state[worker] = "computes"
+            return
+        assert set(order.workers) <= self.unapplied, "only what has been pushed, and once"
+        assert not isinstance(order, Hold) or self.regime.holds
+        self.held = 0 if isinstance(order, Apply) else self.held + isinstance(order, Hold)
+        self.unapplied.difference_update(order.workers)
+
+    def wake(self) -> None:
+        if self.wake_at_s is not None:
+            self.now_s, self.wake_at_s = self.wake_at_s, None
+            self.tell(Woke(self.now_s))
+
+    def act(self, worker: int, action: int) -> None:
+        self.now_s += 1.0
+        if self.wake_at_s is not None and self.wake_at_s <= self.now_s:
+            self.wake()
+        match self.state[worker], action:
             case "computes" | "parked", 0 | 1 | 2:
-                tell(Pushed(worker))
+                self.tell(Pushed(worker, self.now_s))
             case "computes", 3:
-                tell(Parked(worker))
+                self.tell(Parked(worker))
             case "computes" | "parked" | "waits", 4:
-                tell(Left(worker))
-    for worker in [w for w, s in state.items() if s == "computes"]:
-        if state[worker] == "computes" and "waits" in state.values():
-            tell(Pushed(worker))
-    assert "waits" not in state.values(), "when all expected have pushed, all are released"
-    assert not unapplied, "every push is applied exactly once, unless its worker left"
+                self.tell(Left(worker))
+
+    def end(self) -> None:
+        """Whoever computes comes to the end of its data, until nobody does."""
+        while computing := [w for w, s in self.state.items() if s == "computes"]:
+            self.tell(Parked(computing[0]))
+            self.wake()
+        assert "waits" not in self.state.values(), "nobody is left waiting at the end"
+        assert not self.unapplied, "every push has counted or been dropped, unless its worker left"
+        assert self.held == 0, "nothing is put aside for good"
+
+
+def play(policy: Policy, n_workers: int, choices: list[tuple[int, int]]) -> list[Order]:
+    script = Script(policy, n_workers)
+    for index, action in choices:
+        script.act(index % n_workers, action)
+    script.end()
+    return script.orders
 
 
 CHOICES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), max_size=40)
+MANY: dict[str, Callable[[int], Policy]] = {
+    "hybrid": lambda n: All(),
+    "async": lambda n: OnArrival(),
+    "backup": lambda n: FirstK(),
+    "backup of two": lambda n: FirstK(min(2, n)),
+    "backup in time": lambda n: InTime(),
+    "backup in time, strict": lambda n: InTime(c=0.0, at_least=1),
+    "k_async": lambda n: FirstK(late="use"),
+    "k_batch_sync": lambda n: FirstK(3, several=True),
+    "k_batch_async": lambda n: FirstK(3, late="use", several=True),
+    "softsync": lambda n: Softsync(1),
+    "ssp 0": lambda n: Ssp(0),
+    "ssp 1": lambda n: Ssp(1),
+    "ssp 3": lambda n: Ssp(3),
+    "ssp": lambda n: Ssp(None),
+    "hybrid, then async": lambda n: Switch(All(), OnArrival(), at_update=2),
+    "async, then hybrid": lambda n: Switch(OnArrival(), All(), at_update=3),
+    "backup, then ssp": lambda n: Switch(FirstK(), Ssp(1), at_update=2),
+    "k_batch_async, then k_async": lambda n: Switch(
+        FirstK(3, "use", True), FirstK(1, "use"), at_update=1
+    ),
+}
 
 
-@pytest.mark.parametrize("make", BOTH)
-@settings(max_examples=150, deadline=None)
+@pytest.mark.parametrize("name", MANY)
+@settings(max_examples=100, deadline=None)
 @given(n_workers=st.integers(1, 5), choices=CHOICES)
-def test_any_script_releases_every_push_once_and_deadlocks_nobody(
-    make: Callable[[], Policy], n_workers: int, choices: list[tuple[int, int]]
+def test_any_script_lets_every_push_count_once_and_deadlocks_nobody(
+    name: str, n_workers: int, choices: list[tuple[int, int]]
 ) -> None:
-    play(make(), n_workers, choices)
+    play(MANY[name](n_workers), n_workers, choices)
 
 
-@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("name", MANY)
+@settings(max_examples=20, deadline=None)
 @given(choices=CHOICES)
-def test_a_policy_depends_on_nothing_but_its_facts(choices: list[tuple[int, int]]) -> None:
-    facts: list[Fact] = [
-        (Pushed, Pushed, Parked, Left, Joined)[kind](worker % 3) for worker, kind in choices
-    ]
-    first, second = joined(All(), 3), joined(All(), 3)
-    assert [first.on(fact) for fact in facts] == [second.on(fact) for fact in facts]
+def test_a_policy_depends_on_nothing_but_its_facts(
+    name: str, choices: list[tuple[int, int]]
+) -> None:
+    policy = MANY[name](3)
+    assert play(policy, 3, choices) == play(policy, 3, choices), "begin() forgets everything"
+
+
+# ---- the dial: policies that are the same at their limits ----------------------------------------
+
+SAME: dict[str, tuple[Callable[[int], Policy], Callable[[int], Policy]]] = {
+    "backup k=n is hybrid": (lambda n: FirstK(n), lambda n: All()),
+    "k_async k=n is hybrid": (lambda n: FirstK(n, "use"), lambda n: All()),
+    "ssp 0 is hybrid": (lambda n: Ssp(0), lambda n: All()),
+    "ssp without a bound is async": (lambda n: Ssp(None), lambda n: OnArrival()),
+    "k_async k=1 is async": (lambda n: FirstK(1, "use"), lambda n: OnArrival()),
+    "k_batch_async k=1 is async": (lambda n: FirstK(1, "use", True), lambda n: OnArrival()),
+    "softsync n=W is async": (lambda n: Softsync(n), lambda n: OnArrival()),
+    "switch between equals changes nothing": (
+        lambda n: Switch(All(), Ssp(0), at_update=1),
+        lambda n: All(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@settings(max_examples=200, deadline=None)
+@given(n_workers=st.integers(1, 5), choices=CHOICES)
+def test_at_its_limit_a_policy_is_another_one(
+    name: str, n_workers: int, choices: list[tuple[int, int]]
+) -> None:
+    one, other = (make(n_workers) for make in SAME[name])
+    assert play(one, n_workers, choices) == play(other, n_workers, choices)
+
+
+@pytest.mark.parametrize(
+    "policy", [All(), FirstK(3), FirstK(3, "use"), Ssp(0), Switch(All(), Ssp(0), at_update=5)]
+)
+def test_lock_step_is_known_as_such(policy: Policy) -> None:
+    assert policy.begin(3).lockstep
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [OnArrival(), FirstK(2), FirstK(3, several=True), Ssp(1), Turns(), InTime(), Softsync(1)],
+)
+def test_whoever_may_be_ahead_reads_a_copy(policy: Policy) -> None:
+    assert not policy.begin(3).lockstep

@@ -444,14 +444,14 @@ def test_the_figures_tell_who_waited_for_whom() -> None:
     assert figures["updates"] == 2
     assert figures["waiting_share"] == [0.75, 0.0]
     assert figures["samples_per_s"] == 1.0
-    assert figures["staleness"] == {"mean": 0.0, "max": 0}
+    assert figures["staleness"] == {"mean": 0.0, "max": 0, "histogram": {0: 4}}
 
 
 def test_the_figures_tell_how_stale_free_running_gradients_were() -> None:
     served = Served(2, OnArrival())
     for worker in (0, 0, 0, 1):
         served.push(worker, 1.0)
-    assert stats(served)["staleness"] == {"mean": 0.75, "max": 3}
+    assert stats(served)["staleness"] == {"mean": 0.75, "max": 3, "histogram": {0: 3, 3: 1}}
     assert stats(served)["waiting_share"] == [0.0, 0.0]
 
 

@@ -1,0 +1,143 @@
+"""One rule first, another one later.
+
+Lock-step while the loss falls steeply, freely afterwards, or the reverse (Sync-Switch: Li et al.
+2021, ICDCS, switch from BSP to ASP). At the switch the new rule is told who is there and who has
+pushed and waits, as if it had happened just now.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hybridtrain.errors import UserError
+from hybridtrain.events import Apply, Began, Fact, Joined, Left, Order, Parked, Pushed, Release
+from hybridtrain.policies.policy import Policy, Regime
+
+
+@dataclass
+class Plateau:
+    """Watches a loss that has stopped falling.
+
+    Args:
+        patience: so many pushes without a better mean loss.
+        min_delta: what counts as better.
+    """
+
+    patience: int
+    min_delta: float = 0.0
+    _best: float = field(default=float("inf"), init=False, repr=False)
+    _sum: float = field(default=0.0, init=False, repr=False)
+    _count: int = field(default=0, init=False, repr=False)
+
+    def reached(self, loss: float) -> bool:
+        """Take one more loss. Means over ``patience`` losses are compared."""
+        self._sum, self._count = self._sum + loss, self._count + 1
+        if self._count < self.patience:
+            return False
+        mean = self._sum / self._count
+        self._sum, self._count = 0.0, 0
+        better = mean < self._best - self.min_delta
+        self._best = min(self._best, mean)
+        return not better
+
+
+@dataclass
+class Switch:
+    """Follow ``first`` until update number ``at_update``, or a plateau of the loss, then ``then``.
+
+    Args:
+        first: a policy.
+        then: another.
+        at_update: after so many updates.
+        patience: or when the mean loss of so many pushes is not better than the best before.
+        min_delta: by how much it must be better.
+
+    Raises:
+        UserError: if the parts do not fit, or neither condition, or a senseless one, was given.
+    """
+
+    first: Policy
+    then: Policy
+    at_update: int | None = None
+    patience: int | None = None
+    min_delta: float = 0.0
+    _now: Policy = field(init=False, repr=False)
+    _n: int = field(default=0, init=False, repr=False)
+    _updates: int = field(default=0, init=False, repr=False)
+    _plateau: Plateau | None = field(default=None, init=False, repr=False)
+    _due: bool = field(default=False, init=False, repr=False)
+    _active: set[int] = field(default_factory=set, init=False, repr=False)
+    _waiting: dict[int, Pushed] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if (self.at_update is None) == (self.patience is None):
+            raise UserError(
+                "switch needs either at_update=N (after so many updates) or patience=N (when the "
+                f"loss has stopped falling for N pushes); at_update={self.at_update} and "
+                f"patience={self.patience} were given"
+            )
+        for name, value in (("at_update", self.at_update), ("patience", self.patience)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise UserError(f"switch: {name}={value!r} was given; it must be from 1 on")
+        if not self.min_delta >= 0:
+            raise UserError(f"switch: min_delta={self.min_delta!r} was given; it must be from 0 on")
+        self._now = self.first
+
+    def begin(self, n_workers: int) -> Regime:
+        parts = {"first": self.first.begin(n_workers), "then": self.then.begin(n_workers)}
+        for name, part in parts.items():
+            if part.turns or part.lock_free or isinstance(getattr(self, name), Switch):
+                raise UserError(
+                    f"switch: {name}={getattr(self, name)} cannot be a part: choose policies that "
+                    "wait for pushes (hybrid, backup, k_async, softsync, ssp, async)"
+                )
+        self._now, self._n, self._updates, self._due = self.first, n_workers, 0, False
+        self._plateau = Plateau(self.patience, self.min_delta) if self.patience else None
+        self._active, self._waiting = set(), {}
+        return Regime(
+            lockstep=all(part.lockstep for part in parts.values()),
+            holds=any(part.holds for part in parts.values()),
+            watches_loss=self.patience is not None,
+        )
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        orders = list(self._now.on(fact))
+        if self._now is self.then:
+            return orders
+        self._remember(fact, orders)
+        return orders + self._switch() if self._due else orders
+
+    def _remember(self, fact: Fact, orders: Sequence[Order]) -> None:
+        match fact:
+            case Began(version):
+                self._updates = version
+                self._due = self.at_update is not None and version >= self.at_update
+            case Joined(worker):
+                self._active.add(worker)
+            case Pushed(worker, _, loss):
+                self._active.add(worker)
+                self._waiting[worker] = fact
+                if self._plateau is not None and loss is not None:
+                    self._due = self._due or self._plateau.reached(loss)
+            case Parked(worker) | Left(worker):
+                self._active.discard(worker)
+                self._waiting.pop(worker, None)
+        for order in orders:
+            match order:
+                case Apply():
+                    self._updates += 1
+                    self._due = self._due or self._updates == self.at_update
+                case Release(workers):
+                    for worker in workers:
+                        self._waiting.pop(worker, None)
+
+    def _switch(self) -> list[Order]:
+        self._now = self.then
+        self.then.begin(self._n)
+        orders: list[Order] = []
+        for worker in sorted(self._active):
+            orders += self.then.on(Joined(worker))
+        for push in list(self._waiting.values()):
+            orders += self.then.on(push)
+        return orders
