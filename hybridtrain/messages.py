@@ -85,13 +85,13 @@ class Push:
     """My contribution lies in my row; step optimizer number ``optimizer``.
 
     ``weight`` is what the gradient counts for, in samples (0 abstains), ``samples`` how many are
-    behind it, if that is another number; ``absent`` the numbers of
-    the parameters that got no gradient; ``groups`` the hyper-parameters of each parameter group
-    that have changed since the worker's last push; ``averaged``: the gradient is already the mean
-    of all (perhaps changed since, by everybody alike), so one row stands for all; ``writes``:
-    parameters that user code has changed itself since the last release; ``fault``: why there is no
-    contribution, where there should have been one; ``veto``: because of it, the whole step is to be
-    left out; ``covers``: the mini-batches from the shared queue that are done with this push.
+    behind it, if that is another number; ``absent`` the numbers of the parameters that got no
+    gradient; ``groups`` the hyper-parameters of each parameter group that have changed since the
+    worker's last push; ``averaged``: the gradient is already the mean of all (perhaps changed
+    since, by everybody alike), so one row stands for all; ``writes``: parameters that user code has
+    changed itself since the last release; ``fault``: why there is no contribution, where there
+    should have been one; ``veto``: because of it, the whole step is to be left out; ``covers``: the
+    mini-batches from the shared queue that are done with this push.
 
     ``packed`` are the sparse gradients among those in the row.
 
@@ -171,10 +171,7 @@ class ReadStats:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """May I begin a mini-batch, after these ``writes`` of user code?
-
-    Answered with ``Released`` when it is my turn.
-    """
+    """May I begin a mini-batch, after these ``writes``? ``Released`` when it is my turn."""
 
     writes: Writes = field(default_factory=dict)
 

@@ -96,10 +96,10 @@ class Rounds:
         self._ledger.waits(worker)
         return self._obey(Ready(worker))
 
-    def wake(self, now_s: float) -> Replies:
+    def wake(self) -> Replies:
         """It is at least as late as the policy wanted to be told."""
         self.wake_at_s = None
-        return self._obey(Woke(now_s))
+        return self._obey(Woke(self._ledger.clock()))
 
     def push(self, worker: int, push: Push) -> Replies:
         """The worker's contribution lies in its row.

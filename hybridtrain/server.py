@@ -75,10 +75,8 @@ class Server:
     ) -> None:
         self.policy = policy
         self.regime = policy.begin(n_workers)
-        self.now_s = clock()  # when the message came that is being dealt with
-        self.ledger = Ledger(n_workers, lambda: self.now_s)
+        self.ledger = Ledger(n_workers, clock)
         self.failure: BaseException | None = None  # what an optimizer has raised
-        self._clock = clock
         self._members = set(range(n_workers))
         self._meeting: Meeting[Request] = Meeting(set(self._members))
         self._pool = Pool(threads)
@@ -101,7 +99,6 @@ class Server:
 
     def handle(self, worker: int, request: Request) -> Replies:
         """One request in, replies out."""
-        self.now_s = self._clock()
         return self._answer(worker, request) or self._free_the_stuck()
 
     def _answer(self, worker: int, request: Request) -> Replies:
@@ -123,7 +120,6 @@ class Server:
 
     def note(self, worker: int, note: Note) -> Replies:
         """It may set others free."""
-        self.now_s = self._clock()
         match note:
             case Paused():
                 self.ledger.pause()
@@ -135,14 +131,12 @@ class Server:
 
     def finished(self, worker: int) -> Replies:
         """The worker has done its job; a meeting that waits for it would wait for ever."""
-        self.now_s = self._clock()
         self._finished.add(worker)
         waiting = self._meeting.waiting
         return self._refuse(waiting, missed(worker, waiting)) if waiting else []
 
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever it had not pushed."""
-        self.now_s = self._clock()
         self._members.discard(worker)
         self._meeting.leave(worker)
         self._queue.lost(worker)
@@ -156,8 +150,7 @@ class Server:
 
     def wake(self) -> Replies:
         """It is that late: the policy may set some free."""
-        self.now_s = self._clock()
-        return self._guarded([], lambda: self._rounds.wake(self.now_s)) or self._free_the_stuck()
+        return self._guarded([], lambda: self._rounds.wake()) or self._free_the_stuck()
 
     def _free_the_stuck(self) -> Replies:
         """If all who are left wait, and no timer runs, they would wait for ever."""
