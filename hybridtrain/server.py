@@ -53,6 +53,8 @@ from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies, Rounds
 from hybridtrain.sharing import shared_store
 from hybridtrain.update import OptimizerFailed, Optimizers, load_updates
+from hybridtrain.update.corrections import Correction
+from hybridtrain.update.late import LateGradients
 from hybridtrain.update.pool import Pool
 
 
@@ -64,6 +66,7 @@ class Server:
         n_workers: W, all expected from the start.
         threads: how many threads an update may use.
         clock: seconds; virtual time brings its own.
+        correction: of late gradients, if any.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Server:
         n_workers: int,
         threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        correction: Correction | None = None,
     ) -> None:
         self.policy = policy
         self.regime = policy.begin(n_workers)
@@ -79,7 +83,7 @@ class Server:
         self.failure: BaseException | None = None  # what an optimizer has raised
         self._members = set(range(n_workers))
         self._meeting: Meeting[Request] = Meeting(set(self._members))
-        self._pool = Pool(threads)
+        self._pool, self._late = Pool(threads), LateGradients(correction, self.ledger.age)
         self._queue = BatchQueue(self._members)
         self._rounds = Rounds(policy, self.regime, self.ledger, self._queue, self._members)
         self._stopped: set[int] = set()
@@ -257,9 +261,6 @@ class Server:
         assert self.store is not None, "parameters are shared before optimizers are installed"
         known = self._rounds.optimizers.updates
         updates = load_updates(install.optimizers, self.store, self._pool, known)
-        for update in known:
-            if update not in updates:
-                update.close()
         if not known:
             self.ledger.start(install.version)
             self._rounds.began(install.version)
@@ -272,6 +273,8 @@ class Server:
         """Step these from now on. Without a store there are no parameters, only time passes."""
         self._rounds.store = store
         self._rounds.optimizers = optimizers
+        optimizers.late = self._late
+        self._late.begin(store)
 
     # ---- stopping -------------------------------------------------------------------------------
 

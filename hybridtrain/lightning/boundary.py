@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import pytorch_lightning as pl
 
 from hybridtrain.client import Client
+from hybridtrain.lightning.correcting import advise
 from hybridtrain.lightning.progress import agree_on_validating
 
 
@@ -30,6 +31,7 @@ class Boundary(pl.Callback):
 
     def __init__(self, client: Client, strategy: Aligning) -> None:
         self._client, self._strategy = client, strategy
+        self._advises = client.worker == 0
 
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
         agree_on_validating(trainer, self._strategy.reduce_boolean_decision)
@@ -47,9 +49,12 @@ class Boundary(pl.Callback):
     def on_predict_batch_start(self, *_: Any) -> None:
         self._client.check_stop()
 
-    def on_train_epoch_end(self, *_: Any) -> None:
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._client.check_stop()
         self._strategy.align()
+        if self._advises:
+            advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
+            self._advises = False
 
     def on_validation_start(self, *_: Any) -> None:
         """Before any other callback, which may swap parameters for the validation."""

@@ -26,6 +26,7 @@ from torch.distributed import distributed_c10d
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checks import check_parameters, check_trainer
+from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.sending import check_sending
@@ -66,6 +67,7 @@ class HybridLauncher(_Launcher):
         start_method = resolve_start_method(strategy.start_method)
         strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
         check_trainer(trainer, strategy.regime.lockstep)
+        check_correction(strategy.correction, strategy.regime, strategy.policy)
         strategy.data_options.check_workers(strategy.world_size)
         check_parameters(trainer.lightning_module)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()

@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -88,14 +88,16 @@ def serving(
         threads: of each worker.
         server_threads: of an update.
     """
-    policy, recording = deepcopy(strategy.policy), strategy.recording
+    policy, correction = deepcopy((strategy.policy, strategy.correction))
+    make = partial(Server, policy, strategy.world_size, server_threads, correction=correction)
+    recording = strategy.recording
     if recording is None or trainer.state.fn != "fit":
-        return Server(policy, strategy.world_size, server_threads)
+        return make()
     writer = recording.open()
     said = header(strategy, threads, server_threads)
     writer.tell({"header": {**said, "kinds": KINDS, "about": recording.about}})
     stamp = Stamp()
-    return Witness(Server(policy, strategy.world_size, server_threads, stamp), stamp, writer)
+    return Witness(make(clock=stamp), stamp, writer)
 
 
 def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:
@@ -105,6 +107,7 @@ def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[
         "threads": threads,
         "server_threads": server_threads,
         "policy": repr(strategy.policy),
+        "correction": repr(strategy.correction),
         "versions": versions(),
         "code": {"hybridtrain": _hash_of_package(), **users_code()},
     }

@@ -37,6 +37,7 @@ from hybridtrain.lightning.recording import Recording, data_print
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Described, Paused, Resumed
 from hybridtrain.policies import Regime, Spec, make_policy
+from hybridtrain.update.corrections import CorrectionSpec, make_correction
 
 
 class HybridStrategy(OneHost, ParallelStrategy):
@@ -57,6 +58,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
             whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it.
         on_oom: the same when a worker runs out of memory in a step.
         batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
+        correction: what is done about late gradients: nothing, or one of
+            ``hybridtrain.update.corrections.CORRECTIONS``, given like a policy.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
@@ -77,12 +80,13 @@ class HybridStrategy(OneHost, ParallelStrategy):
         on_nonfinite: str = "raise",
         on_oom: str = "raise",
         batch_size_per_worker: Sequence[int] | None = None,
+        correction: CorrectionSpec = None,
         record: str | Path | None = None,
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
         super().__init__(**lightning)
-        self.policy = make_policy(policy)
+        self.policy, self.correction = make_policy(policy), make_correction(correction)
         self.regime = Regime(lockstep=True)  # the policy's, once the number of workers is known
         self.workers_per_device = positive("workers_per_device", workers_per_device)
         self.start_method = start_method

@@ -45,7 +45,7 @@ def unpack(packed: Packed, place: torch.Tensor) -> torch.Tensor:
     """The coalesced sparse gradient; its values are a view of the place."""
     values = used(packed, place).view(packed.n_rows, *place.shape[packed.sparse_dim :])
     return torch.sparse_coo_tensor(
-        _indices(packed), values, place.shape, is_coalesced=True, check_invariants=False
+        indices_of(packed), values, place.shape, is_coalesced=True, check_invariants=False
     )
 
 
@@ -55,7 +55,8 @@ def used(packed: Packed, place: torch.Tensor) -> torch.Tensor:
     return _flat(place)[: shape.numel()]
 
 
-def _indices(packed: Packed) -> torch.Tensor:
+def indices_of(packed: Packed) -> torch.Tensor:
+    """Where the values belong, (s, n) int64."""
     if not packed.indices:
         return torch.empty(packed.sparse_dim, 0, dtype=_INDEX)
     return torch.frombuffer(bytearray(packed.indices), dtype=_INDEX).view(packed.sparse_dim, -1)

@@ -128,7 +128,9 @@ class Store:
             slot = self.layout.slots[number]
             value = torch.frombuffer(bytearray(elements), dtype=slot.dtype).view(slot.shape)
             if self.private_parameters:
-                self.master(slot).add_(value - self.parameter(worker, slot))
+                read = self.parameter(worker, slot)
+                self.master(slot).add_(value - read)
+                read.copy_(value)  # what the worker computes with from here on
             else:
                 self.master(slot).copy_(value)
 

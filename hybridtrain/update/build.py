@@ -22,7 +22,7 @@ def load_updates(
 ) -> list[Update]:
     """The updates of optimizers that a worker has dumped, over views of the masters.
 
-    A number stands for one of those that are ``known``.
+    A number stands for one of those that are ``known``; the rest of these are closed.
 
     Raises:
         UserError: if an optimizer cannot be served here.
@@ -31,12 +31,16 @@ def load_updates(
     def parameter(number: int) -> torch.nn.Parameter:
         return torch.nn.Parameter(store.master(store.layout.slots[number]))
 
-    return [
+    updates = [
         known[payload]
         if isinstance(payload, int)
         else build_update(*load(payload, parameter), store, pool)
         for payload in payloads
     ]
+    for update in known:
+        if update not in updates:
+            update.close()
+    return updates
 
 
 def build_update(

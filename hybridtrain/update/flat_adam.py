@@ -22,7 +22,7 @@ from hybridtrain.memory.arena import align
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Evaluation
-from hybridtrain.update.groups import Groups, members_of, plain
+from hybridtrain.update.groups import Groups, members_of, plain, slowed
 from hybridtrain.update.merge import merge
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.saved import Saved
@@ -113,12 +113,14 @@ class FlatAdam:
         contributions: Sequence[Contribution],
         clip: Clip | None,
         evaluation: Evaluation | None = None,
+        rate: float = 1.0,
     ) -> None:
         tasks = self._tasks(contributions)
         transform = self._clipping(tasks, contributions, clip)
-        self._pool.map(
-            lambda lane, task: self._step_chunk(lane, task, contributions, transform), tasks
-        )
+        with slowed(self._groups, rate):
+            self._pool.map(
+                lambda lane, task: self._step_chunk(lane, task, contributions, transform), tasks
+            )
 
     def _tasks(self, contributions: Sequence[Contribution]) -> list[_Task]:
         """Cut what this update touches into chunks, and count the step of each parameter once."""

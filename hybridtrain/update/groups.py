@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,3 +48,29 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return False
     return bool(one is other or one == other)
+
+
+@contextmanager
+def slowed(groups: Iterable[dict[str, Any]], factor: float) -> Iterator[None]:
+    """Multiply every group's learning rate by the factor for a while.
+
+    Afterwards each is the object that it was; a rate that the optimizer has meanwhile changed by
+    itself keeps that change, in proportion.
+    """
+    if factor == 1.0:
+        yield
+        return
+    rates = [(group, group["lr"], group["lr"] * factor) for group in groups]
+    for group, _, slow in rates:
+        group["lr"] = slow.clone() if isinstance(slow, torch.Tensor) else slow
+    try:
+        yield
+    finally:
+        for group, rate, slow in rates:
+            now, group["lr"] = group["lr"], rate
+            if same(now, slow):
+                continue
+            if isinstance(rate, torch.Tensor) and isinstance(now, torch.Tensor):
+                rate.copy_(now / factor)
+            else:
+                group["lr"] = now / factor

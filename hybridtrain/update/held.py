@@ -18,7 +18,7 @@ from hybridtrain.update.merge import merge_mixed
 
 @dataclass
 class Held:
-    """The sum of what one optimizer's contributions were, each times its weight.
+    """The sum of what one optimizer's contributions were, each times what it counts.
 
     Args:
         store: the shared rows; the last one is for this.
@@ -28,23 +28,26 @@ class Held:
     store: Store
     numbers: frozenset[int]
     weight: float = 0.0
+    count: float = 0.0  # the weights, each times the factor that a late contribution counts with
     clip: Clip | None = None
     _present: set[int] = field(default_factory=set)
     _packed: dict[int, Packed] = field(default_factory=dict)
 
     @torch.no_grad()
-    def add(self, worker: int, push: Push, absent: frozenset[int]) -> None:
-        """Add what lies in the worker's row."""
+    def add(self, worker: int, push: Push, absent: frozenset[int], factor: float = 1.0) -> None:
+        """Add what lies in the worker's row; it counts with this factor."""
+        count = push.weight * factor
         whole = len(self.numbers) == len(self.store.layout.slots)
         dense = whole and not absent and not push.packed and not self._packed
         if dense and len(self._present) in (0, len(self.numbers)):
-            self._add_rows(worker, push.weight)
+            self._add_rows(worker, count)
         else:
             packed = {each.number: each for each in push.packed}
             for number in self.numbers - absent:
-                self._add_one(worker, number, packed.get(number), push.weight)
+                self._add_one(worker, number, packed.get(number), count)
         self._present |= self.numbers - absent
         self.weight += push.weight
+        self.count += count
         self.clip = push.clip or self.clip
 
     def _add_rows(self, worker: int, weight: float) -> None:
@@ -71,7 +74,7 @@ class Held:
             place.copy_(merged)
 
     def contribution(self, total: float) -> Contribution:
-        """The sum as one of the contributions of an update of ``total`` samples."""
+        """The sum as one of the contributions of an update that count ``total`` together."""
         return Contribution(
             self.store.held, 1.0 / total, self.numbers - self._present, dict(self._packed)
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -16,6 +16,7 @@ from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
 from hybridtrain.update.groups import Groups, Members
 from hybridtrain.update.held import Held, check_held
+from hybridtrain.update.late import LateGradients
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.regroup import States, regroup, with_state
 from hybridtrain.update.update import Update
@@ -55,6 +56,7 @@ class Optimizers:
         self._told: dict[tuple[int, int], Members] = {}  # (worker, optimizer) -> its groups
         self._left: list[States] = [{} for _ in self._updates]
         self._held: dict[int, Held] = {}  # by optimizer
+        self.late = LateGradients()
 
     @property
     def updates(self) -> tuple[Update, ...]:
@@ -100,7 +102,9 @@ class Optimizers:
             numbers = _numbers(update.members)
             check_held(self._held, number, numbers)
             self._held[number] = Held(self._place[0], numbers)
-        self._held[number].add(worker, push, self._absent(worker, push, update))
+        contribution = self._contribution(worker, push, update)
+        factor = self.late.correct(contribution, update.members)
+        self._held[number].add(worker, push, contribution.absent, factor)
         return True
 
     @property
@@ -128,8 +132,11 @@ class Optimizers:
             if not counted and not update.under_way and held is None:
                 return Stepped(())
             clip = next((push.clip for push in counted.values()), held.clip if held else None)
-            contributions = self._contributions(counted, update, held)
-            again = update.step(contributions, clip, evaluation_of(counted))
+            contributions, rate = self._contributions(counted, update, held)
+            if rate == 0.0:
+                return Stepped(())
+            with self.late.watch(contributions, update.members):
+                again = update.step(contributions, clip, evaluation_of(counted), rate)
         return Stepped(tuple(counted), again, update.news)
 
     @contextmanager
@@ -162,21 +169,29 @@ class Optimizers:
 
     def _contributions(
         self, pushes: Mapping[int, Push], update: Update, held: Held | None
-    ) -> list[Contribution]:
-        """Everybody's share by samples, or one row for all where gradients are averaged already."""
-        if pushes and all(push.averaged for push in pushes.values()):
-            worker, push = next(iter(pushes.items()))
-            return [self._contribution(worker, push, update, 1.0)]
-        total = sum(push.weight for push in pushes.values()) + (held.weight if held else 0.0)
-        aside = [held.contribution(total)] if held else []
-        return aside + [
-            self._contribution(worker, push, update, push.weight / total)
-            for worker, push in pushes.items()
-        ]
+    ) -> tuple[list[Contribution], float]:
+        """Everybody's share by samples, or one row for all where gradients are averaged already.
 
-    def _contribution(self, worker: int, push: Push, update: Update, share: float) -> Contribution:
+        Also what the step's learning rates are multiplied with, as late contributions may count
+        less. Shares sum to 1, so that an optimizer which does not care how long a gradient is
+        makes a shorter step, too.
+        """
+        made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
+        if pushes and all(push.averaged for push in pushes.values()):
+            return [next(iter(made.values()))], 1.0
+        factors = {w: self.late.correct(each, update.members) for w, each in made.items()}
+        counts = {w: pushes[w].weight * factor for w, factor in factors.items()}
+        weight = sum(push.weight for push in pushes.values()) + (held.weight if held else 0.0)
+        total = sum(counts.values()) + (held.count if held else 0.0)
+        if not total:
+            return [], 0.0 if weight else 1.0
+        aside = [held.contribution(total)] if held else []
+        shared = [replace(each, share=counts[w] / total) for w, each in made.items()]
+        return aside + shared, total / weight
+
+    def _contribution(self, worker: int, push: Push, update: Update) -> Contribution:
         packed = {each.number: each for each in push.packed}
-        return Contribution(worker, share, self._absent(worker, push, update), packed)
+        return Contribution(worker, 1.0, self._absent(worker, push, update), packed)
 
     def _absent(self, worker: int, push: Push, update: Update) -> frozenset[int]:
         """Also what the worker does not know yet that it belongs to the optimizer."""

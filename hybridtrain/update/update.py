@@ -32,8 +32,12 @@ class Update(Protocol):
         contributions: Sequence[Contribution],
         clip: Clip | None,
         evaluation: Evaluation | None = None,
+        rate: float = 1.0,
     ) -> Again | None:
-        """Merge the rows, clip the result, step the masters; or ask for one more evaluation."""
+        """Merge the rows, clip the result, step the masters; or ask for one more evaluation.
+
+        ``rate``: what this step's learning rates are multiplied with.
+        """
         ...
 
     def set_groups(self, groups: Groups) -> None:

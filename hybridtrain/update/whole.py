@@ -14,7 +14,7 @@ from hybridtrain.memory import Store, unpack
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
-from hybridtrain.update.groups import Groups, differences, members_of, plain
+from hybridtrain.update.groups import Groups, differences, members_of, plain, slowed
 from hybridtrain.update.kinds import is_torchs
 from hybridtrain.update.merge import merge_mixed
 from hybridtrain.update.saved import Saved
@@ -53,14 +53,16 @@ class WholeParameters:
         contributions: Sequence[Contribution],
         clip: Clip | None,
         evaluation: Evaluation | None = None,
+        rate: float = 1.0,
     ) -> Again | None:
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._mean(index, contributions)
         self._clip(clip)
+        before = plain(self._optimizer) if self._keeps_figures_in_groups else ()
+        with slowed(self._optimizer.param_groups, rate):
+            again = self._advance(evaluation or Evaluation())
         if not self._keeps_figures_in_groups:
-            return self._advance(evaluation or Evaluation())
-        before = plain(self._optimizer)
-        again = self._advance(evaluation or Evaluation())
+            return again
         self.news = differences(before, plain(self._optimizer))
         return again
 

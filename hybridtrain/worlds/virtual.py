@@ -27,6 +27,7 @@ from hybridtrain.messages import Pull, Push, Refused, Released
 from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
+from hybridtrain.update.corrections import Correction
 from hybridtrain.update.idle import IdleOptimizers
 from hybridtrain.worlds.conditions import Conditions
 from hybridtrain.worlds.curve import Curve
@@ -53,6 +54,7 @@ class VirtualWorld:
         task: what is trained, with ``optimizer``; without one, only time passes.
         optimizer: makes the user's optimizer for the task's parameters.
         conditions: the network, what happens to workers, and whether they can be interrupted.
+        correction: of late gradients.
 
     Raises:
         UserError: if the policy or the script makes no sense for so many workers.
@@ -68,12 +70,13 @@ class VirtualWorld:
         task: Task | None = None,
         optimizer: MakeOptimizer | None = None,
         conditions: Conditions | None = None,
+        correction: Correction | None = None,
     ) -> None:
         self.now_s = 0.0
         self.events = 0  # contributions that have reached the server
         self.interrupted = 0  # mini-batches that were begun anew
         self.network_s = 0.0  # spent under way, by all workers together
-        self.server = Server(policy, n_workers, clock=lambda: self.now_s)
+        self.server = Server(policy, n_workers, 1, lambda: self.now_s, correction)
         self._contribution = Push(0, float(batch_size))
         self._passed = Push(0, float(batch_size))  # the same, behind the server's link
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]

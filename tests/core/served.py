@@ -24,6 +24,7 @@ from hybridtrain.messages import (
 from hybridtrain.policies import All, Policy
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
+from hybridtrain.update.corrections import Correction
 from hybridtrain.update.portable import dump
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -41,6 +42,7 @@ class Served:
         n_workers: W.
         parameters: the initial values.
         optimizers: made over all parameters; one or several.
+        correction: of late gradients.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Served:
         policy: Policy | None = None,
         parameters: Sequence[torch.Tensor] = (torch.zeros(3),),
         optimizers: Sequence[Make] = (sgd,),
+        correction: Correction | None = None,
     ) -> None:
         self.now_s = 0.0
         self.n_workers = n_workers
-        self.server = Server(policy or All(), n_workers, clock=lambda: self.now_s)
+        clock = lambda: self.now_s  # noqa: E731
+        self.server = Server(policy or All(), n_workers, clock=clock, correction=correction)
         self.parameters = [torch.nn.Parameter(p.clone()) for p in parameters]
         self.layout = Layout.of((f"p{n}", p) for n, p in enumerate(self.parameters))
         self._optimizers = optimizers
