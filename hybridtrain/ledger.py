@@ -113,13 +113,16 @@ class Ledger:
 
         A round in which everybody abstained counts as well, as Lightning counts a skipped step.
         """
-        self.ages.update(ages)
+        for age in ages:
+            self.ages[age] += 1
         self.version += 1
         self._training_s = self._now_s()
 
     def released(self, worker: int) -> None:
-        """The worker goes on from the current version."""
+        """The worker goes on from the current version, perhaps in the middle of its work."""
         account, now = self._accounts[worker], self._now_s()
+        if account.released_at_s is not None:
+            account.computing_s += now - account.released_at_s
         if account.pushed_at_s is not None:
             account.waiting_s += now - account.pushed_at_s
         account.read_version, account.released_at_s, account.pushed_at_s = self.version, now, None

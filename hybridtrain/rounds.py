@@ -71,6 +71,11 @@ class Rounds:
             ledger.clocks.join(worker)
 
     @property
+    def _averages(self) -> bool:
+        """Whether anybody may ask for the mean of all gradients."""
+        return self.store is not None and self.store.averaging
+
+    @property
     def waiting(self) -> frozenset[int]:
         """Who waits for a release or a mean."""
         return self._averaging.waiting | self._pushes.keys() | self._ready
@@ -111,8 +116,11 @@ class Rounds:
             raise UserError(reason)
         self._pushes[worker] = push
         self._ledger.pushed(worker, self._samples(push), push.fault)
+        pushed = Pushed(worker, self._ledger.clock(), push.loss)
+        if not self._averages:
+            return self._obey(pushed)
         freed: Replies = [*self._averaging.busy(worker, self.store)]
-        return freed + self._obey(Pushed(worker, self._ledger.clock(), push.loss))
+        return freed + self._obey(pushed)
 
     def average(self, worker: int, request: Average) -> Replies:
         """The worker wants the mean of all gradients before it pushes."""
@@ -164,15 +172,16 @@ class Rounds:
 
     def _objection(self, worker: int, push: Push) -> str | None:
         """Why this push makes no sense, if so."""
+        if not self._regime.lockstep:
+            return self.optimizers.objection(worker, push)
         other = next((p.optimizer for p in self._pushes.values()), push.optimizer)
-        if self._regime.lockstep and other != push.optimizer:
+        if other != push.optimizer:
             return (
                 f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
                 f"{other}; in lock-step all workers must step their optimizers in the same order"
             )
-        if (reason := self.optimizers.objection(worker, push)) is not None:
-            return reason
-        return self._disagreement(worker, push) if self._regime.lockstep else None
+        reason = self.optimizers.objection(worker, push)
+        return reason or self._disagreement(worker, push)
 
     def _disagreement(self, worker: int, push: Push) -> str | None:
         """In lock-step everybody's optimizer must have the same parameters."""
@@ -212,7 +221,8 @@ class Rounds:
         """One update, of these and of all that is held; each optimizer steps with its own."""
         pushes = {worker: self._pushes[worker] for worker in workers}
         for worker, push in pushes.items():
-            self.take(worker, push.writes)
+            if push.writes:
+                self.take(worker, push.writes)
         counted: list[int] = []
         for number, own in self._by_optimizer(pushes).items():
             self._stepped = self.optimizers.step(own, number)
@@ -224,11 +234,15 @@ class Rounds:
             self._queue.settle(worker, covers)
         self._held.clear()
         for worker, push in pushes.items():
-            self._queue.settle(worker, push.covers)
+            if push.covers:
+                self._queue.settle(worker, push.covers)
 
     def _by_optimizer(self, pushes: Mapping[int, Push]) -> dict[int, Mapping[int, Push]]:
         """In lock-step all are for one; else some may be a step ahead of the others."""
-        numbers = {push.optimizer for push in pushes.values()} | {*self.optimizers.holding}
+        holding = self.optimizers.holding
+        if not holding and (len(pushes) == 1 or self._regime.lockstep):
+            return {push.optimizer: pushes for push in islice(pushes.values(), 1)}
+        numbers = {push.optimizer for push in pushes.values()} | {*holding}
         if len(numbers) == 1:
             return {numbers.pop(): pushes}
         return {
@@ -269,8 +283,10 @@ class Rounds:
         began = worker in self._ready
         self._ready.discard(worker)
         self._pushes.pop(worker, None)
-        self._averaging.back(worker)
-        self.refresh(worker)
+        if self._averages:
+            self._averaging.back(worker)
+        if self.store is not None:
+            self.store.refresh(worker)
         self._ledger.released(worker)
         again, news = (None, None) if began else (self._stepped.again, self._stepped.news)
         cleared = again is not None and again.cleared

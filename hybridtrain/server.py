@@ -166,7 +166,7 @@ class Server:
         return self._refuse([], reason)
 
     def admit(self, worker: int) -> Replies:
-        """The worker is there (again) after it was lost, and computes when it is released."""
+        """The worker is there (again), or what it did would not count: it begins (anew)."""
         self._members.add(worker)
         self._meeting.expected.add(worker)
         return self._rounds.admit(worker)

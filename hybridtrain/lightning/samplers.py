@@ -24,6 +24,7 @@ from torch.utils.data import Sampler
 from hybridtrain.client import Client
 from hybridtrain.lightning.orders import Begun, Order
 from hybridtrain.messages import Cover, Draw, Lap
+from hybridtrain.shares import dealt
 from hybridtrain.spans import Spans, positions, split, total
 
 
@@ -232,15 +233,6 @@ class QueueSampler(EpochSampler):
                 self._plan_next(0, batches, 0, None)
             yield from (order[position] for position in positions(ticket.spans))
         self._ended = True
-
-
-def dealt(sizes: tuple[int, ...]) -> list[list[int]]:
-    """Which places of a global mini-batch belong to each worker, as evenly mixed as may be."""
-    turns = sorted(((k + 0.5) / size, w) for w, size in enumerate(sizes) for k in range(size))
-    owners: list[list[int]] = [[] for _ in sizes]
-    for place, (_, worker) in enumerate(turns):
-        owners[worker].append(place)
-    return owners
 
 
 def filler(order: Sequence[int], size: int) -> list[int]:

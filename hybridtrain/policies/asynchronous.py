@@ -8,7 +8,7 @@ that were computed at parameters which have moved since (mozilla/DeepSpeech,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridtrain.events import Apply, Fact, Order, Pushed, Release
 from hybridtrain.policies.policy import Regime
@@ -16,7 +16,9 @@ from hybridtrain.policies.policy import Regime
 
 @dataclass
 class OnArrival:
-    """Apply and release each push on its own. There is nothing to remember."""
+    """Apply and release each push on its own. There is nothing to remember but the answers."""
+
+    _answers: dict[int, Sequence[Order]] = field(default_factory=dict, init=False, repr=False)
 
     def begin(self, n_workers: int) -> Regime:
         return Regime(lockstep=False)
@@ -24,7 +26,8 @@ class OnArrival:
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
             case Pushed(worker):
-                one = (worker,)
-                return (Apply(one), Release(one))
+                if worker not in self._answers:
+                    self._answers[worker] = (Apply((worker,)), Release((worker,)))
+                return self._answers[worker]
             case _:
                 return ()

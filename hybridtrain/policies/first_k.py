@@ -69,9 +69,11 @@ class FirstK:
             )
         self._n = max(n_workers - 1, 1) if self.k is None else self.k
         self._round, self._since, self._got, self._held = 0, {}, set(), 0
+        drops = self.late == "drop"
         if self.several:
-            return Regime(lockstep=False, holds=self._n > 1)
-        return Regime(lockstep=self._n == n_workers)
+            return Regime(lockstep=False, holds=self._n > 1, drops_late=drops)
+        lockstep = self._n == n_workers
+        return Regime(lockstep, drops_late=drops and not lockstep)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

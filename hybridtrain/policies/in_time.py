@@ -70,7 +70,7 @@ class InTime:
         self._fresh, self._active, self._got = set(), set(), set()
         self._began_s, self._released_s = None, {}
         self._times_s = deque(maxlen=_REMEMBERED)
-        return Regime(lockstep=n_workers == 1)
+        return Regime(lockstep=n_workers == 1, drops_late=n_workers > 1)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

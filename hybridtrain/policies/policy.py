@@ -18,13 +18,14 @@ class Regime:
     compute on copies of their own and draw mini-batches from one shared queue. ``turns``: these are
     dealt to the workers in turn, and a worker asks before it begins one (``Ready``).
     ``holds``: contributions may be put aside (``Hold``), which takes one more row of gradients.
-    ``watches_loss``: pushes are to tell the loss. ``lock_free``: workers write to the master
-    parameters themselves.
+    ``drops_late``: what was begun before the last update will be dropped. ``watches_loss``: pushes
+    are to tell the loss. ``lock_free``: workers write to the master parameters themselves.
     """
 
     lockstep: bool
     turns: bool = False
     holds: bool = False
+    drops_late: bool = False
     watches_loss: bool = False
     lock_free: bool = False
 

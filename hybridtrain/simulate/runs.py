@@ -77,7 +77,7 @@ class Row:
     staleness_max: int
     staleness: dict[int, int]
     loss: list[tuple[float, float]]  # (virtual time, mean of the losses around it)
-    events_per_s: float  # of this machine's time
+    events_per_s: float  # of this process's time on its core
 
 
 def simulate(plan: Plan, way: Way, workers: int) -> Row:
@@ -94,9 +94,9 @@ def simulate(plan: Plan, way: Way, workers: int) -> Row:
                 f"{workers - 1}"
             )
     world = _world(plan, way, workers)
-    began = time.perf_counter()
+    began = time.process_time()
     world.run(until_s=plan.seconds, mini_batches=plan.mini_batches)
-    return _row(plan, way, world, time.perf_counter() - began)
+    return _row(plan, way, world, time.process_time() - began)
 
 
 def _world(plan: Plan, way: Way, workers: int) -> VirtualWorld:

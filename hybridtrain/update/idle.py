@@ -24,4 +24,4 @@ class IdleOptimizers(Optimizers):
         return push.weight > 0
 
     def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
-        return Stepped(tuple(worker for worker, push in pushes.items() if push.weight > 0))
+        return Stepped(tuple([worker for worker, push in pushes.items() if push.weight > 0]))

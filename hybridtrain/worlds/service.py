@@ -73,9 +73,7 @@ class ServiceTimes:
 
     def stream(self, worker: int, seed: int) -> Draw:
         """The worker's service times, one after the other."""
-        random = Random(f"{seed}/{worker}")
-        scale, draw = self.expected_s(worker), self._unit(random)
-        return lambda: scale * draw()
+        return self._scaled(Random(f"{seed}/{worker}"), self.expected_s(worker))
 
     def expected_s(self, worker: int) -> float:
         """The mean of what :meth:`stream` gives."""
@@ -84,19 +82,19 @@ class ServiceTimes:
     def _shape(self) -> float:
         return SHAPES[self.kind][1] if self.shape is None else self.shape
 
-    def _unit(self, random: Random) -> Draw:
-        """With a mean of 1."""
-        shape = self._shape()
+    def _scaled(self, random: Random, mean_s: float) -> Draw:
+        """With this mean. The exponentials are drawn by inversion, in one call."""
+        shape, uniform, log = self._shape(), random.random, math.log
         match self.kind:
             case "exponential":
-                return lambda: random.expovariate(1.0)
+                return lambda: -mean_s * log(1.0 - uniform())
             case "shifted_exponential":
-                return lambda: shape + (1 - shape) * random.expovariate(1.0)
+                return lambda: mean_s * (shape - (1 - shape) * log(1.0 - uniform()))
             case "pareto":
-                return lambda: random.paretovariate(shape) * (shape - 1) / shape
+                return lambda: mean_s * random.paretovariate(shape) * (shape - 1) / shape
             case "lognormal":
-                return lambda: math.exp(random.gauss(-shape * shape / 2, shape))
-        return lambda: 1.0
+                return lambda: mean_s * math.exp(random.gauss(-shape * shape / 2, shape))
+        return lambda: mean_s
 
 
 def positive(name: str, value: float) -> None:

@@ -6,12 +6,15 @@ Legend: P elements of one dtype's buffer, W workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from hybridtrain.memory import Layout, Store
+from hybridtrain.messages import Clip, Push
 from hybridtrain.update import Optimizers, build_update
+from hybridtrain.update.groups import Groups
 from hybridtrain.update.pool import Pool
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -24,8 +27,43 @@ class Task(Protocol):
         """The initial values."""
         ...
 
-    def gradient(self, worker: int, values: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Of the worker's next mini-batch, at these parameters; each in its parameter's shape."""
+    def gradient(
+        self, worker: int, values: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Of the worker's mini-batch, at these parameters; each in its parameter's shape.
+
+        ``None``: the parameter has none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """How an epoch is made into mini-batches: ``length`` positions, ``sizes`` of each worker."""
+
+    length: int
+    sizes: tuple[int, ...]
+    drop_last: bool = False
+
+
+@runtime_checkable
+class Lesson(Task, Protocol):
+    """A task with data: workers go through epochs of mini-batches."""
+
+    timetable: Timetable
+    clip: Clip | None  # of the merged gradient
+    loss: float  # of the last gradient
+
+    def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
+        """The worker's next mini-batch, by positions in the epoch; its weight in samples."""
+        ...
+
+    def updated(self, version: int) -> Groups | None:
+        """So many updates have been made: the hyper-parameters, where a schedule changes them."""
+        ...
+
+    def epoch_ended(self) -> Groups | None:
+        """Everybody has ended an epoch: the hyper-parameters, where a schedule changes them."""
         ...
 
 
@@ -44,19 +82,25 @@ class Pupils:
         for slot, value in zip(slots, task.parameters(), strict=True):
             store.master(slot).copy_(value)
         masters = [torch.nn.Parameter(store.master(slot)) for slot in slots]
-        pool = Pool(1)
-        update = build_update(make_optimizer(masters), range(len(masters)), store, pool)
-        self.optimizers = Optimizers([update], store, pool)
+        number_of = {id(master): number for number, master in enumerate(masters)}
+        pool, optimizer = Pool(1), make_optimizer(masters)
+        numbers = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        self.optimizers = Optimizers([build_update(optimizer, numbers, store, pool)], store, pool)
         for worker in range(store.n_workers):
             store.refresh(worker)
 
-    @torch.no_grad()
-    def compute(self, worker: int) -> None:
-        """The worker's gradient, at its own parameters, into its row."""
+    def compute(self, worker: int, push: Push) -> Push:
+        """The worker's gradient, at its own parameters, into its row; and what it tells of it."""
         slots = self.store.layout.slots
         values = [self.store.parameter(worker, slot) for slot in slots]
-        for slot, gradient in zip(slots, self.task.gradient(worker, values), strict=True):
-            self.store.gradient(worker, slot).copy_(gradient)
+        gradients = self.task.gradient(worker, values)
+        for slot, gradient in zip(slots, gradients, strict=True):
+            row = self.store.gradient(worker, slot)
+            row.zero_() if gradient is None else row.copy_(gradient)
+        absent = tuple(number for number, gradient in enumerate(gradients) if gradient is None)
+        if isinstance(self.task, Lesson):
+            return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
+        return replace(push, absent=absent) if absent else push
 
     def masters(self) -> list[torch.Tensor]:
         """The master parameters as they are now, copied."""

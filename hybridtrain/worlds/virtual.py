@@ -22,22 +22,21 @@ import math
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Store
-from hybridtrain.messages import Pull, Push, Refused, Released
+from hybridtrain.messages import Begin, Gather, Gathered, Pull, Push, Refused, Released
 from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
 from hybridtrain.update.corrections import Correction
-from hybridtrain.update.idle import IdleOptimizers
 from hybridtrain.worlds.conditions import Conditions
+from hybridtrain.worlds.course import enrol
 from hybridtrain.worlds.curve import Curve
 from hybridtrain.worlds.script import Dies, Finish, Joins
 from hybridtrain.worlds.service import Times
-from hybridtrain.worlds.task import MakeOptimizer, Pupils, Task, layout_of
+from hybridtrain.worlds.task import MakeOptimizer, Pupils, Task
 
 # When, which worker, the number of what it does (an older one will not happen), and what. Events of
 # the script have negative numbers in the worker's place, so that they come first.
-Due = tuple[float, int, int, Push | Dies | Joins]
+Due = tuple[float, int, int, Push | Begin | Gather | Dies | Joins]
 
 INWARDS, OUTWARDS = 0, 1
 
@@ -49,7 +48,7 @@ class VirtualWorld:
         policy: when a contribution counts.
         n_workers: W, those that join later included.
         times: how long a worker computes.
-        batch_size: samples of each mini-batch.
+        batch_size: samples of each mini-batch, where the task does not say.
         seed: of the service times.
         task: what is trained, with ``optimizer``; without one, only time passes.
         optimizer: makes the user's optimizer for the task's parameters.
@@ -76,29 +75,23 @@ class VirtualWorld:
         self.events = 0  # contributions that have reached the server
         self.interrupted = 0  # mini-batches that were begun anew
         self.network_s = 0.0  # spent under way, by all workers together
+        self.curve = Curve()  # of the losses, where there are some
         self.server = Server(policy, n_workers, 1, lambda: self.now_s, correction)
         self._contribution = Push(0, float(batch_size))
-        self._passed = Push(0, float(batch_size))  # the same, behind the server's link
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
         self._due: list[Due] = []
         self._doing = [0] * n_workers  # the number of what the worker does
         self._under = conditions or Conditions()
+        self._interrupts = self._under.interrupt and self.server.regime.drops_late
         self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
-        self.curve = Curve()  # of the losses, where there are some
+        self._work: dict[int, Push] = {}  # what the worker will push, where they differ
+        self._asked: set[int] = set()  # who waits for its turn
+        self._in_link: set[int] = set()  # whose contribution passes the server's link
         self._link_s = [0.0, 0.0]  # until when the server's link is busy, inwards and outwards
-        self._pupils = self._share(task, optimizer, n_workers)
+        self._met: Gathered | None = None  # what the last meeting came to
+        self._pupils, self._course = enrol(self.server, task, optimizer, n_workers)
+        self._at_once = self._course is None and not self.server.regime.turns
         self._start(n_workers)
-
-    def _share(
-        self, task: Task | None, optimizer: MakeOptimizer | None, n_workers: int
-    ) -> Pupils | None:
-        if task is None or optimizer is None:
-            self.server.adopt(None, IdleOptimizers())
-            return None
-        store = Store(layout_of(task), n_workers, private_parameters=True)
-        pupils = Pupils(task, optimizer, store)
-        self.server.adopt(store, pupils.optimizers)
-        return pupils
 
     def _start(self, n_workers: int) -> None:
         """At time 0 everybody who is there has the parameters and computes."""
@@ -115,7 +108,7 @@ class VirtualWorld:
             self._deliver(self.server.lost(worker))
         for worker in range(n_workers):
             if worker not in absent:
-                self._begin(worker, self.now_s)
+                self._go_on(worker, self.now_s)
 
     def parameters(self) -> list[torch.Tensor]:
         """The masters as they are now, copied."""
@@ -141,10 +134,17 @@ class VirtualWorld:
             self._step()
 
     def _next_s(self) -> float:
-        return self._due[0][0] if self._due else math.inf
+        wake_s = self.server.wake_at_s
+        due_s = self._due[0][0] if self._due else math.inf
+        return due_s if wake_s is None else min(wake_s, due_s)
 
     def _step(self) -> None:
         """The next thing happens."""
+        wake_s = self.server.wake_at_s
+        if wake_s is not None and (not self._due or wake_s <= self._due[0][0]):
+            self.now_s = max(self.now_s, wake_s)
+            self._deliver(self.server.wake())
+            return
         if not self._due:
             raise UserError("nobody is left who computes: all workers have died, or wait for ever")
         at_s, worker, number, what = heapq.heappop(self._due)
@@ -154,47 +154,99 @@ class VirtualWorld:
         match what:
             case Push():
                 self._arrive(worker, number, what)
+            case Begin() | Gather():
+                self._deliver(self.server.handle(worker, what))
             case Dies():
-                self._doing[what.worker] += 1
-                self._read.pop(what.worker, None)
-                self._deliver(self.server.lost(what.worker))
+                self._die(what.worker)
             case Joins():
-                self._deliver(self.server.admit(what.worker))
+                self._join(what.worker)
+
+    def _die(self, worker: int) -> None:
+        self._doing[worker] += 1
+        self._read.pop(worker, None)
+        self._work.pop(worker, None)
+        self._asked.discard(worker)
+        self._in_link.discard(worker)
+        self._deliver(self.server.lost(worker))
+
+    def _join(self, worker: int) -> None:
+        if self._course is not None:
+            self._course.admit(worker)
+        self._deliver(self.server.admit(worker))
 
     # ---- workers --------------------------------------------------------------------------------
 
     def _released(self, worker: int) -> None:
         """The server lets the worker go on; the parameters are on their way."""
+        if self.server.regime.turns and worker not in self._asked:
+            self._go_on(worker, self.now_s + self._under.network.latency_s)  # without a load
+            return
         sent_s = self._passes_s(OUTWARDS) if self._passing_s else self.now_s
-        self._begin(worker, sent_s + self._load_s)
+        self._go_on(worker, sent_s + self._load_s)
 
-    def _begin(self, worker: int, begin_s: float) -> None:
-        """The worker has the parameters as they are now, and computes from ``begin_s`` on.
+    def _go_on(self, worker: int, at_s: float) -> None:
+        """From ``at_s`` on the worker can begin its next mini-batch, or what it was interrupted in.
+
+        It may first have to ask for its turn, or find that the epoch has ended.
+        """
+        number = self._doing[worker] = self._doing[worker] + 1
+        if self._at_once:
+            self._compute(worker, number, at_s, self._contribution)
+            return
+        push: Push | None = self._contribution
+        if self._course is not None:
+            push = self._work.get(worker) or self._course.next(worker)
+        latency_s = self._under.network.latency_s
+        if push is None:
+            assert self._course is not None
+            meeting = Gather(self._course.tag, b"")
+            heapq.heappush(self._due, (at_s + latency_s, worker, number, meeting))
+            return
+        if self._course is not None:
+            self._work[worker] = push
+        if self.server.regime.turns and worker not in self._asked:
+            self._asked.add(worker)
+            heapq.heappush(self._due, (at_s + latency_s, worker, number, Begin()))
+            return
+        self._compute(worker, number, at_s, push)
+
+    def _compute(self, worker: int, number: int, begin_s: float, push: Push) -> None:
+        """The worker computes, and sends what comes of it.
 
         Who is due at the same moment as others goes by its number.
         """
-        number = self._doing[worker] = self._doing[worker] + 1
-        work_s, finish = self._draws[worker](), self._finish.get(worker)
-        end_s = begin_s + work_s if finish is None else finish(begin_s, work_s)
+        self._asked.discard(worker)
+        work_s = self._draws[worker]()
+        end_s = begin_s + work_s
+        if worker in self._finish:
+            end_s = self._finish[worker](begin_s, work_s)
         self.network_s += begin_s - self.now_s + self._load_s
-        if self._under.interrupt:
+        if self._interrupts:
             self._read[worker] = self.server.ledger.version
-        heapq.heappush(self._due, (end_s + self._load_s, worker, number, self._contribution))
+        heapq.heappush(self._due, (end_s + self._load_s, worker, number, push))
 
     def _arrive(self, worker: int, number: int, push: Push) -> None:
         """A contribution has come over the worker's link; the server's own may be busy."""
-        if self._passing_s and push is self._contribution:
+        if self._passing_s and worker not in self._in_link:
+            self._in_link.add(worker)
             through_s = self._passes_s(INWARDS)
             self.network_s += through_s - self.now_s
-            heapq.heappush(self._due, (through_s, worker, number, self._passed))
+            heapq.heappush(self._due, (through_s, worker, number, push))
             return
+        self._in_link.discard(worker)
         self.events += 1
         if self._pupils is not None:
-            self._pupils.compute(worker)
+            push = self._finished(worker, push, self._pupils)
         before = self.server.ledger.version
         self._read.pop(worker, None)
         self._deliver(self.server.handle(worker, push))
-        if self._read and self.server.ledger.version > before:
+        if self.server.ledger.version > before:
+            self._updated()
+
+    def _updated(self) -> None:
+        if self._course is not None:
+            self._course.updated(self.server.ledger.version)
+        if self._read:
             self._interrupt()
 
     def _passes_s(self, way: int) -> float:
@@ -202,16 +254,34 @@ class VirtualWorld:
         self._link_s[way] = max(self._link_s[way], self.now_s) + self._passing_s
         return self._link_s[way]
 
+    def _finished(self, worker: int, push: Push, pupils: Pupils) -> Push:
+        """What the worker has computed, at its own parameters."""
+        self._work.pop(worker, None)
+        if push.weight > 0:
+            push = pupils.compute(worker, push)
+        if push.loss is not None:
+            self.curve.add(self.now_s, push.loss)
+        return push if self._course is None else self._course.told(push)
+
     def _deliver(self, replies: Replies) -> None:
         for worker, reply in replies:
             if isinstance(reply, Released):
                 self._released(worker)
+            elif isinstance(reply, Gathered):
+                self._begin_epoch(worker, reply)
             elif isinstance(reply, Refused):
                 raise UserError(reply.reason)
+
+    def _begin_epoch(self, worker: int, reply: Gathered) -> None:
+        """All have met, and the worker goes on with the newest parameters."""
+        if self._course is not None and reply is not self._met:
+            self._met = reply
+            self._course.meet()
+        self._deliver(self.server.handle(worker, Pull()))
 
     def _interrupt(self) -> None:
         """Those who compute for a round that is over begin anew, with the newest parameters."""
         version = self.server.ledger.version
         for worker in sorted(w for w, read in self._read.items() if read < version):
             self.interrupted += 1
-            self._deliver(self.server.handle(worker, Pull()))
+            self._deliver(self.server.admit(worker))
