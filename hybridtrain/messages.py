@@ -1,7 +1,6 @@
 """What a worker says to the server, and what it hears back.
 
-Every request but a note is answered exactly once; until then the worker waits. How messages travel
-is the world's business.
+Every request but a note is answered exactly once; until then the worker waits.
 """
 
 from __future__ import annotations
@@ -91,9 +90,8 @@ class Push:
     since, by everybody alike), so one row stands for all; ``writes``: parameters that user code has
     changed itself since the last release; ``fault``: why there is no contribution, where there
     should have been one; ``veto``: because of it, the whole step is to be left out; ``covers``: the
-    mini-batches from the shared queue that are done with this push.
-
-    ``packed`` are the sparse gradients among those in the row.
+    mini-batches from the shared queue that are done with this push; ``packed``: the sparse
+    gradients among those in the row.
 
     ``members`` are the slot numbers of each group, only when they have changed; then ``groups`` is
     whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers and policies
@@ -193,7 +191,9 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """I was asked to stop, and have; I shall not push again."""
+    """I was asked to stop, and have, or have failed (``broke``); I shall not push again."""
+
+    broke: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from hybridtrain.app.machine import check_directory, check_machine
 from hybridtrain.app.monitor import RunMonitor
 from hybridtrain.app.outcome import Outcome, exit_code, guarded, interrupted
 from hybridtrain.app.quiet import hush_lightning
-from hybridtrain.app.recorded import describe_run
+from hybridtrain.app.recorded import describe_run, seed_all
 from hybridtrain.app.targets import check_targets
 from hybridtrain.errors import UserError
 
@@ -67,14 +67,16 @@ def execute(cfg: DictConfig) -> Outcome:
     return replace(outcome, directory=summary.short(cfg.run_dir))
 
 
-def build(cfg: DictConfig, overrides: list[str]) -> Parts:
-    """Check the configuration, then instantiate it. Raises UserError."""
+def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) -> Parts:
+    """Check the configuration, then instantiate it. Raises UserError.
+
+    ``drawn_seed``: what was drawn where ``seed`` is null, to draw it again.
+    """
     check_config(cfg, overrides)
     check_machine(cfg)
     check_directory(Path(cfg.run_dir))
     check_targets(cfg)
-    if cfg.seed is not None:
-        pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    drawn_seed = seed_all(cfg.seed, drawn_seed)
     _try_optimizer(cfg)
     module = instantiate(cfg.model, _convert_="all")
     _must_be(module, pl.LightningModule, "model", cfg.model)
@@ -84,8 +86,9 @@ def build(cfg: DictConfig, overrides: list[str]) -> Parts:
     if cfg.ckpt is not None:
         check_checkpoint(Path(cfg.ckpt), module)
     loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
-    callbacks = _callbacks(cfg, loggers)
-    return Parts(module, data, _trainer(cfg, callbacks, loggers), loggers)
+    trainer = _trainer(cfg, _callbacks(cfg, loggers), loggers)
+    describe_run(cfg, trainer, drawn_seed)
+    return Parts(module, data, trainer, loggers)
 
 
 def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) -> pl.Trainer:
@@ -97,7 +100,6 @@ def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) 
         raise
     except Exception as error:  # TypeError, ValueError, Misconfiguration ...: it has no one type
         raise UserError(f"trainer: Lightning refused its options: {error}") from error
-    describe_run(cfg, trainer)
     return trainer
 
 

@@ -34,6 +34,7 @@ from hybridtrain.messages import Stopped
 from hybridtrain.worlds.processes import Interrupted, ProcessWorld
 
 if TYPE_CHECKING:
+    from hybridtrain.lightning.rerun import Rerun
     from hybridtrain.lightning.strategy import HybridStrategy
 
 INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
@@ -64,8 +65,11 @@ class HybridLauncher(_Launcher):
         """Run ``function`` in every worker; returns what it returned in worker 0."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
-        start_method = resolve_start_method(strategy.start_method)
         strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
+        if strategy.recording is not None and strategy.recording.rerun is not None:
+            job = _Job(trainer, function, args, kwargs, None, [])
+            return self._replay(strategy.recording.rerun, job)
+        start_method = resolve_start_method(strategy.start_method)
         check_trainer(trainer, strategy.regime.lockstep)
         check_correction(strategy.correction, strategy.regime, strategy.policy)
         strategy.data_options.check_workers(strategy.world_size)
@@ -90,6 +94,11 @@ class HybridLauncher(_Launcher):
         finally:
             strategy.remember_stats(server.ledger.stats())
         return unpack(trainer, results[0], results[1:])
+
+    def _replay(self, rerun: Rerun, job: _Job) -> Any:
+        """Do again in this process what a record says."""
+        results = rerun.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
+        return unpack(job.trainer, results[0], results[1:]) if results else None
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent passes signals on to its workers itself."""

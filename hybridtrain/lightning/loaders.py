@@ -21,6 +21,7 @@ from hybridtrain.lightning.evaluation import Dealt, EvaluationSampler, Group, Wh
 from hybridtrain.lightning.options import DataOptions
 from hybridtrain.lightning.orders import Drawn, Order, Seeded
 from hybridtrain.lightning.progress import precede, remeasure
+from hybridtrain.lightning.recording import data_teller
 from hybridtrain.lightning.resting import Evaluation
 from hybridtrain.lightning.resume import KEY, Resumed, describe, read
 from hybridtrain.lightning.samplers import EpochSampler, Plan, QueueSampler, ShareSampler
@@ -43,6 +44,7 @@ class Loaders:
         self._trainer: Any = trainer
         self._client, self._regime = client, regime
         self._options = options
+        self._tell = data_teller(client, trainer)
         self._samplers: list[EpochSampler] = []
         self._made_in_epoch: int | None = None
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it
@@ -117,6 +119,7 @@ class Loaders:
         begun = None
         if self._resumed is not None and not hasattr(dataloader, "load_state_dict"):
             begun = self._resumed.begun(number, plan)
+        self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._regime.lockstep else QueueSampler
         self._samplers.append(kind(plan, epoch, self._client, number, begun))
         return self._samplers[-1]

@@ -10,9 +10,9 @@ import platform
 import site
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -24,13 +24,16 @@ import torch
 from pytorch_lightning.utilities.seed import isolate_rng
 
 import hybridtrain
+from hybridtrain.client import Client
 from hybridtrain.errors import UserError
+from hybridtrain.messages import Described
 from hybridtrain.recording.file import RECORD_NAME, Writer
 from hybridtrain.recording.prints import print_of_state
 from hybridtrain.recording.witness import KINDS, Stamp, Witness
 from hybridtrain.server import Server
 
 if TYPE_CHECKING:
+    from hybridtrain.lightning.rerun import Rerun
     from hybridtrain.lightning.strategy import HybridStrategy
 
 _DIGITS = 16  # of a hash
@@ -41,10 +44,12 @@ class Recording:
     """Where the order of events is to be written, and what is known of the run.
 
     ``about`` is plain data, kept as it is: the command line puts the configuration there.
+    ``rerun``: nothing is to be written, but what was written before to be done again.
     """
 
     place: Path
     about: dict[str, Any] = field(default_factory=dict)
+    rerun: Rerun | None = None
 
     @classmethod
     def at(cls, place: Any) -> Recording | None:
@@ -88,8 +93,7 @@ def serving(
         threads: of each worker.
         server_threads: of an update.
     """
-    policy, correction = deepcopy((strategy.policy, strategy.correction))
-    make = partial(Server, policy, strategy.world_size, server_threads, correction=correction)
+    make = server_maker(strategy, server_threads)
     recording = strategy.recording
     if recording is None or trainer.state.fn != "fit":
         return make()
@@ -100,6 +104,12 @@ def serving(
     return Witness(make(clock=stamp), stamp, writer)
 
 
+def server_maker(strategy: HybridStrategy, threads: int) -> Callable[..., Server]:
+    """Makes the server that the strategy wants; takes a clock, if it is to have another one."""
+    policy, correction = deepcopy((strategy.policy, strategy.correction))
+    return partial(Server, policy, strategy.world_size, threads, correction=correction)
+
+
 def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:
     """What was run, by what."""
     return {
@@ -108,6 +118,7 @@ def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[
         "server_threads": server_threads,
         "policy": repr(strategy.policy),
         "correction": repr(strategy.correction),
+        "regime": asdict(strategy.regime),
         "versions": versions(),
         "code": {"hybridtrain": _hash_of_package(), **users_code()},
     }
@@ -181,18 +192,29 @@ def _hash_of_package() -> str:
 # ---- data ---------------------------------------------------------------------------------------
 
 
-def data_print(trainer: pl.Trainer) -> dict[str, Any]:
-    """Of each training loader: the data set's length, and a hash of three of its items.
+def data_teller(client: Client, trainer: Any) -> Callable[[int, Any], None]:
+    """Each worker tells of each training loader's data, once, before it draws any of them.
+
+    For the record of the run, which keeps what is said first.
+    """
+    told: set[int] = set()
+    silent = trainer.strategy.recording is None
+
+    def tell(number: int, data: Any) -> None:
+        if not silent and number not in told:
+            told.add(number)
+            client.note(Described({f"data {number}": data_print(data)}))
+
+    return tell
+
+
+def data_print(data: Any) -> dict[str, Any]:
+    """The data set's length, and a hash of three of its items.
 
     Random states are as before, afterwards. Data that cannot be looked up by number is named only.
     """
-    loaders = trainer.fit_loop._combined_loader
-    found = {}
     with isolate_rng():
-        for number, loader in enumerate(loaders.flattened if loaders is not None else ()):
-            data = getattr(loader, "dataset", None)
-            found[str(number)] = {"kind": type(data).__qualname__, **_looked_up(data)}
-    return found
+        return {"kind": type(data).__qualname__, **_looked_up(data)}
 
 
 def _looked_up(data: Any) -> dict[str, Any]:
@@ -220,17 +242,20 @@ def _plain(item: Any) -> Any:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Where two data prints differ."""
-    for number in sorted({*then, *now}):
-        one, other = then.get(number), now.get(number)
-        if one == other:
+    """Where data are not those that the record tells of.
+
+    Args:
+        then: all that the record tells.
+        now: what worker 0 has just said.
+    """
+    for name, here in now.items():
+        there = then.get(name)
+        if there is None or there == here:
             continue
-        which = f"training data {number}" if len(then) > 1 else "the training data"
-        if one is None or other is None:
-            yield f"{which} was{'' if one else ' not'} there"
-        elif one.get("length") != other.get("length"):
-            yield f"{which} has {other.get('length')} items, then {one.get('length')}"
-        elif one.get("kind") != other.get("kind"):
-            yield f"{which} is of type {other['kind']}, then {one['kind']}"
+        which = "training data" if name == "data 0" else f"training {name}"
+        if there["kind"] != here["kind"]:
+            yield f"{which}: of type {here['kind']}, {there['kind']} in the run"
+        elif there.get("length") != here.get("length"):
+            yield f"{which}: {here.get('length')} items, {there.get('length')} in the run"
         else:
-            yield f"items of {which} have another content"
+            yield f"{which}: items have another content than in the run"

@@ -33,9 +33,9 @@ from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.progress import follow_updates, precede, set_global_step
-from hybridtrain.lightning.recording import Recording, data_print
+from hybridtrain.lightning.recording import Recording
 from hybridtrain.lightning.session import Session
-from hybridtrain.messages import Described, Paused, Resumed
+from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Regime, Spec, make_policy
 from hybridtrain.update.corrections import CorrectionSpec, make_correction
 
@@ -165,9 +165,6 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.lightning_module.to(self.root_device)
 
     def on_train_start(self) -> None:
-        if self.recording is not None and self.is_global_zero:
-            assert self.lightning_module is not None
-            self.client.note(Described(data_print(self.lightning_module.trainer)))
         if self._session is not None:
             self._session.install()
             if not self.regime.lockstep:

@@ -11,7 +11,18 @@ import numpy as np
 import torch
 
 from hybridtrain.memory import Store
-from hybridtrain.messages import Average, Draw, Gather, Install, Note, Pull, Push, Request, Share
+from hybridtrain.messages import (
+    Average,
+    Begin,
+    Draw,
+    Gather,
+    Install,
+    Note,
+    Pull,
+    Push,
+    Request,
+    Share,
+)
 
 _WHOLE_BYTES = 16 * 1024  # of a smaller row everything is looked at
 _BLOCKS, _BLOCK_BYTES = 64, 64  # else so many cache lines, evenly spread
@@ -63,7 +74,7 @@ def print_of(message: Request | Note, worker: int, rows: Rows | None) -> int:
             said = repr((layout.slots, averaging))
         case Install(optimizers, version):
             said = repr((len(optimizers), version))
-        case Pull(writes):
+        case Pull(writes) | Begin(writes):
             said = repr(_writes(writes))
         case _:
             return 0

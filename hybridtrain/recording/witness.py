@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
-from typing import get_args
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
 
 from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
@@ -30,14 +30,23 @@ from hybridtrain.messages import (
     Released,
     Request,
     Resumed,
+    Stopped,
 )
-from hybridtrain.recording.file import Writer
+from hybridtrain.recording.file import NOBODY, Writer
 from hybridtrain.recording.prints import Rows, print_of, print_of_parameters, print_of_state
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
 
-FINISHED, LOST, WOKE = "Finished", "Lost", "Woke"
-KINDS = (*(kind.__name__ for kind in (*get_args(Request), *get_args(Note))), FINISHED, LOST, WOKE)
+FINISHED, LOST, WOKE, BROKEN = "Finished", "Lost", "Woke", "Broken"
+_SAID = tuple(kind.__name__ for kind in (*get_args(Request), *get_args(Note)))
+KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN)
+
+
+def kind_of(message: Request | Note) -> str:
+    """The name of a message's kind."""
+    if isinstance(message, Stopped) and message.broke:
+        return BROKEN
+    return type(message).__name__
 
 
 class Stamp:
@@ -71,6 +80,7 @@ class Witness:
         self._own = OwnTime(server.ledger.n_workers)
         self._rows: Rows | None = None
         self._begun = False
+        self._told: set[str] = set()  # of the data
 
     # ---- what a world needs of a server ---------------------------------------------------------
 
@@ -94,8 +104,7 @@ class Witness:
         own_s = self._own.stops(worker, now_s)
         samples = _samples(request) if isinstance(request, Push) else 0.0
         seen = print_of(request, worker, self._seen())
-        kind = type(request).__name__
-        self._writer.event(kind, worker, seen, now_s, own_s, samples)
+        self._writer.event(kind_of(request), worker, seen, now_s, own_s, samples)
         replies = self.server.handle(worker, request)
         self._freed(replies)
         if isinstance(request, Install) and not self._begun and replies and self.store is not None:
@@ -112,8 +121,8 @@ class Witness:
             case Resumed():
                 self._own.resume(now_s)
             case Described(said):
-                self._writer.tell({"data": dict(said)})
-        self._writer.event(type(note).__name__, worker, 0, now_s, 0.0, 0.0)
+                self._tell_of_data(said)
+        self._writer.event(kind_of(note), worker, 0, now_s, 0.0, 0.0)
         return self._freed(self.server.note(worker, note))
 
     def finished(self, worker: int) -> Replies:
@@ -132,7 +141,7 @@ class Witness:
 
     def wake(self) -> Replies:
         """See :class:`hybridtrain.server.Server`."""
-        self._writer.event(WOKE, 0, 0, self._tick(), 0.0, 0.0)
+        self._writer.event(WOKE, NOBODY, 0, self._tick(), 0.0, 0.0)
         return self._freed(self.server.wake())
 
     def close(self) -> None:
@@ -144,6 +153,12 @@ class Witness:
                 f"the record of this run is incomplete: {self._writer.refusal}", stacklevel=2
             )
         self.server.close()
+
+    def _tell_of_data(self, said: Mapping[str, Any]) -> None:
+        """Each worker says the same; once is enough."""
+        if fresh := {name: each for name, each in said.items() if name not in self._told}:
+            self._told.update(fresh)
+            self._writer.tell(fresh)
 
     # ---- inside ---------------------------------------------------------------------------------
 

@@ -209,7 +209,7 @@ class ProcessWorld:
         if self._failure is None:
             self._failure = error
         self._ask_to_stop()
-        self._send(self.server.note(worker.number, Stopped()))
+        self._send(self.server.note(worker.number, Stopped(broke=True)))
 
     def _ask_to_stop(self) -> None:
         if self._deadline_s is None:

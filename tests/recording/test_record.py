@@ -54,7 +54,7 @@ def test_the_record_ends_with_the_parameters_that_training_has_come_to(tmp_path:
     assert one.told["end"]["optimizers"] == other.told["end"]["optimizers"]
     assert one.told["begin"] == other.told["begin"]
     assert one.told["begin"]["parameters"] != one.told["end"]["parameters"]
-    assert one.told["data"] == other.told["data"]
+    assert one.told["data 0"] == other.told["data 0"]
     seen = [[(e.worker, e.print) for e in r.events() if e.kind == "Push"] for r in (one, other)]
     assert sorted(seen[0]) == sorted(seen[1])
 
