@@ -95,6 +95,7 @@ class Client:
     def install(self, optimizers: tuple[bytes | int, ...], version: int = 0) -> None:
         """Hand the optimizers over, after ``version`` updates; waits for all workers."""
         self._ask(Install(optimizers, version), Done)
+        self.version = version
 
     def average(
         self, weight: float, absent: tuple[int, ...], packed: tuple[Packed, ...] = ()
@@ -112,8 +113,7 @@ class Client:
 
     def begin(self, writes: Writes) -> int:
         """Wait for this worker's turn; returns the version to begin from."""
-        self.version = self._ask(Begin(writes), Released)[0].version
-        return self.version
+        return self._ask(Begin(writes), Released)[0].version
 
     def cover(self, cover: Cover) -> None:
         """The next push stands for this mini-batch of the shared queue, too."""

@@ -20,6 +20,13 @@ _LIGHTNING = "pytorch_lightning"
 DESCRIPTIONS = {
     "hybrid": "parameters in host memory; wait for all workers, apply the mean of their gradients",
     "async": "parameters in host memory; apply each gradient on arrival, never wait",
+    "synchronous": "parameters in host memory; one worker at a time, in turn",
+    "backup": "parameters in host memory; apply the mean of all but the slowest, drop what is late",
+    "k_async": "parameters in host memory; apply the first k, keep what is late",
+    "k_batch_sync": "parameters in host memory; apply any k mini-batches, drop what is late",
+    "k_batch_async": "parameters in host memory; apply any k mini-batches, keep what is late",
+    "softsync": "parameters in host memory; apply as many mini-batches as there are workers",
+    "ssp": "parameters in host memory; nobody is more than a few steps ahead of the slowest",
 }
 
 

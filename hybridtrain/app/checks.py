@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from hybridtrain.app import compose
 from hybridtrain.app.explain import base_config
 from hybridtrain.errors import UserError
+from hybridtrain.policies import make_policy
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 PRECISIONS = (
@@ -28,10 +29,24 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Everything that can be told without this machine's hardware and without importing torch."""
     check_types(cfg, overrides)
     check_trainer(cfg.trainer)
+    check_policy(cfg)
     if cfg.seed is not None and (not isinstance(cfg.seed, int) or cfg.seed < 0):
         raise UserError(f"seed={cfg.seed}: give a whole number of at least 0, or null")
     if cfg.test_only and cfg.ckpt is None:
         raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
+
+
+def check_policy(cfg: DictConfig) -> None:
+    """The strategy's policy exists, and makes sense for so many workers, where that is known."""
+    given: Any = cfg.strategy.get("policy")
+    if given is None:
+        return
+    plain: Any = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+    policy = make_policy(plain)
+    devices = cfg.trainer.devices
+    n_devices = len(devices) if isinstance(devices, ListConfig) else devices
+    if isinstance(n_devices, int):
+        policy.begin(n_devices * int(cfg.strategy.get("workers_per_device") or 1))
 
 
 def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:

@@ -16,6 +16,8 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
 from pytorch_lightning.trainer.states import RunningStage
 
+from hybridtrain.client import Client
+
 
 def set_global_step(trainer: pl.Trainer, completed: int) -> None:
     """Make ``completed`` updates the trainer's global step (before it counts the current one)."""
@@ -29,27 +31,39 @@ def set_global_step(trainer: pl.Trainer, completed: int) -> None:
     counts.ready = completed + ahead
 
 
-def follow_updates(trainer: pl.Trainer, version: Callable[[], int]) -> None:
-    """Let schedulers that count steps count updates, whoever has made them.
+class UpdateCount:
+    """Steps, and schedulers that count them, follow the updates, whoever has made them.
 
-    Lightning would step them once for each push of this worker, also of one that made no update.
+    Lightning would step a scheduler once for each push of this worker, also of one that made no
+    update.
 
     Args:
         trainer: of this worker, whose training begins.
-        version: updates behind the worker's parameters.
+        client: knows how many updates are behind the worker's parameters.
     """
-    loop, before = trainer.fit_loop.epoch_loop, version()
-    lightnings = loop.update_lr_schedulers
 
-    def update(interval: str, update_plateau_schedulers: bool) -> None:
-        nonlocal before
+    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+        self._trainer, self._client, self._before = trainer, client, client.version
+        loop = trainer.fit_loop.epoch_loop
+        self._lightnings = loop.update_lr_schedulers
+        loop.update_lr_schedulers = self._update  # type: ignore[method-assign]
+
+    def reach(self, version: int) -> None:
+        """This worker's parameters are those after so many updates."""
+        set_global_step(self._trainer, version)
+        self._client.version = version
+        self._catch_up()
+
+    def _update(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval != "step" or update_plateau_schedulers:
-            lightnings(interval, update_plateau_schedulers)
-        elif trainer.lightning_module.automatic_optimization and not loop._should_accumulate():
-            _step_schedulers(trainer, before, version())
-            before = version()
+            self._lightnings(interval, update_plateau_schedulers)
+        elif not self._trainer.fit_loop.epoch_loop._should_accumulate():
+            self._catch_up()
 
-    loop.update_lr_schedulers = update  # type: ignore[method-assign]
+    def _catch_up(self) -> None:
+        if self._trainer.lightning_module.automatic_optimization:
+            _step_schedulers(self._trainer, self._before, self._client.version)
+            self._before = self._client.version
 
 
 def _step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:

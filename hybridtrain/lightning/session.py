@@ -202,15 +202,11 @@ class Session:
             set_global_step(self.trainer, step.version - 1)
         return output
 
-    @property
-    def version(self) -> int:
-        """Updates behind this worker's parameters."""
-        return self._client.version
-
-    def await_turn(self) -> None:
-        """Wait until no other worker computes; then the parameters are the newest."""
-        set_global_step(self.trainer, self._client.begin(self._exchange.writes()))
+    def await_turn(self) -> int:
+        """Wait until no other worker computes, and the parameters are the newest; their version."""
+        version = self._client.begin(self._exchange.writes())
         self._exchange.refresh()
+        return version
 
     def accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""

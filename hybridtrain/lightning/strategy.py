@@ -32,7 +32,7 @@ from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.precision import take_over
-from hybridtrain.lightning.progress import follow_updates, precede, set_global_step
+from hybridtrain.lightning.progress import UpdateCount, precede
 from hybridtrain.lightning.recording import Recording
 from hybridtrain.lightning.session import Session
 from hybridtrain.messages import Paused, Resumed
@@ -104,6 +104,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self._loaders: Loaders | None = None
         self._session: Session | None = None
         self._snapshot: list[dict[str, Any]] | None = None
+        self._count: UpdateCount | None = None  # where workers run freely
 
     # ---- who and where --------------------------------------------------------------------------
 
@@ -168,13 +169,12 @@ class HybridStrategy(OneHost, ParallelStrategy):
         if self._session is not None:
             self._session.install()
             if not self.regime.lockstep:
-                session = self._session
-                follow_updates(session.trainer, lambda: session.version)
+                self._count = UpdateCount(self._session.trainer, self.client)
 
     def await_turn(self) -> None:
         """Where workers take turns: before a mini-batch begins."""
-        if self.regime.turns and self._session is not None:
-            self._session.await_turn()
+        if self.regime.turns and self._session is not None and self._count is not None:
+            self._count.reach(self._session.await_turn())
 
     def teardown(self) -> None:
         if self._session is not None:
@@ -224,9 +224,9 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def align(self) -> None:
         """All workers meet, at the same parameters. In lock-step they always are."""
         self.collectives.local = False
-        if not self.regime.lockstep and self._session is not None and self._session.steps:
+        if self._count is not None and self._session is not None:
             self.barrier("end of the epoch")
-            set_global_step(self._session.trainer, self._session.pull())
+            self._count.reach(self._session.pull())
             self.barrier("same parameters")  # nobody moves them before all have read them
 
     def on_validation_start(self) -> None:
@@ -264,11 +264,9 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def before_checkpoint(self) -> None:
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
         self._snapshot = None  # schedulers may have stepped since
-        training = self._session is not None and bool(self._session.steps)
-        if training and self.is_global_zero and not self.regime.lockstep:
-            assert self._session is not None
+        if self._count is not None and self._session is not None and self.is_global_zero:
             version, self._snapshot = self._session.snapshot()
-            set_global_step(self._session.trainer, version)
+            self._count.reach(version)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Moments from the server, hyper-parameters from this worker's optimizer."""

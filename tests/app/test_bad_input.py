@@ -14,7 +14,25 @@ from tests.app.conftest import Command
 from tests.app.tiny import TINY, TinyModule
 
 CASES = [
-    ("strategy=hybird", ["no strategy 'hybird'", "mean hybrid?", "async, ddp, hybrid"]),
+    ("strategy=backup strategy.policy.k=3 trainer.devices=2", ["k=3", "2 workers", "1 to 2"]),
+    ("strategy=backup strategy.policy.k=0", ["k=0", "from 1"]),
+    ("strategy=backup strategy.policy.k=some", ["k='some'", "auto"]),
+    ("strategy=backup strategy.policy.c=3", ["c=3", "k=auto"]),
+    ("strategy=backup strategy.policy.k=auto strategy.policy.c=-1", ["c=-1", "from 0"]),
+    ("strategy=k_batch_async strategy.policy.k=-1", ["k=-1", "from 1"]),
+    ("strategy=softsync strategy.policy.n=5 trainer.devices=4", ["n=5", "1 to 4"]),
+    ("strategy=ssp strategy.policy.lead=-1", ["lead=-1", "null for no bound"]),
+    ("strategy=ssp strategy.policy.lead=0.5", ["lead=0.5"]),
+    ("strategy=switch", ["at_update", "patience"]),
+    ("strategy=switch strategy.policy.at_update=0", ["at_update=0", "from 1"]),
+    ("strategy=switch strategy.policy.at_update=5 strategy.policy.patience=9", ["either"]),
+    (
+        "strategy=switch strategy.policy.at_update=5 strategy.policy.then=synchronous",
+        ["then=Turns()", "cannot be a part"],
+    ),
+    ("strategy=switch strategy.policy.at_update=5 strategy.policy.then=asink", ["mean async?"]),
+    ("strategy=hybrid strategy.policy=backupp", ["backupp", "mean backup?"]),
+    ("strategy=hybird", ["no strategy 'hybird'", "mean hybrid?", "async, backup, ddp, hybrid"]),
     ("task=digit", ["no task 'digit'", "mean digits?", "parabola", "speech"]),
     ("trainer.devces=2", ["no key 'devces' in trainer", "mean devices?", "max_epochs"]),
     ("devices=2", ["mean trainer.devices?"]),
@@ -55,7 +73,7 @@ CASES = [
 def test_a_mistake_is_one_line_that_names_what_is_allowed(
     command: Command, argument: str, fragments: list[str]
 ) -> None:
-    result = command("task=digits", "trainer.accelerator=cpu", argument)
+    result = command("task=digits", "trainer.accelerator=cpu", *argument.split())
     assert result.code == 2
     assert result.complaint.startswith("hybridtrain: ")
     for fragment in fragments:

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain.app.compose import complete_overrides, compose_config, conf_dir, groups
 from hybridtrain.app.targets import check_targets
+from hybridtrain.policies import POLICIES
 
 CHOICES = [(group, name) for group, names in groups().items() for name in names if name != "own"]
 FILES = sorted(x for x in conf_dir().rglob("*.yaml"))
@@ -54,6 +55,15 @@ def test_the_trainers_keys_are_lightnings_with_lightnings_defaults() -> None:
         *("enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
         "gradient_clip_val",  # of the task
     }
+
+
+def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
+    assert set(POLICIES) == set(groups()["strategy"]) - {"ddp"}
+    for name in POLICIES:
+        given = compose_config([f"strategy={name}", "++run_dir=somewhere"]).strategy.policy
+        options = {} if isinstance(given, str) else dict(given)
+        assert options.pop("name", given) == name
+        assert set(options) == set(inspect.signature(POLICIES[name]).parameters)
 
 
 @pytest.mark.parametrize("name", groups()["optimizer"])
@@ -107,7 +117,7 @@ def test_help_is_readable_and_needs_no_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for words in ("speech|digits|parabola", "hybrid|async|ddp", "trainer.devices=N", "Examples"):
         assert words in done.stdout
-    assert "strategy: async, ddp, hybrid" in done.stdout
+    assert "strategy: async, backup, ddp, hybrid, k_async, k_batch_async" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 110
 
 
@@ -130,4 +140,5 @@ def test_completion_offers_groups_and_their_choices() -> None:
     }
     root = Path(__file__).parents[2]
     done = subprocess.run(line, capture_output=True, text=True, cwd=root, env=environment)
-    assert done.stdout.split() == ["strategy=async", "strategy=ddp", "strategy=hybrid"]
+    assert done.stdout.split() == [f"strategy={name}" for name in sorted(groups()["strategy"])]
+    assert {"strategy=async", "strategy=backup", "strategy=ddp"} < set(done.stdout.split())
