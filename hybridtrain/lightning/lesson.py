@@ -9,6 +9,7 @@ are not run. Orders, weights and mini-batches are those of a training.
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -37,6 +38,9 @@ class VirtualTrainer(pl.Trainer):
     """What a module may ask its trainer, where nobody trains with it. There are W workers."""
 
     def __init__(self, workers: int) -> None:
+        told = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+        before = told.level
+        told.setLevel(logging.WARNING)  # of this machine's devices, which do not matter
         super().__init__(
             accelerator="cpu",
             devices=1,
@@ -45,6 +49,7 @@ class VirtualTrainer(pl.Trainer):
             enable_progress_bar=False,
             enable_model_summary=False,
         )
+        told.setLevel(before)
         self._workers, self.epoch, self.version = workers, 0, 0
 
     @property
@@ -145,7 +150,7 @@ class ModuleLesson:
             if loss is None:
                 raise UserError("training_step returned None; in virtual time it must give a loss")
             loss.backward()
-        self.loss = float(loss)
+        self.loss = float(loss.detach())
         found = [parameter.grad for parameter in self._parameters]
         return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
 

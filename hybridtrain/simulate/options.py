@@ -11,19 +11,22 @@ from typing import Any
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
 from hybridtrain.recording import service_times
-from hybridtrain.simulate.runs import Plan, Way
+from hybridtrain.simulate.runs import Plan, Train, Way
+from hybridtrain.update.corrections import make_correction
 from hybridtrain.worlds.conditions import Conditions
 from hybridtrain.worlds.measured import Measured, read_times
 from hybridtrain.worlds.network import Network
 from hybridtrain.worlds.script import Script, read_script
 from hybridtrain.worlds.service import SHAPES, ServiceTimes, Times
+from hybridtrain.worlds.task import MakeOptimizer, Task
 
 LENGTHS = ("mini_batches", "seconds")
 FILES = ("json", "plot", "html")
 COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
 NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
 OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt"]
-OPTIONS += ["batch_size", *LENGTHS, "seed", *FILES]
+OPTIONS += ["batch_size", *LENGTHS, "seed", *FILES, "correction"]
+TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
 Given = Mapping[str, str]
 
@@ -34,7 +37,9 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, dict[str, Path]]:
     Raises:
         UserError: naming the option, what it may be, and what was meant.
     """
-    given = _given(arguments)
+    overrides = [argument for argument in arguments if _is_training(argument)]
+    given = _given([argument for argument in arguments if not _is_training(argument)])
+    train, correction = _train(given, overrides), _correction(given, overrides)
     slower = {
         _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
         for name, value in given.items()
@@ -46,13 +51,21 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, dict[str, Path]]:
         workers=tuple(_whole("workers", w) for w in given.get("workers", "8").split(",")),
         times=_times(given, slower),
         slower=slower,
-        conditions=_conditions(given),
+        conditions=_conditions(given, bool(overrides)),
+        train=train,
+        correction=correction,
         batch_size=_whole("batch_size", given.get("batch_size", "32")),
         mini_batches=_length({**length, **given}),
         seconds=_seconds(given),
         seed=_whole("seed", given.get("seed", "0"), least=0),
     )
     return plan, {name: Path(given[name]) for name in FILES if name in given}
+
+
+def _is_training(argument: str) -> bool:
+    """Whether it belongs to the configuration of a training."""
+    name = argument.partition("=")[0].lstrip("+~")
+    return name.partition(".")[0] in TRAINING
 
 
 def _given(arguments: Sequence[str]) -> Given:
@@ -77,19 +90,24 @@ def way(text: str) -> Way:
     Raises:
         UserError: if there is no such policy, or it takes no such options.
     """
+    given = _spec("strategy", text)
+    make_policy(given)
+    return Way(text, given)
+
+
+def _spec(what: str, text: str) -> Any:
+    """``name:option=value`` as a name, or a name with its options."""
     name, *options = text.split(":")
     spec: dict[str, Any] = {"name": name}
     for option in options:
         key, separator, value = option.partition("=")
         if not key or not separator or not value:
             raise UserError(
-                f"strategy={text} was given; options follow the name as :option=value, like "
+                f"{what}={text} was given; options follow the name as :option=value, like "
                 "backup:k=3 or ssp:lead=2"
             )
         spec[key] = _value(value)
-    given: Any = spec if options else name
-    make_policy(given)
-    return Way(text, given)
+    return spec if options else name
 
 
 def _value(text: str) -> bool | float | str | None:
@@ -103,6 +121,46 @@ def _value(text: str) -> bool | float | str | None:
         except ValueError:
             continue
     return text
+
+
+def _correction(given: Given, overrides: Sequence[str]) -> Any:
+    """What ``make_correction`` takes."""
+    if "correction" not in given:
+        return None
+    if not overrides:
+        raise UserError(
+            f"correction={given['correction']} was given without task=...; a correction changes "
+            "gradients, so there must be some"
+        )
+    spec = _spec("correction", given["correction"])
+    make_correction(spec)
+    return spec
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+def _train(given: Given, overrides: Sequence[str]) -> Train | None:
+    """Real gradients, if a task is configured."""
+    if not overrides:
+        return None
+    for name in ("batch_size", "parameters"):
+        if name in given:
+            raise UserError(
+                f"{name} was given together with {overrides[0]}; the task itself has a "
+                f"{'number of ' * (name == 'parameters')}{name.replace('_', ' ')}"
+                f"{' (data.batch_size=...)' * (name == 'batch_size')}"
+            )
+    from hybridtrain.app.lesson import lessons  # imports Lightning
+
+    seed = _whole("seed", given.get("seed", "0"), least=0)
+    make = lessons([*overrides, f"seed={seed}"])
+
+    def train(workers: int) -> tuple[Task, MakeOptimizer]:
+        lesson = make(workers)
+        return lesson, lesson.make_optimizer
+
+    return train
 
 
 # ---- conditions ---------------------------------------------------------------------------------
@@ -133,14 +191,15 @@ def _times(given: Given, slower: Mapping[int, float]) -> Times:
     )
 
 
-def _conditions(given: Given) -> Conditions:
+def _conditions(given: Given, trains: bool) -> Conditions:
     script = read_script(given["script"]) if "script" in given else Script()
-    return Conditions(_network(given), script, _yes("interrupt", given.get("interrupt", "false")))
+    network = _network(given, trains)
+    return Conditions(network, script, _yes("interrupt", given.get("interrupt", "false")))
 
 
-def _network(given: Given) -> Network:
+def _network(given: Given, trains: bool) -> Network:
     limited = [name for name in NETWORK if name.endswith("bandwidth") and name in given]
-    if bool(limited) != ("parameters" in given):
+    if bool(limited) != ("parameters" in given) and not trains:
         have, lack = (limited[0], "parameters") if limited else ("parameters", NETWORK[1])
         raise UserError(
             f"{have} was given without {lack}; a bandwidth in bytes per second and the number of "

@@ -19,8 +19,9 @@ Value = Callable[[Row], float]
 def table(rows: Sequence[Row]) -> Table:
     """One line for each run."""
     made = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
-    for head in heads(rows):
-        made.add_column(head, justify="left" if head == "strategy" else "right", no_wrap=True)
+    made.add_column("strategy", overflow="fold")
+    for head in heads(rows)[1:]:
+        made.add_column(head, justify="right", no_wrap=True)
     for row in rows:
         made.add_row(*cells(row, heads(rows)))
     return made
@@ -37,14 +38,14 @@ _CELLS: dict[str, Callable[[Row], str]] = {
     "dropped": lambda row: str(row.dropped),
     "stale": lambda row: _short(row.staleness_mean),
     "99 %": lambda row: str(row.staleness_p99),
-    "max": lambda row: str(row.staleness_max),
     "loss": lambda row: _short(row.loss[-1][1]) if row.loss else "-",
 }
 
 
 def heads(rows: Sequence[Row]) -> list[str]:
-    """The columns that say something here."""
+    """The columns that say something here; the first names the strategy."""
     idle = {
+        "workers": len({row.workers for row in rows}) == 1,
         "network": not any(row.network_share for row in rows),
         "dropped": not any(row.dropped for row in rows),
         "loss": not any(row.loss for row in rows),

@@ -22,7 +22,7 @@ import math
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.messages import Begin, Gather, Gathered, Pull, Push, Refused, Released
+from hybridtrain.messages import Begin, Gather, Gathered, Push, Refused, Released
 from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
@@ -154,7 +154,10 @@ class VirtualWorld:
         match what:
             case Push():
                 self._arrive(worker, number, what)
-            case Begin() | Gather():
+            case Gather():
+                self.server.ledger.waits(worker)
+                self._deliver(self.server.handle(worker, what))
+            case Begin():
                 self._deliver(self.server.handle(worker, what))
             case Dies():
                 self._die(what.worker)
@@ -277,7 +280,7 @@ class VirtualWorld:
         if self._course is not None and reply is not self._met:
             self._met = reply
             self._course.meet()
-        self._deliver(self.server.handle(worker, Pull()))
+        self._deliver(self.server.admit(worker))
 
     def _interrupt(self) -> None:
         """Those who compute for a round that is over begin anew, with the newest parameters."""
