@@ -1,0 +1,317 @@
+"""A slow worker among fast ones: what is left of the workers' own speeds under each strategy?
+
+    python scripts/straggler.py hybrid backup ssp async --workers 2 4 --slower 3 --repeats 3
+
+Real processes, real Lightning, a small network. Each mini-batch is made to last: every worker
+sleeps ``--step-s`` in it, the last one ``--slower`` times as long, as if its device were that much
+slower. Sleeping takes no core, so two cores are enough for four such workers; what is measured is
+waiting, not arithmetic.
+
+Measured in one and the same run: the samples of all workers per second, from the moment the first
+began to train until the last had ended; and each worker's own speed, which is its samples over the
+time in which it did not wait for an answer of the server (the sleep, forward, backward, loader and
+Lightning's loop are its own; the exchange, the update, others, and ends of epochs are not). The
+*ideal* is the sum of the workers' own speeds: what they would do if nothing ever made them wait.
+The runs alternate (A B B A A B ...); figures are medians over the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.utils import instantiate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hybridtrain.app.compose import compose_config
+from hybridtrain.app.quiet import hush, hush_lightning
+from hybridtrain.errors import UserError
+
+
+@dataclass(frozen=True)
+class Work:
+    """What every run does. ``slower``: how many times as long the last worker takes."""
+
+    step_s: float
+    slower: float
+    mini_batches: int
+    epochs: int
+    batch_size: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run. Speeds in samples per second; ``ideal`` is None where nobody tells who waits."""
+
+    strategy: str
+    workers: int
+    samples_per_s: float
+    ideal: float | None
+    share: float | None  # of the ideal
+    own: list[float]
+    waited: list[float]  # share of each worker's time
+    samples: list[float]
+    nominal: float  # what the sleep alone would allow, all workers together
+
+
+class Delayed(pl.LightningModule):
+    """A small classifier, whose every mini-batch lasts as long as it is told."""
+
+    def __init__(self, work: Work, workers: int) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, work.width), nn.ReLU(), nn.Linear(work.width, 10))
+        self.work, self.workers = work, workers
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        """The sleep is the device's time; the slow worker is the last."""
+        slow = self.trainer.global_rank == self.workers - 1
+        time.sleep(self.work.step_s * (self.work.slower if slow else 1.0))
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        """Adam."""
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Watch(pl.Callback):
+    """Notes in ``folder`` how long this worker trained, waited, and on how many samples."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.began = self.waited = self.samples = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Start the clock, and listen to how long the server takes to answer."""
+        client = getattr(trainer.strategy, "client", None)
+        if client is not None:
+            ask = client._ask
+
+            def timed(*arguments: Any, **named: Any) -> Any:
+                asked = time.monotonic()
+                try:
+                    return ask(*arguments, **named)
+                finally:
+                    self.waited += time.monotonic() - asked
+
+            client._ask = timed
+        self.began = time.monotonic()
+        self.waited = 0.0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        """Count."""
+        self.samples += len(batch[0])
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """All have met at the end of the last epoch."""
+        notes = {"began": self.began, "ended": time.monotonic(), "samples": self.samples}
+        notes |= {"waited": self.waited, "known": hasattr(trainer.strategy, "client")}
+        path = Path(self.folder, f"{trainer.global_rank}.json")
+        path.write_text(json.dumps(notes))
+
+
+def measure(strategy: str, workers: int, work: Work) -> Measured:
+    """One run in processes of its own."""
+    torch.manual_seed(0)
+    n = work.mini_batches * work.batch_size
+    data = TensorDataset(torch.randn(n, 64), torch.randint(10, (n,)))
+    with tempfile.TemporaryDirectory() as folder:
+        row = compose_config([f"strategy={strategy}", f"run_dir={folder}"])
+        trainer = pl.Trainer(
+            strategy=instantiate(row.strategy, _convert_="all"),
+            accelerator="cpu",
+            devices=workers,
+            max_epochs=work.epochs,
+            callbacks=[Watch(folder)],
+            default_root_dir=folder,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Delayed(work, workers), DataLoader(data, work.batch_size, shuffle=True))
+        notes = [json.loads(Path(folder, f"{i}.json").read_text()) for i in range(workers)]
+    return _measured(strategy, work, notes)
+
+
+def _measured(strategy: str, work: Work, notes: Sequence[dict[str, float]]) -> Measured:
+    took = max(x["ended"] for x in notes) - min(x["began"] for x in notes)
+    own = [x["samples"] / (x["ended"] - x["began"] - x["waited"]) for x in notes]
+    speed = sum(x["samples"] for x in notes) / took
+    known = all(x["known"] for x in notes)
+    times = [1.0] * (len(notes) - 1) + [work.slower]
+    return Measured(
+        strategy=strategy,
+        workers=len(notes),
+        samples_per_s=speed,
+        ideal=sum(own) if known else None,
+        share=speed / sum(own) if known else None,
+        own=own,
+        waited=[x["waited"] / (x["ended"] - x["began"]) for x in notes],
+        samples=[x["samples"] for x in notes],
+        nominal=sum(work.batch_size / (work.step_s * x) for x in times),
+    )
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Raw)
+    parser.add_argument("strategies", nargs="*", default=["hybrid", "backup", "ssp", "async"])
+    parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="default 2 4")
+    parser.add_argument("--slower", type=float, default=3.0, help="the last worker (default 3)")
+    parser.add_argument("--step-s", type=float, default=0.02, help="of the others (default 0.02)")
+    parser.add_argument("--mini-batches", type=int, default=400, help="an epoch (default 400)")
+    parser.add_argument("--epochs", type=int, default=2, help="default 2")
+    parser.add_argument("--batch-size", type=int, default=32, help="default 32")
+    parser.add_argument("--width", type=int, default=256, help="of the network (default 256)")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each (default 3)")
+    parser.add_argument("--json", help="also write every run's figures to this file")
+    parser.add_argument("--png", help="also draw them to this file (needs matplotlib)")
+    given = parser.parse_args()
+    for name in ("slower", "step_s", "mini_batches", "epochs", "batch_size", "width", "repeats"):
+        if getattr(given, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')} must be above 0")
+    if min(given.workers) < 2:
+        parser.error(f"--workers {min(given.workers)} was given; a straggler needs company: 2 on")
+    return given
+
+
+class Raw(argparse.RawDescriptionHelpFormatter):
+    """Keep the description's line breaks."""
+
+
+def main() -> int:
+    """Measure, print, write; 2 after one line on standard error for a strategy there is not."""
+    given = parse()
+    hush()
+    hush_lightning()
+    work = Work(
+        *(given.step_s, given.slower, given.mini_batches, given.epochs),
+        *(given.batch_size, given.width),
+    )
+    runs: list[Measured] = []
+    try:
+        for workers in given.workers:
+            for repeat in range(given.repeats):
+                order = given.strategies[:: 1 if repeat % 2 == 0 else -1]
+                runs += [_told(measure(name, workers, work)) for name in order]
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows = summarise(runs, given.strategies, given.workers)
+    print(table(rows, given))
+    if given.json:
+        content = {"machine": machine(), "work": asdict(work), "rows": rows}
+        content["runs"] = [asdict(run) for run in runs]
+        Path(given.json).write_text(json.dumps(content, indent=2) + "\n")
+    if given.png:
+        draw(rows, given)
+    return 0
+
+
+def _told(run: Measured) -> Measured:
+    share = "" if run.share is None else f"{100 * run.share:6.1f} % of the ideal"
+    line = f"{run.workers} workers {run.strategy:>12} {run.samples_per_s:8.0f} samples/s {share}"
+    print(line, file=sys.stderr, flush=True)
+    return run
+
+
+def summarise(
+    runs: Sequence[Measured], strategies: Sequence[str], workers: Sequence[int]
+) -> list[dict[str, Any]]:
+    """Medians over the repeats of each strategy with each number of workers."""
+    rows = []
+    for n in workers:
+        for name in strategies:
+            own = [run for run in runs if (run.strategy, run.workers) == (name, n)]
+            shares = [run.share for run in own if run.share is not None]
+            rows.append(
+                {
+                    "workers": n,
+                    "strategy": name,
+                    "samples_per_s": statistics.median(run.samples_per_s for run in own),
+                    "ideal": statistics.median(x.ideal for x in own if x.ideal) if shares else None,
+                    "share": statistics.median(shares) if shares else None,
+                    "lowest": min(shares, default=None),
+                    "highest": max(shares, default=None),
+                    "of_nominal": statistics.median(x.samples_per_s / x.nominal for x in own),
+                    "waited": [
+                        statistics.median(each)
+                        for each in zip(*(x.waited for x in own), strict=True)
+                    ],
+                }
+            )
+    return rows
+
+
+def table(rows: Sequence[dict[str, Any]], given: argparse.Namespace) -> str:
+    """Markdown."""
+    lines = [
+        f"The last worker {given.slower:g} times slower (a mini-batch of {given.batch_size} lasts "
+        f"{1000 * given.step_s:g} ms elsewhere), {given.epochs} epochs of {given.mini_batches} "
+        f"mini-batches, {given.repeats} alternating runs, {machine()}",
+        "",
+        "| workers | strategy | samples/s | ideal | of the ideal (range) | waiting, each worker |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        ideal, share = "–", "–"
+        if row["share"] is not None:
+            spread = f"{100 * row['lowest']:.1f}–{100 * row['highest']:.1f}"
+            ideal, share = f"{row['ideal']:,.0f}", f"{100 * row['share']:.1f} % ({spread})"
+        waited = ", ".join(f"{100 * x:.1f}" for x in row["waited"]) + " %"
+        lines.append(
+            f"| {row['workers']} | `{row['strategy']}` | {row['samples_per_s']:,.0f} | {ideal} | "
+            f"{share} | {waited if row['share'] is not None else '–'} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], given: argparse.Namespace) -> None:
+    """Bars: the share of the ideal, a group for each number of workers."""
+    from matplotlib.figure import Figure
+
+    from hybridtrain.report import style
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    width = 0.8 / len(given.strategies)
+    for i, name in enumerate(given.strategies):
+        own = [row for row in rows if row["strategy"] == name]
+        places = [k + (i - (len(given.strategies) - 1) / 2) * width for k in range(len(own))]
+        bars = [100 * (row["share"] or 0.0) for row in own]
+        drawn = axes.bar(places, bars, 0.9 * width, label=name, color=style(i).colour)
+        axes.bar_label(drawn, fmt="%.0f", fontsize=8)
+    axes.axhline(100, color="#555", linewidth=0.8, linestyle="--")
+    axes.set_xticks(range(len(given.workers)), [f"{n} workers" for n in given.workers])
+    axes.set(ylabel="% of the sum of the workers' own speeds", ylim=(0, 112))
+    axes.set_title(f"One worker {given.slower:g} times slower", fontsize=11)
+    axes.legend(frameon=False, ncols=len(given.strategies), loc="upper center", fontsize=8)
+    figure.savefig(given.png, dpi=120)
+
+
+def machine() -> str:
+    """What it was measured on, and how busy that was."""
+    load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    cores = f"{os.cpu_count()} cores, {platform.machine()}"
+    return f"{cores}, torch {torch.__version__}, {load}, {date.today()}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
