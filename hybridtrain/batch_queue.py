@@ -4,8 +4,13 @@ Each pass over a loader is a list of stretches of the epoch's order. Whoever ask
 positions, as many as make one of its mini-batches, so fast workers do more and nothing is drawn
 twice. A full mini-batch, as far as there is one, is kept for every worker that has had none yet:
 everybody takes part in every epoch, so that everybody reaches its end by the same path (validation,
-metrics, checkpoints). Waiting at the end of an epoch is at most the mini-batch under way and the
-one that Lightning fetches ahead to know which is the last.
+metrics, checkpoints).
+
+Near its end nobody gets a mini-batch that the others would be done with sooner, all they have and
+all that is left included: a slow worker that has fetched ahead (Lightning does, to know which is
+the last; loaders with processes of their own do more) would keep everybody waiting. How fast they
+are is told by what each has done of the pass, not by a clock, so that a recorded order of messages
+gives the same tickets again. What remains to wait for is the mini-batch under way.
 
 What has been drawn is remembered until the update that it is part of. Loaders draw ahead, so only
 this tells what a checkpoint has *not* seen, what a lost worker leaves undone, and what is to be
@@ -33,6 +38,7 @@ class _Pass:
     drawn: dict[int, list[Spans]] = field(default_factory=dict)  # and not trained on yet
     ended: set[int] = field(default_factory=set)  # who will not draw again
     dealt: Counter[int] = field(default_factory=Counter)  # mini-batches, where workers take turns
+    done: Counter[int] = field(default_factory=Counter)  # positions that are part of an update
 
     def take(self, worker: int, request: Draw, n: int) -> Spans:
         """The worker's next ``n`` positions: those it is dealt, or the next ones."""
@@ -50,6 +56,23 @@ class _Pass:
         if request.turn:
             return total(request.spans) - _place(worker, request, self.dealt[worker])
         return total(self.left)
+
+    def others_are_sooner(self, worker: int, n: int, others: set[int], request: Draw) -> bool:
+        """Whether the others will be done with everything before this worker with ``n`` more.
+
+        In time units of the pass so far, in which a worker's speed is what it has done.
+        """
+        speeds = [self.done[other] for other in others]
+        if not others or not self.done[worker] or not all(speeds):
+            return False
+        own = (self.held(worker) + n) / self.done[worker]
+        last = max(request.sizes[other] / self.done[other] for other in others)
+        rest = total(self.left) + sum(map(self.held, others))
+        return own > rest / sum(speeds) + last
+
+    def held(self, worker: int) -> int:
+        """Positions that the worker has drawn and that are not part of an update yet."""
+        return sum(map(total, self.drawn.get(worker, [])))
 
     def give_back(self, worker: int) -> None:
         """What the worker has drawn is to be done by somebody."""
@@ -90,6 +113,9 @@ class BatchQueue:
         kept = 0 if fresh or request.turn else self._kept(one, request)
         size = request.sizes[worker]
         n = min(size, one.available(worker, request) - kept)
+        others = self.members - one.ended - {worker}
+        if not request.turn and one.others_are_sooner(worker, n, others, request):
+            n = 0
         if n < size:
             one.ended.add(worker)  # for loaders, a smaller one is the last
         if n == size or (n > 0 and not request.drop_last):
@@ -116,6 +142,7 @@ class BatchQueue:
             drawn = self._passes[cover.lap].drawn if cover.lap in self._passes else {}
             if cover.spans in drawn.get(worker, []):
                 drawn[worker].remove(cover.spans)
+                self._passes[cover.lap].done[worker] += total(cover.spans)
 
     def give_back(self, worker: int, covers: tuple[Cover, ...]) -> bool:
         """What the worker has drawn there is to be done again; ``False``: nobody would draw it."""
@@ -124,7 +151,7 @@ class BatchQueue:
             return False
         for one, spans in undone:
             one.left = merged([*one.left, *spans])
-        self.settle(worker, covers)
+        self.settle(worker, covers)  # its time was as long as if it had counted
         return True
 
     def lost(self, worker: int) -> None:

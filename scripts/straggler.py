@@ -33,25 +33,39 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.app.compose import compose_config
+from hybridtrain.app.explain import explain
 from hybridtrain.app.quiet import hush, hush_lightning
 from hybridtrain.errors import UserError
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every run does. ``slower``: how many times as long the last worker takes."""
+    """What every run does.
+
+    ``slower``: how many times as long the last worker takes. ``seconds``: how long an epoch would
+    last if nobody ever waited and only the sleep took time.
+    """
 
     step_s: float
     slower: float
-    mini_batches: int
+    seconds: float
     epochs: int
     batch_size: int
     width: int
+
+    def rate(self, workers: int) -> float:
+        """Mini-batches per second of all workers, as the sleep alone allows."""
+        return (workers - 1 + 1 / self.slower) / self.step_s
+
+    def samples(self, workers: int) -> int:
+        """Samples in an epoch."""
+        return round(self.seconds * self.rate(workers)) * self.batch_size
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,7 @@ class Watch(pl.Callback):
 def measure(strategy: str, workers: int, work: Work) -> Measured:
     """One run in processes of its own."""
     torch.manual_seed(0)
-    n = work.mini_batches * work.batch_size
+    n = work.samples(workers)
     data = TensorDataset(torch.randn(n, 64), torch.randint(10, (n,)))
     with tempfile.TemporaryDirectory() as folder:
         row = compose_config([f"strategy={strategy}", f"run_dir={folder}"])
@@ -155,7 +169,6 @@ def _measured(strategy: str, work: Work, notes: Sequence[dict[str, float]]) -> M
     own = [x["samples"] / (x["ended"] - x["began"] - x["waited"]) for x in notes]
     speed = sum(x["samples"] for x in notes) / took
     known = all(x["known"] for x in notes)
-    times = [1.0] * (len(notes) - 1) + [work.slower]
     return Measured(
         strategy=strategy,
         workers=len(notes),
@@ -165,7 +178,7 @@ def _measured(strategy: str, work: Work, notes: Sequence[dict[str, float]]) -> M
         own=own,
         waited=[x["waited"] / (x["ended"] - x["began"]) for x in notes],
         samples=[x["samples"] for x in notes],
-        nominal=sum(work.batch_size / (work.step_s * x) for x in times),
+        nominal=work.rate(len(notes)) * work.batch_size,
     )
 
 
@@ -175,8 +188,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("strategies", nargs="*", default=["hybrid", "backup", "ssp", "async"])
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4], help="default 2 4")
     parser.add_argument("--slower", type=float, default=3.0, help="the last worker (default 3)")
-    parser.add_argument("--step-s", type=float, default=0.02, help="of the others (default 0.02)")
-    parser.add_argument("--mini-batches", type=int, default=400, help="an epoch (default 400)")
+    parser.add_argument("--step-s", type=float, default=0.1, help="of the others (default 0.1)")
+    parser.add_argument("--seconds", type=float, default=10, help="of an epoch (default 10)")
     parser.add_argument("--epochs", type=int, default=2, help="default 2")
     parser.add_argument("--batch-size", type=int, default=32, help="default 32")
     parser.add_argument("--width", type=int, default=256, help="of the network (default 256)")
@@ -184,7 +197,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", help="also write every run's figures to this file")
     parser.add_argument("--png", help="also draw them to this file (needs matplotlib)")
     given = parser.parse_args()
-    for name in ("slower", "step_s", "mini_batches", "epochs", "batch_size", "width", "repeats"):
+    for name in ("slower", "step_s", "seconds", "epochs", "batch_size", "width", "repeats"):
         if getattr(given, name) <= 0:
             parser.error(f"--{name.replace('_', '-')} must be above 0")
     if min(given.workers) < 2:
@@ -202,17 +215,17 @@ def main() -> int:
     hush()
     hush_lightning()
     work = Work(
-        *(given.step_s, given.slower, given.mini_batches, given.epochs),
+        *(given.step_s, given.slower, given.seconds, given.epochs),
         *(given.batch_size, given.width),
     )
     runs: list[Measured] = []
     try:
         for workers in given.workers:
             for repeat in range(given.repeats):
-                order = given.strategies[:: 1 if repeat % 2 == 0 else -1]
-                runs += [_told(measure(name, workers, work)) for name in order]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+                for name in given.strategies[:: 1 if repeat % 2 == 0 else -1]:
+                    runs.append(_told(measure(name, workers, work)))
+    except (UserError, HydraException) as error:
+        print(f"error: {explain(error, [f'strategy={name}'])}", file=sys.stderr)
         return 2
     rows = summarise(runs, given.strategies, given.workers)
     print(table(rows, given))
@@ -264,8 +277,8 @@ def table(rows: Sequence[dict[str, Any]], given: argparse.Namespace) -> str:
     """Markdown."""
     lines = [
         f"The last worker {given.slower:g} times slower (a mini-batch of {given.batch_size} lasts "
-        f"{1000 * given.step_s:g} ms elsewhere), {given.epochs} epochs of {given.mini_batches} "
-        f"mini-batches, {given.repeats} alternating runs, {machine()}",
+        f"{1000 * given.step_s:g} ms elsewhere), {given.epochs} epochs of {given.seconds:g} s, "
+        f"{given.repeats} alternating runs, {machine()}",
         "",
         "| workers | strategy | samples/s | ideal | of the ideal (range) | waiting, each worker |",
         "| --- | --- | --- | --- | --- | --- |",

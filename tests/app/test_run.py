@@ -55,7 +55,18 @@ def test_loggers_receive_speed_waiting_staleness_and_learning_rate(command: Comm
     tags = set(events.Tags()["scalars"])
     assert {"samples_per_s", "waiting/worker_0", "waiting/worker_1"} <= tags
     assert {"staleness/mean", "staleness/max", "train/loss", "lr-SGD"} <= tags
+    assert {"effective_batch", "lead/worker_0", "lead/worker_1", "dropped"} <= tags
     assert "samples_per_s" in Path("here/csv/metrics.csv").read_text()
+
+
+def test_tensorboard_shows_how_stale_the_gradients_were(command: Command) -> None:
+    options = ["trainer.devices=2", "trainer.log_every_n_steps=1", "hydra.run.dir=here"]
+    command(*TINY, *options, "strategy=async", "callbacks.monitor.log_every_s=0")
+    events = EventAccumulator("here/tensorboard", {"histograms": 0}).Reload()
+    shown = [x.histogram_value for x in events.Histograms("staleness")]
+    known = summary("here")["staleness"]
+    assert sum(x.num for x in shown) == sum(known["histogram"].values()) == 24
+    assert sum(x.sum for x in shown) / 24 == pytest.approx(known["mean"], abs=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "async", "ddp"])

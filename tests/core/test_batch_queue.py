@@ -175,3 +175,64 @@ def test_spans_are_split_and_joined_without_loss(ends: list[int], n: int) -> Non
     assert [*positions(head), *positions(tail)] == [*positions(spans)]
     assert total(head) == min(max(n, 0), total(spans))
     assert [*positions(merged([*tail, *head]))] == [*positions(spans)]
+
+
+# ---- the end of an epoch, where workers are not equally fast ------------------------------------
+
+
+def ends(steps: list[float], batches: int, ahead: int = 1) -> tuple[list[float], list[int]]:
+    """When each worker has nothing left to do, and how many mini-batches it has had.
+
+    ``steps``: seconds for a mini-batch; ``ahead``: how many it draws before it needs them.
+    """
+    queue, ask = BatchQueue(set(range(len(steps)))), draw(2 * batches, (2,) * len(steps))
+    held: list[list[Spans]] = [[] for _ in steps]
+    at, counts, running = (
+        [0.0] * len(steps),
+        [0] * len(steps),
+        [(0.0, w) for w in range(len(steps))],
+    )
+    drawn: list[Spans] = []
+    under_way: dict[int, Spans] = {}
+    while running:
+        running.sort()
+        at_s, worker = running.pop(0)
+        at[worker] = at_s
+        if worker in under_way:
+            queue.settle(worker, (Cover(FIRST, under_way.pop(worker)),))
+        while len(held[worker]) <= ahead and (spans := queue.draw(worker, ask).spans):
+            held[worker].append(spans)
+        if held[worker]:
+            under_way[worker] = held[worker].pop(0)
+            drawn.append(under_way[worker])
+            counts[worker] += 1
+            running.append((at_s + steps[worker], worker))
+    assert merged([span for spans in drawn for span in spans]) == ((0, 2 * batches),)
+    assert sum(counts) == batches, "each once"
+    return at, counts
+
+
+def test_a_slow_worker_does_not_keep_the_others_waiting_for_what_it_has_fetched_ahead() -> None:
+    at, counts = ends([1.0, 3.0], 40)
+    assert max(at) - min(at) <= 1 and counts == [30, 10], "as good as can be"
+    at, _ = ends([1.0, 1.0, 1.0, 3.0], 100)
+    assert max(at) - min(at) <= 3 and max(at) <= 100 / (3 + 1 / 3) + 1
+
+
+def test_workers_as_fast_as_each_other_share_the_end_as_before() -> None:
+    assert ends([1.0] * 4, 40) == ([10.0] * 4, [10] * 4)
+    assert ends([1.0] * 3, 10)[1] == [4, 3, 3]
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 1.1, 2.0, 3.0, 10.0]), min_size=1, max_size=5),
+    st.integers(1, 60),
+    st.integers(0, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_nothing_is_lost_at_the_end_however_unequal_the_workers_are(
+    steps: list[float], batches: int, ahead: int
+) -> None:
+    at, counts = ends(steps, max(batches, len(steps)), ahead)
+    assert min(counts) >= 1, "everybody takes part"
+    assert batches < 4 * len(steps) * (2 + ahead) or max(at) - min(at) <= 2 * max(steps)

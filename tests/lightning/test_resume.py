@@ -101,7 +101,7 @@ def test_each_sample_is_seen_once_over_both_halves_whoever_goes_on(
     policy: str, workers: int, batch_size: int, tmp_path: Path
 ) -> None:
     path = tmp_path / "half.ckpt"
-    fitted(policy, 3, 4, Census(), callbacks=[SaveAt(path, 2)])
+    fitted(policy, 3, 4, Census(), callbacks=[SaveAt(path, 1)])
     first = weights_in(path) > 0
     assert 0 < int(first.sum()) < N
     assert len(left_in(path)) == N - int(first.sum())
@@ -121,7 +121,7 @@ def test_each_sample_is_seen_once_over_both_halves_whoever_goes_on(
 def test_lock_step_may_go_on_freely_and_back(other: str, tmp_path: Path) -> None:
     one = "async" if other == "hybrid" else "hybrid"
     path = tmp_path / "half.ckpt"
-    fitted(one, 2, 4, Census(), callbacks=[SaveAt(path, 2)])
+    fitted(one, 2, 4, Census(), callbacks=[SaveAt(path, 1)])
     module = Census()
     fitted(other, 3, 4, module, ckpt_path=path, max_epochs=2)
     first = weights_in(path) > 0
