@@ -47,7 +47,7 @@ class Samples:
 
 
 class Regression(Samples):
-    """y = |x|², by a plane; 16 parameters, a whole vector of the processor, as rounding goes by it."""
+    """y = |x|², by a plane. 16 parameters fill whole vectors, and so round as elsewhere."""
 
     def __init__(self, n_workers: int, length: int = 53, batch_size: int = 4) -> None:
         super().__init__(length, batch_size, n_workers)
