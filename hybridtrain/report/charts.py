@@ -92,7 +92,7 @@ def line_chart(
 
     def draw(axes: Any) -> None:
         for number, each in enumerate(series):
-            _line(axes, each, each.style or style(number), marks)
+            _line(axes, each, each.style or style(number), marks, len(series) > len(COLOURS))
         axes.set(
             xlabel=xlabel,
             ylabel=ylabel,
@@ -108,13 +108,13 @@ def line_chart(
     return picture(draw, legend=legend and len(series) > 1)
 
 
-def _line(axes: Any, each: Series, look: Style, marks: bool) -> None:
+def _line(axes: Any, each: Series, look: Style, marks: bool, thin: bool) -> None:
     axes.plot(
         each.x,
         each.y,
         color=look.colour,
         linestyle=(0, look.dashes) if look.dashes else "-",
-        linewidth=0.8 if look.rest else 1.7,
+        linewidth=0.8 if look.rest or thin else 1.7,
         marker="o" if marks or len(each.x) == 1 else "",
         markersize=3.5,
         zorder=1 if look.rest else 2,
@@ -203,12 +203,27 @@ def picture(
         made = Figure(figsize=size_inches)
         axes = made.subplots()
         draw(axes)
+        for axis in (axes.xaxis, axes.yaxis):
+            if axis.get_scale() == "log":
+                _name_ticks(axis)
         if legend:
             axes.legend(frameon=False, fontsize=9)
         made.set_layout_engine("tight", pad=0.8)
         buffer = io.StringIO()
         made.savefig(buffer, format="svg", metadata={"Date": None})
     return _inline(buffer.getvalue())
+
+
+def _name_ticks(axis: Any) -> None:
+    """Plain numbers along a logarithmic axis; between powers of ten where there are few of them."""
+    low, high = axis.get_view_interval()
+    few = low > 0 and high / low < 100
+
+    def between(value: float, _: int) -> str:
+        return number(value) if few and f"{value:e}"[0] in "25" else ""
+
+    axis.set_major_formatter(lambda value, _: number(value))
+    axis.set_minor_formatter(between)
 
 
 def _inline(svg: str) -> str:

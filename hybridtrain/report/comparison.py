@@ -11,18 +11,22 @@ from hybridtrain.report.curves import curves_of
 from hybridtrain.report.looks import Shown, looks_of
 from hybridtrain.report.page import (
     Part,
+    Row,
     code,
+    details,
     heading,
     link,
     note,
     page,
     paragraph,
+    table,
     write,
 )
 from hybridtrain.report.runs import Run, common_overrides, find_runs, labels, read_run
 from hybridtrain.report.sheets import curves_sheet, runs_sheet
 from hybridtrain.report.tables import results, settings
 
+FEW = 6
 PAGE, RUNS, CURVES = "comparison.html", "comparison.csv", "curves.csv"
 
 
@@ -83,10 +87,10 @@ def _remarks(shown: Sequence[Shown]) -> Iterator[Part]:
     """What should not be overlooked."""
     bad = [x for x in shown if not x.run.ended_well]
     if bad:
-        yield note(
-            f"{len(bad)} of {_count(len(shown), 'run')} did not finish: "
-            f"{', '.join(x.name for x in bad)}."
-        )
+        yield note(f"{len(bad)} of {_count(len(shown), 'run')} did not finish.")
+        rows = [Row([x.name, x.run.status, x.run.reason], bad=True) for x in bad]
+        made = table(["run", "", "why"], rows)
+        yield made if len(bad) <= FEW else details("Which, and why", [made])
     for x in shown:
         if x.run.broken:
             yield note(f"{x.name}: could not be read: {', '.join(x.run.broken)}.")

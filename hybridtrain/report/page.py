@@ -31,13 +31,13 @@ code { font-size: .9em; overflow-wrap: anywhere; }
 .sub { color: #555; margin: 0 0 1rem; }
 .note { background: #fff7e0; border-left: 4px solid #c98a00; padding: .4rem .75rem; }
 .wide { overflow-x: auto; margin: .5rem 0 1rem; border: 1px solid #ddd; width: fit-content;
-  max-width: 100%; }
+  max-width: 100%; max-height: 36rem; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .3rem .6rem; text-align: right; vertical-align: top; white-space: nowrap; }
-th { background: #f2f2f2; }
+th { background: #f2f2f2; position: sticky; top: 0; z-index: 1; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff;
-  white-space: normal; overflow-wrap: anywhere; min-width: 6rem; max-width: 14rem; }
-th:first-child { background: #f2f2f2; }
+  white-space: normal; overflow-wrap: anywhere; min-width: min(11rem, 28vw); max-width: 14rem; }
+th:first-child { background: #f2f2f2; z-index: 2; }
 td.text, th.text { text-align: left; }
 td.long { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 14rem; }
 tbody tr + tr td { border-top: 1px solid #e4e4e4; }

@@ -70,15 +70,17 @@ class Run:
 
     @property
     def status(self) -> str:
-        """How it ended, in words."""
-        match self.exit:
-            case None:
-                return "unfinished: it runs still, or was killed"
-            case 0:
-                return "finished"
-            case 130 | 143:
-                return "interrupted"
-        return f"failed: {shortened(self.error, 300)}" if self.error else "failed"
+        """How it ended, in a word."""
+        return {None: "unfinished", 0: "finished", 130: "interrupted", 143: "interrupted"}.get(
+            self.exit, "failed"
+        )
+
+    @property
+    def reason(self) -> str:
+        """Why it did not end well, as far as it is known."""
+        if self.exit is None:
+            return "it runs still, or was killed"
+        return shortened(self.error, 300)
 
     @property
     def ended_well(self) -> bool:

@@ -38,6 +38,7 @@ def _row(run: Run, name: str) -> dict[str, Any]:
         "folder": run.folder.as_posix(),
         "task": run.task,
         "status": run.status,
+        "reason": None if run.ended_well else run.reason,
         "started": run.summary.get("started"),
         "strategy": run.summary.get("strategy"),
         "workers": run.figure("workers"),

@@ -22,7 +22,7 @@ def results(shown: Sequence[Shown], out: Path) -> Part:
     columns: dict[str, list[Any]] = {
         "run": [link(x.run.folder, x.name, out) for x in shown],
         "task": [x.run.task for x in shown] if len({x.run.task for x in shown}) > 1 else [],
-        "how it ended": [] if all_well else [x.run.status for x in shown],
+        "": [] if all_well else [x.run.status for x in shown],
         **{m: [x.run.metrics.get(m) for x in shown] for m in metrics},
         "samples/s": [x.run.figure("samples_per_s") for x in shown],
         "training s": [x.run.figure("train_s") for x in shown],

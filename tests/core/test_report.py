@@ -78,3 +78,12 @@ def test_lines_differ_in_colour_and_dashes_and_the_ninth_is_one_of_the_rest() ->
     looks = [report.style(n) for n in range(9)]
     assert len({x.colour for x in looks[:8]}) == len({x.dashes for x in looks[:8]}) == 8
     assert [x.rest for x in looks] == [False] * 8 + [True]
+
+
+@pytest.mark.parametrize("values", [[1.0, 3.0, 0.001], [1.0, 2.0, 6.0], [30.0, 31.0, 32.0]])
+def test_logarithmic_axes_have_plain_numbers(values: list[float]) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    svg = report.line_chart([report.Series("$a$", [1, 2, 3], values)], "$x$", "y", ylog=True)
+    words = re.findall(r"<text[^>]*>([^<]*)<", svg)
+    assert "$x$" in words and not any("mathdefault" in word for word in words)
+    assert sum(word.replace(".", "").isdigit() for word in words) >= 4
