@@ -1,39 +1,61 @@
-"""Repeat a run from its record, and see that it comes to the same bits.
+"""Repeat a run from its record, and see that it comes to the same bits; or try another policy.
 
     python -m hybridtrain.replay run=outputs/2026-11-21/10-00-00-ab12 [anyway=true]
+    python -m hybridtrain.replay run=outputs/2026-11-21/10-00-00-ab12 policy=backup policy.k=3
 
 Every run of python -m hybridtrain leaves ``record.bin`` in its directory: who said what to the
 server, in which order and when. This command does all of it again, in one process and one worker
 after the other, writes nothing to the run's directory, and compares every gradient on the way and
 the parameters and optimizer states at the end. Exit status: 0 equal, 1 not, 2 bad input.
 
+With another policy the run is trained again in virtual time, in one process: the same task, workers
+as fast as they were (each one's own times from release to push), real gradients. Printed are the
+run as it was recorded, the same policy in virtual time (so that both columns leave out the same),
+and the other one.
+
 Options:
-  run=DIR        a run's directory (its newest record), or a record
-  anyway=true    even if code, versions, data or configuration are not what they were; of an edited
-                 .hydra/config.yaml the edited values are taken
+  run=DIR            a run's directory (its newest record), or a record
+  anyway=true        even if code, versions, data or configuration are not what they were; of an
+                     edited .hydra/config.yaml the edited values are taken
+  policy=NAME        another policy, with its parameters as policy.k=3
+  correction=NAME    another correction of late gradients, with parameters; null: none
+  strategy=NAME      policy and correction of a row of conf/strategy
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridtrain.command import command
 from hybridtrain.errors import UserError
 
-OPTIONS = ("run", "anyway")
+if TYPE_CHECKING:
+    from hybridtrain.recording import Record
+
+OPTIONS = ("run", "anyway", "policy", "correction", "strategy")
 
 
 def run(arguments: Sequence[str]) -> None:
     """Replay what is asked for, and say what came of it."""
     given = parse(arguments)
-    from hybridtrain.app.replaying import replay
     from hybridtrain.recording import find_record, read_record
 
-    record = read_record(find_record(Path(given["run"])))
-    report = replay(record, given.get("anyway") == "true")
+    record = read_record(find_record(Path(given.pop("run"))))
+    anyway = given.pop("anyway", "false") == "true"
+    if given:
+        _what_if(record, given, anyway)
+    else:
+        _replay(record, anyway)
+
+
+def _replay(record: Record, anyway: bool) -> None:
+    from hybridtrain.app.replaying import replay
+
+    report = replay(record, anyway)
     for error in report.errors:
         print(f"raised   {type(error).__name__}: {error} (as in the run)")
     print(f"record   {record.path}, {record.n_workers} workers, {record.header['policy']}")
@@ -48,6 +70,20 @@ def run(arguments: Sequence[str]) -> None:
         print("result   equal to the bit as far as the record goes; it ends before the run does")
 
 
+def _what_if(record: Record, given: Mapping[str, str], anyway: bool) -> None:
+    from rich.console import Console
+
+    from hybridtrain.app.replaying import check_same
+    from hybridtrain.app.whatif import asked_for, recorded, simulated, table
+
+    options = asked_for(given)
+    check_same(record, anyway)
+    name = ",".join(f"{key}={value}" for key, value in given.items())
+    again = simulated(record, {}, "simulated")
+    courses = [recorded(record), again, simulated(record, options, name)]
+    Console().print(table(courses))
+
+
 def parse(arguments: Sequence[str]) -> dict[str, str]:
     """The options by name.
 
@@ -57,7 +93,8 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     given: dict[str, str] = {}
     for argument in arguments:
         name, separator, value = argument.partition("=")
-        if name not in OPTIONS or not separator or not value:
+        known = name.partition(".")[0] if name.startswith(("policy.", "correction.")) else name
+        if known not in OPTIONS or not separator or not value:
             close = get_close_matches(name, OPTIONS, n=1)
             hint = f" (did you mean {close[0]}=...?)" if close else ""
             raise UserError(f"{argument!r} was given{hint}; known are {', '.join(OPTIONS)}")

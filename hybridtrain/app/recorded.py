@@ -36,10 +36,16 @@ def describe_run(cfg: DictConfig, trainer: pl.Trainer, drawn_seed: int | None) -
     recording = getattr(trainer.strategy, "recording", None)
     if recording is not None:
         about: dict[str, Any] = {"config": portable(cfg), "drawn_seed": drawn_seed}
+        about["checkpoints"] = _checkpoints(Path(cfg.run_dir))
         about |= {"directory": str(Path.cwd()), "run_dir": str(Path(cfg.run_dir).absolute())}
         if cfg.ckpt is not None:
             about["ckpt"] = hash_of_checkpoint(Path(cfg.ckpt))
         recording.about = about
+
+
+def _checkpoints(run_dir: Path) -> list[str]:
+    """Those that lie there already, below the run's directory."""
+    return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.ckpt"))
 
 
 def portable(cfg: DictConfig) -> dict[str, Any]:

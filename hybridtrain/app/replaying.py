@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +30,38 @@ def replay(record: Record, anyway: bool) -> Replayed:
         UserError: if its code, data or configuration is not what it was, naming what.
     """
     with workplace(record) as folder:
-        found = differences(record)
-        if found and not anyway:
-            raise UserError(f"{'; '.join(found)}; {GO_ON}")
+        check_same(record, anyway)
         parts = rebuilt(record, folder, anyway)
-        options: dict[str, Any] = {} if parts.data is None else {"datamodule": parts.data}
-        if ckpt := about(record)["config"]["ckpt"]:
-            options |= {"ckpt_path": ckpt, "weights_only": True}
-        return replay_fit(record, parts.trainer, parts.module, anyway=True, **options)
+        return replay_fit(
+            record, parts.trainer, parts.module, anyway=True, **fitting(record, parts)
+        )
+
+
+def fitting(record: Record, parts: Parts) -> dict[str, Any]:
+    """What was given to ``fit`` beside the module."""
+    options: dict[str, Any] = {} if parts.data is None else {"datamodule": parts.data}
+    if ckpt := about(record)["config"]["ckpt"]:
+        options |= {"ckpt_path": ckpt, "weights_only": True}
+    return options
 
 
 @contextmanager
 def workplace(record: Record) -> Iterator[Path]:
     """A directory in the place of the run's own."""
-    about(record)
+    told = about(record)
     hush()
     hush_lightning()
-    with tempfile.TemporaryDirectory(prefix="hybridtrain-replay-") as folder:
-        yield Path(folder)
+    talkative = logging.getLogger("pytorch_lightning")
+    former = talkative.level
+    talkative.setLevel(logging.WARNING)
+    try:
+        with tempfile.TemporaryDirectory(prefix="hybridtrain-replay-") as folder:
+            for name in told["checkpoints"]:  # callbacks choose names that are not taken yet
+                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(folder) / name).touch()
+            yield Path(folder)
+    finally:
+        talkative.setLevel(former)
 
 
 def about(record: Record) -> dict[str, Any]:
@@ -64,7 +80,12 @@ def about(record: Record) -> dict[str, Any]:
     return told
 
 
-def rebuilt(record: Record, folder: Path, anyway: bool = False) -> Parts:
+def rebuilt(
+    record: Record,
+    folder: Path,
+    anyway: bool = False,
+    change: Callable[[DictConfig], None] = lambda cfg: None,
+) -> Parts:
     """Trainer, module and data as the run had them, before it began; they write to ``folder``."""
     told = about(record)
     content = told["config"]
@@ -75,10 +96,52 @@ def rebuilt(record: Record, folder: Path, anyway: bool = False) -> Parts:
     cfg.strategy.record = None
     mute = {"_target_": "hybridtrain.app.mute.Mute", "save_dir": str(folder)}
     cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
-    return build(cfg, [], told.get("drawn_seed"))
+    change(cfg)
+    parts = build(cfg, [], told["drawn_seed"])
+    strategy: Any = parts.trainer.strategy
+    strategy.load_checkpoint = Elsewhere(strategy.load_checkpoint, told["run_dir"], str(folder))
+    return parts
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Loads a checkpoint for a run in another directory.
+
+    Callbacks that go on in the directory where they had begun know the files that they have written
+    there, and delete them when they find better ones: in a replay these are others.
+    """
+
+    load: Callable[..., dict[str, Any]]
+    run_dir: str
+    folder: str
+
+    def __call__(self, *args: Any, **options: Any) -> dict[str, Any]:
+        checkpoint = self.load(*args, **options)
+        return {**checkpoint, "callbacks": self._moved(checkpoint.get("callbacks", {}))}
+
+    def _moved(self, value: Any) -> Any:
+        match value:
+            case dict():
+                return {self._moved(key): self._moved(each) for key, each in value.items()}
+            case list():
+                return [self._moved(each) for each in value]
+            case str() if value.startswith(self.run_dir):
+                return self.folder + value.removeprefix(self.run_dir)
+        return value
 
 
 # ---- is it still the same? ----------------------------------------------------------------------
+
+
+def check_same(record: Record, anyway: bool = False) -> None:
+    """Refuse what is not as it was, unless it is to be done anyway.
+
+    Raises:
+        UserError: naming what, and how to go on.
+    """
+    found = differences(record)
+    if found and not anyway:
+        raise UserError(f"{'; '.join(found)}; {GO_ON}")
 
 
 def differences(record: Record) -> list[str]:

@@ -36,6 +36,7 @@ from hybridtrain.worlds.processes import Interrupted, ProcessWorld
 if TYPE_CHECKING:
     from hybridtrain.lightning.rerun import Rerun
     from hybridtrain.lightning.strategy import HybridStrategy
+    from hybridtrain.lightning.whatif import WhatIf
 
 INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
 
@@ -95,7 +96,7 @@ class HybridLauncher(_Launcher):
             strategy.remember_stats(server.ledger.stats())
         return unpack(trainer, results[0], results[1:])
 
-    def _replay(self, rerun: Rerun, job: _Job) -> Any:
+    def _replay(self, rerun: Rerun | WhatIf, job: _Job) -> Any:
         """Do again in this process what a record says."""
         results = rerun.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
         return unpack(job.trainer, results[0], results[1:]) if results else None

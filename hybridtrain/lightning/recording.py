@@ -35,6 +35,7 @@ from hybridtrain.server import Server
 if TYPE_CHECKING:
     from hybridtrain.lightning.rerun import Rerun
     from hybridtrain.lightning.strategy import HybridStrategy
+    from hybridtrain.lightning.whatif import WhatIf
 
 _DIGITS = 16  # of a hash
 
@@ -44,12 +45,12 @@ class Recording:
     """Where the order of events is to be written, and what is known of the run.
 
     ``about`` is plain data, kept as it is: the command line puts the configuration there.
-    ``rerun``: nothing is to be written, but what was written before to be done again.
+    ``rerun``: nothing is to be written; what was written before is to be done again.
     """
 
     place: Path
     about: dict[str, Any] = field(default_factory=dict)
-    rerun: Rerun | None = None
+    rerun: Rerun | WhatIf | None = None
 
     @classmethod
     def at(cls, place: Any) -> Recording | None:

@@ -62,10 +62,10 @@ class Rerun:
             job: what every worker gets a copy of.
         """
         try:
-            bodies = [body(_copied(job)) for _ in range(self.record.n_workers)]
+            bodies = [body(copied(job)) for _ in range(self.record.n_workers)]
             stamp, threads = Stamp(), int(self.record.header["server_threads"])
             server = server_maker(strategy, threads)(clock=stamp)
-            player = Player(self.record, server, stamp, self._check_data, _CELLS)
+            player = Player(self.record, server, stamp, self._check_data, CELLS)
             with one_thread():
                 self.report, results = player.run(bodies)
             strategy.remember_stats(server.ledger.stats())
@@ -161,7 +161,12 @@ def changed_versions(record: Record) -> list[str]:
     ]
 
 
-def _copied(job: Any) -> Any:
+def copied(job: Any) -> Any:
+    """A job of a worker's own, as a process of its own would have.
+
+    Raises:
+        UserError: if something in it cannot be copied.
+    """
     # Lightning's own dummy answers to any name, even to that of the method that would copy it.
     dummies = [each for each in job.trainer.loggers if isinstance(each, DummyLogger)]
     try:
@@ -185,7 +190,7 @@ def _set_collectives(collectives: Collectives | None) -> None:
 
 
 # What the glue and Lightning keep once in a process.
-_CELLS = (
+CELLS = (
     Cell(partial(getattr, rank_zero_only, "rank", None), _set_rank),
     Cell(lambda: HostBatchNorm.collectives, _set_collectives),
 )

@@ -160,7 +160,8 @@ def find_record(run: Path) -> Path:
         what = "there is no record in it" if run.is_dir() else "there is no such directory"
         raise UserError(
             f"run={run}: {what}; give the directory of a run of python -m hybridtrain "
-            "(with strategy.record not null), or a file that HybridStrategy(record=...) has written"
+            "(not under strategy=ddp, whose processes speak to no server, nor with "
+            "strategy.record=null), or a file that HybridStrategy(record=...) has written"
         )
     return found[-1]
 

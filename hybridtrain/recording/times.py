@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from hybridtrain.errors import UserError
-from hybridtrain.recording.file import find_record, read_record
+from hybridtrain.recording.file import Record, find_record, read_record
 
 
 def service_times(run: str | Path) -> dict[int, list[float]]:
@@ -22,7 +22,11 @@ def service_times(run: str | Path) -> dict[int, list[float]]:
     Raises:
         UserError: if there is no record, or a worker has pushed nothing.
     """
-    record = read_record(find_record(Path(run)))
+    return times_of(read_record(find_record(Path(run))))
+
+
+def times_of(record: Record) -> dict[int, list[float]]:
+    """The same, of a record that has been read."""
     pushes = record.of_kind("Push")
     times = {
         worker: pushes["own_s"][pushes["worker"] == worker].astype(np.float64).tolist()
