@@ -161,15 +161,6 @@ def test_the_two_overlapping_mini_batches_of_the_documentation() -> None:
     assert value(both) == pytest.approx(1 - eta * h, rel=1e-15), "their mean, once"
 
 
-@pytest.mark.parametrize(("workers", "edge"), [(1, 2.0), (2, 1.0), (3, 0.618), (4, 0.445)])
-def test_the_stability_edge_of_delayed_gradients(workers: int, edge: float) -> None:
-    """Round-robin among P is a delay of P - 1: stable iff ηh < 2 sin(π / (2(2P - 1)))."""
-    assert edge == pytest.approx(2 * math.sin(math.pi / (2 * (2 * workers - 1))), abs=1e-3)
-    below = trained(OnArrival(), workers, 4000, Quadratic(), 0.98 * edge)
-    above = trained(OnArrival(), workers, 4000, Quadratic(), 1.02 * edge)
-    assert abs(value(below)) < 1e-3 < 1.0 < abs(value(above))
-
-
 @pytest.mark.parametrize("policy", [All, OnArrival])
 def test_updates_are_conserved_under_plain_sgd(policy: Callable[[], Policy]) -> None:
     """What the parameters have moved is the learning rate times what was applied."""
@@ -179,26 +170,6 @@ def test_updates_are_conserved_under_plain_sgd(policy: Callable[[], Policy]) -> 
     if policy is All:
         task.applied /= workers  # whole rounds only, and of each the mean
     assert 1.0 - value(world) == pytest.approx(0.01 * float(task.applied[0]), rel=1e-9)
-
-
-@pytest.mark.parametrize("workers", [2, 4, 8])
-def test_asynchrony_begets_momentum(workers: int) -> None:
-    """Mitliagkas et al. 2016: the mean iterate moves with momentum 1 - 1/P and rate η/P."""
-    eta, length, replicas = 0.2, 40, 600
-    paths = torch.zeros(replicas, length + 1, dtype=torch.float64)
-    for seed in range(replicas):
-        world = VirtualWorld(
-            OnArrival(), workers, EXPONENTIAL, seed=seed, task=Quadratic(), optimizer=sgd(eta)
-        )
-        for step in range(length + 1):
-            paths[seed, step] = value(world)
-            world.run(updates=step + 1)
-    mean = paths.mean(dim=0)
-    moves = mean.diff()
-    design = torch.stack([moves[:-1], -mean[1:-1]], dim=1)
-    momentum, rate = torch.linalg.lstsq(design, moves[1:, None]).solution.flatten().tolist()
-    assert momentum == pytest.approx(1 - 1 / workers, abs=0.03)
-    assert rate == pytest.approx(eta / workers, abs=0.012)
 
 
 def test_a_task_without_an_optimizer_lets_only_time_pass() -> None:
