@@ -16,6 +16,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Arena, Layout, Packed
+from hybridtrain.memory.lending import Borrow, Lent
 from hybridtrain.messages import (
     Average,
     Averaged,
@@ -122,6 +123,17 @@ class Client:
     def pull(self, writes: Writes | None = None) -> int:
         """Bring the own parameters up to date; returns their version."""
         return self._ask(Pull(writes or {}), Released)[0].version
+
+    def borrow(self, optimizer: int) -> Lent:
+        """Where the optimizer's state lies."""
+        lent: Lent = self._ask(Borrow(optimizer), Lent)[0]
+        return lent
+
+    def map_arena(self, number: int) -> Arena:
+        """One of the arenas that the server lends."""
+        reply, fd = self._ask(Borrow(arena=number), Shared)
+        assert fd is not None, "the descriptor travels with the message"
+        return Arena(fd, reply.n_bytes)
 
     def draw(self, request: Draw) -> Ticket:
         """The next mini-batch of a pass, or its end."""

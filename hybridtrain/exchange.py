@@ -148,6 +148,13 @@ class HostExchange:
     def follow(self, numbers: Iterable[int]) -> None:
         chosen = set(numbers)
         self._following = [slot for slot, number in self._number_of.items() if number in chosen]
+        self._window.follow(self._following)
+        for number, (parameter, slot) in enumerate(
+            zip(self._parameters, self._number_of, strict=True)
+        ):
+            view = self._window.view(slot)
+            if view.data_ptr() != self._views[number].data_ptr():
+                self._views[number] = parameter.data = view
 
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         for number in numbers:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from hybridtrain.memory.layout import Layout
+from hybridtrain.memory.lending import Borrow, Lent, Turn
 from hybridtrain.memory.packed import Packed
 from hybridtrain.spans import Spans
 
@@ -91,8 +92,7 @@ class Push:
     changed itself since the last release; ``fault``: why there is no contribution, where there
     should have been one; ``veto``: because of it, the whole step is to be left out; ``covers``: the
     mini-batches from the shared queue that are done with this push; ``packed``: the sparse
-    gradients among those in the row.
-
+    gradients among those in the row; ``own``: there is none in it, I shall step myself.
     ``members`` are the slot numbers of each group, only when they have changed; then ``groups`` is
     whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers and policies
     that compare losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of
@@ -115,14 +115,13 @@ class Push:
     loss: float | None = None
     repeatable: bool = False
     state: bytes | None = None
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Give everybody's payload to everybody. ``tag`` names the meeting, to find mismatches.
-
-    ``patient``: until all are here, the others may meet without me.
-    """
+    """Give everybody's payload to everybody. ``tag`` names the meeting, to find mismatches;
+    ``patient``: until all are here, the others may meet without me."""
 
     tag: str
     payload: bytes
@@ -174,7 +173,9 @@ class Begin:
     writes: Writes = field(default_factory=dict)
 
 
-Request = Begin | Share | Install | Average | Push | Gather | Draw | Pull | Snapshot | ReadStats
+Request = (
+    Begin | Share | Install | Average | Push | Gather | Draw | Pull | Snapshot | ReadStats | Borrow
+)
 
 # ---- notes: nobody waits for an answer ----------------------------------------------------------
 
@@ -210,9 +211,10 @@ Note = Paused | Resumed | Stopped | Described
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The arena's size; its descriptor travels beside the message."""
+    """The arena's size; its descriptor travels beside the message. ``lent``: which of those."""
 
     n_bytes: int
+    lent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +224,8 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """The mean lies in the row for it, but for the parameters that nobody had a gradient of.
-
-    ``packed`` are those of which everybody's gradient is sparse.
-    """
+    """The mean lies in the row for it, but for parameters ``absent`` from all; those ``packed`` are
+    sparse in all."""
 
     absent: tuple[int, ...]
     packed: tuple[Packed, ...] = ()
@@ -237,13 +237,14 @@ class Released:
 
     ``again``: the step is not over, evaluate the closure once more, at the parameters as they are
     now, after clearing the gradients if ``cleared``. ``groups``: hyper-parameters that the
-    optimizer has changed by itself, group by group.
+    optimizer has changed by itself, group by group. ``turn``: for workers that step themselves.
     """
 
     version: int
     again: bool = False
     cleared: bool = False
     groups: tuple[dict[str, Any], ...] | None = None
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,10 +256,8 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The positions of a mini-batch in the epoch's order; none: the pass has no more.
-
-    A mini-batch that does not count is run, but its gradient has no weight.
-    """
+    """The positions of a mini-batch in the epoch's order; none: the pass has no more. One that does
+    not count is run, but its gradient has no weight."""
 
     spans: Spans
     counts: bool = True
@@ -266,10 +265,8 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The optimizers' states as ``torch.save`` writes them, after update number ``version``.
-
-    ``unseen``: what of the shared queue is not behind these states.
-    """
+    """The optimizers' states as ``torch.save`` writes them, after update number ``version``, and
+    what of the shared queue is not behind them."""
 
     payload: bytes
     version: int
@@ -297,4 +294,6 @@ class Refused:
     reason: str
 
 
-Reply = Shared | Done | Averaged | Released | Gathered | Ticket | State | Stats | Stop | Refused
+Reply = (
+    Shared | Done | Averaged | Released | Gathered | Ticket | State | Stats | Stop | Refused | Lent
+)

@@ -27,6 +27,7 @@ DESCRIPTIONS = {
     "k_batch_async": "parameters in host memory; apply any k mini-batches, keep what is late",
     "softsync": "parameters in host memory; apply as many mini-batches as there are workers",
     "ssp": "parameters in host memory; nobody is more than a few steps ahead of the slowest",
+    "hogwild": "parameters in host memory; workers step them themselves, without a lock",
 }
 
 

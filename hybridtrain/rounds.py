@@ -288,6 +288,7 @@ class Rounds:
         if self.store is not None:
             self.store.refresh(worker)
         self._ledger.released(worker)
-        again, news = (None, None) if began else (self._stepped.again, self._stepped.news)
+        stepped = Stepped(()) if began else self._stepped
+        again, version = stepped.again, self._ledger.version
         cleared = again is not None and again.cleared
-        return worker, Released(self._ledger.version, again is not None, cleared, news)
+        return worker, Released(version, again is not None, cleared, stepped.news, stepped.turn)

@@ -23,6 +23,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.ledger import Ledger
 from hybridtrain.meeting import Meeting, MeetingMismatch
 from hybridtrain.memory import Store
+from hybridtrain.memory.lending import Borrow
 from hybridtrain.messages import (
     Average,
     Begin,
@@ -51,7 +52,7 @@ from hybridtrain.messages import (
 )
 from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies, Rounds
-from hybridtrain.sharing import shared_store
+from hybridtrain.sharing import lend, shared_store
 from hybridtrain.update import OptimizerFailed, Optimizers, load_updates
 from hybridtrain.update.corrections import Correction
 from hybridtrain.update.late import LateGradients
@@ -119,6 +120,8 @@ class Server:
                 return [(worker, Released(self.ledger.version))]
             case Snapshot(refresh):
                 return self._snapshot(worker, refresh)
+            case Borrow():
+                return [(worker, lend(self.store, self.optimizers, request))]
             case ReadStats():
                 return [(worker, Stats(self.ledger.stats()))]
 
@@ -271,10 +274,8 @@ class Server:
 
     def adopt(self, store: Store | None, optimizers: Optimizers) -> None:
         """Step these from now on. Without a store there are no parameters, only time passes."""
-        self._rounds.store = store
-        self._rounds.optimizers = optimizers
-        optimizers.late = self._late
-        self._late.begin(store)
+        self._rounds.store, self._rounds.optimizers = store, optimizers
+        optimizers.late = self._late.begun(store)
 
     # ---- stopping -------------------------------------------------------------------------------
 

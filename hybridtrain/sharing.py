@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Store
-from hybridtrain.messages import Share
+from hybridtrain.memory import Arena, Layout, Store
+from hybridtrain.memory.lending import Borrow, Lent
+from hybridtrain.messages import Share, Shared
 from hybridtrain.policies import Regime
+from hybridtrain.update import Optimizers
 
 
 def shared_store(shares: Mapping[int, Share], n_workers: int, regime: Regime) -> Store:
@@ -23,5 +25,20 @@ def shared_store(shares: Mapping[int, Share], n_workers: int, regime: Regime) ->
                 f"worker {worker} has other parameters than worker {first}; every worker must "
                 "build the same module (same code, same seed, same configuration)"
             )
-    private = not regime.lockstep
-    return Store(share.layout, n_workers, private, None, share.averaging, regime.holds)
+    return made_store(share.layout, n_workers, regime, share.averaging)
+
+
+def made_store(
+    layout: Layout, n_workers: int, regime: Regime, averaging: bool, arena: Arena | None = None
+) -> Store:
+    """As the server and every worker make it, over one arena."""
+    private = not (regime.lockstep or regime.lock_free)
+    return Store(layout, n_workers, private, arena, averaging, regime.holds, regime.lock_free)
+
+
+def lend(store: Store | None, optimizers: Optimizers, request: Borrow) -> Lent | Shared:
+    """What workers need that step by themselves."""
+    assert store is not None, "parameters are shared before anything is lent"
+    if request.arena is None:
+        return optimizers.lent(request.optimizer)
+    return Shared(store.lending.arenas[request.arena].n_bytes, request.arena)

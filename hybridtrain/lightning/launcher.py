@@ -27,6 +27,7 @@ from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checks import check_parameters, check_trainer
 from hybridtrain.lightning.correcting import check_correction
+from hybridtrain.lightning.lock_free import check_lock_free
 from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.sending import check_sending
@@ -73,6 +74,8 @@ class HybridLauncher(_Launcher):
         start_method = resolve_start_method(strategy.start_method)
         check_trainer(trainer, strategy.regime.lockstep)
         check_correction(strategy.correction, strategy.regime, strategy.policy)
+        if strategy.regime.lock_free:
+            check_lock_free(trainer, strategy.world_size, strategy.correction)
         strategy.data_options.check_workers(strategy.world_size)
         check_parameters(trainer.lightning_module)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()

@@ -20,8 +20,10 @@ from hybridtrain.client import Client
 from hybridtrain.exchange import Exchange
 from hybridtrain.lightning.buffers import SharedBuffers
 from hybridtrain.lightning.guard import Guard
+from hybridtrain.lightning.in_place import InPlace
 from hybridtrain.lightning.parameters import parameters_of, slot_numbers
 from hybridtrain.lightning.state import RemoteState
+from hybridtrain.memory import Packed
 from hybridtrain.messages import Clip, Push, Released
 from hybridtrain.policies import Regime
 from hybridtrain.update import Saved
@@ -73,6 +75,7 @@ class RemoteStep:
         self.samples = 0.0  # behind them
         self.clip: Clip | None = None
         self.buffers: SharedBuffers | None = None
+        self.in_place: InPlace | None = None  # where workers step themselves
         self.version = 0
         self.averaged = False  # the gradients are the mean of all already
         self.pushed = False  # since the mini-batch began
@@ -97,10 +100,10 @@ class RemoteStep:
 
     def push(self, weight: float, loss: Any = None, repeatable: bool = False) -> Released:
         """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain."""
-        members = self._changed_members()
-        absent = self._exchange.collect(self.numbers) if weight > 0 else ()
-        packed = self._exchange.packed if weight > 0 else ()
-        looks = weight > 0 and not self.trying
+        members, state = self._changed_members(), self._changed_state()
+        own = weight > 0 and members is None and state is None and self._can_step()
+        absent, packed = self._gathered(weight, own)
+        looks = weight > 0 and not self.trying and not own
         if looks and not self._guard.accepts(self.numbers, absent, packed):
             weight, absent, packed = 0.0, (), ()
         push = Push(
@@ -118,11 +121,14 @@ class RemoteStep:
             members=members,
             loss=self._told_loss(loss),
             repeatable=repeatable,
-            state=self._changed_state(),
+            state=state,
+            own=own,
         )
         if self.buffers is not None:
             self.buffers.publish()
         released = self._client.push(push)
+        if self.in_place is not None:
+            self.in_place.released(released, self.number)
         self._exchange.refresh()
         self.state.forget()
         if self.buffers is not None:
@@ -139,6 +145,18 @@ class RemoteStep:
         if self._driven:
             return _as_float(evaluated)
         return _as_float(self.loss) if self._watches_loss else None
+
+    def _gathered(self, weight: float, own: bool) -> tuple[tuple[int, ...], tuple[Packed, ...]]:
+        """Who has no gradient, and which are sparse, once the others lie in the row."""
+        if own and self.in_place is not None:
+            return self.in_place.absent(), ()
+        if weight <= 0:
+            return (), ()
+        return self._exchange.collect(self.numbers), self._exchange.packed
+
+    def _can_step(self) -> bool:
+        """Whether this worker makes the step itself. What is unusual the server does."""
+        return self.in_place is not None and self.in_place.can_step(self.numbers, self._parameters)
 
     # ---- optimizers that drive the evaluation ---------------------------------------------------
 

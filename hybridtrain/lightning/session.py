@@ -19,6 +19,7 @@ from hybridtrain.lightning.accumulation import Accumulation
 from hybridtrain.lightning.buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
+from hybridtrain.lightning.in_place import InPlace
 from hybridtrain.lightning.looking import gradients_are_final
 from hybridtrain.lightning.parameters import (
     dumped,
@@ -28,8 +29,9 @@ from hybridtrain.lightning.parameters import (
 )
 from hybridtrain.lightning.progress import set_global_step
 from hybridtrain.lightning.remote import RemoteStep
-from hybridtrain.memory import Layout, Store, unpack
+from hybridtrain.memory import Layout, unpack
 from hybridtrain.policies import Regime
+from hybridtrain.sharing import made_store
 from hybridtrain.update.kinds import takes_sparse
 
 
@@ -61,10 +63,11 @@ class Session:
         buffers = [] if private or client.n_workers == 1 else shared(module)
         layout = Layout.of(named, room_for(buffers))
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
-        self.final = gradients_are_final(module.trainer)
+        # Without a lock a worker's own gradient is what counts, as it is when the optimizer steps.
+        self.final = not regime.lock_free and gradients_are_final(module.trainer)
         self.averages = not self.final and regime.lockstep and client.n_workers > 1
         arena = client.share(layout, self.averages)
-        self._store = Store(layout, client.n_workers, private, arena, self.averages, regime.holds)
+        self._store = made_store(layout, client.n_workers, regime, self.averages, arena)
         self._publish()
         client.gather("initial parameters", None)
         self._store.refresh(client.worker)
@@ -124,6 +127,7 @@ class Session:
                 optimizer, self._number_of, self._exchange, self._client, self.guard, self._regime
             )
             step.buffers = self._buffers
+            step.in_place = InPlace(optimizer, self._client) if self._regime.lock_free else None
             step.manual = not self._module.automatic_optimization
             if self.steps:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged

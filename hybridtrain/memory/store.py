@@ -12,6 +12,7 @@ import torch
 
 from hybridtrain.memory.arena import Arena, align
 from hybridtrain.memory.layout import Layout, Slot
+from hybridtrain.memory.lending import Lending
 
 
 class Store:
@@ -25,6 +26,7 @@ class Store:
         arena: one made by another process's ``Store`` of the same shape; else a new one.
         averaging: have one more row, for the mean of the gradients.
         holding: have one more row of gradients, for what is put aside.
+        lock_free: workers write to the masters, and to state that is lent to them.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class Store:
         arena: Arena | None = None,
         averaging: bool = False,
         holding: bool = False,
+        lock_free: bool = False,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
         self.private_parameters = private_parameters
         self.averaging = averaging
         self.holding = holding
+        self.lock_free, self.lending = lock_free, Lending()
         self.held = n_workers  # the number of the row for what is put aside
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
@@ -144,3 +148,7 @@ class Store:
         if self.private_parameters:
             for dtype, masters in self.masters.items():
                 self.copies[worker][dtype].copy_(masters)
+
+    def descriptor(self, lent: int | None) -> int:
+        """Of the arena, or of one that is lent."""
+        return self.arena.fd if lent is None else self.lending.arenas[lent].fd

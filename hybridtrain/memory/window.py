@@ -50,9 +50,15 @@ class Window(Protocol):
         """Let these hold what is shared. Follows ``written``, with no write in between."""
         ...
 
+    def follow(self, slots: Sequence[Slot]) -> None:
+        """Only these will be refreshed from now on; all others are this worker's own."""
+        ...
+
 
 def open_window(store: Store, worker: int) -> Window:
-    """The cheapest window that this system has."""
+    """The cheapest window that this system has, or none where workers write to the masters."""
+    if store.lock_free:
+        return Direct(store)
     kind = CopyOnWrite if copy_on_write_is_seen() else Copied
     return kind(store, worker)
 
@@ -160,6 +166,9 @@ class CopyOnWrite:
             view.copy_(value)
         self._own = None
 
+    def follow(self, slots: Sequence[Slot]) -> None:
+        """Nothing: what is written to is this worker's own until it is refreshed."""
+
     def _touched(self, slot: Slot) -> bool:
         return self._own is not None and bool(self._own[self._pages_of(slot)].any())
 
@@ -206,5 +215,33 @@ class Copied:
         for slot in slots:
             self.view(slot).copy_(self._shared(slot))
 
+    def follow(self, slots: Sequence[Slot]) -> None:
+        """Nothing: all copies are this worker's own."""
+
     def _shared(self, slot: Slot) -> torch.Tensor:
         return self._store.parameter(self._worker, slot)
+
+
+class Direct:
+    """The masters themselves, written to by all; but what no optimizer steps is each worker's own.
+
+    Args:
+        store: the shared buffers.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._own: dict[Slot, torch.Tensor] = {}
+
+    def view(self, slot: Slot) -> torch.Tensor:
+        return self._own.get(slot, self._store.master(slot))
+
+    def written(self, slots: Sequence[Slot]) -> list[Slot]:
+        return []  # it is there already
+
+    def refresh(self, slots: Sequence[Slot]) -> None:
+        """Nothing: there is no other copy."""
+
+    def follow(self, slots: Sequence[Slot]) -> None:
+        others = set(self._store.layout.slots) - set(slots)
+        self._own = {slot: self.view(slot).clone() for slot in others}

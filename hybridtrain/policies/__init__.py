@@ -1,6 +1,6 @@
 """When does a contribution count, and who may go on? One small state machine for each answer."""
 
-from hybridtrain.policies.asynchronous import OnArrival
+from hybridtrain.policies.asynchronous import LockFree, OnArrival
 from hybridtrain.policies.first_k import FirstK, Softsync
 from hybridtrain.policies.hybrid import All
 from hybridtrain.policies.in_time import InTime
@@ -15,6 +15,7 @@ __all__ = [
     "All",
     "FirstK",
     "InTime",
+    "LockFree",
     "OnArrival",
     "Policy",
     "Regime",

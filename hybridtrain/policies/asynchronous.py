@@ -31,3 +31,24 @@ class OnArrival:
                 return self._answers[worker]
             case _:
                 return ()
+
+
+@dataclass
+class LockFree:
+    """Nobody asks anybody: workers step the shared parameters themselves, without a lock.
+
+    Each step is only counted, so that all agree how many there were. Where workers do not step
+    (virtual time), gradients are applied on arrival. Niu, Recht, Re, Wright, *Hogwild!*, NIPS 2011
+    (arXiv:1106.5730).
+    """
+
+    def begin(self, n_workers: int) -> Regime:
+        return Regime(lockstep=False, lock_free=True)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        match fact:
+            case Pushed(worker):
+                one = (worker,)
+                return (Apply(one), Release(one))
+            case _:
+                return ()

@@ -7,7 +7,7 @@ from typing import Any
 
 from hybridtrain.choosing import choose
 from hybridtrain.errors import UserError
-from hybridtrain.policies.asynchronous import OnArrival
+from hybridtrain.policies.asynchronous import LockFree, OnArrival
 from hybridtrain.policies.first_k import FirstK, Softsync
 from hybridtrain.policies.hybrid import All
 from hybridtrain.policies.in_time import InTime
@@ -68,6 +68,7 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "softsync": Softsync,
     "ssp": Ssp,
     "async": OnArrival,
+    "hogwild": LockFree,
     "switch": switch,
 }
 

@@ -11,6 +11,7 @@ from hybridtrain.memory import Store
 from hybridtrain.update.driven import Driven
 from hybridtrain.update.flat_adam import FlatAdam
 from hybridtrain.update.kinds import calls_closure, needs_closure
+from hybridtrain.update.lent import LentOptimizer
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.portable import load
 from hybridtrain.update.update import Update
@@ -54,11 +55,13 @@ def build_update(
     for group in optimizer.param_groups:
         if group.get("capturable"):
             group["capturable"] = False  # a matter of CUDA graphs; here is host memory
+    if store.lock_free and not needs_closure(optimizer):
+        return LentOptimizer(optimizer, numbers, store)
     if is_flat_adam(optimizer):
         return FlatAdam(optimizer, numbers, store, pool)
     if not calls_closure(optimizer):
         return WholeParameters(optimizer, numbers, store)
-    if not store.private_parameters:
+    if not store.private_parameters and not store.lock_free:
         return Driven(optimizer, numbers, store)
     if needs_closure(optimizer):
         raise UserError(

@@ -25,17 +25,19 @@ class LateGradients:
         self._correction, self._age = correction, age
         self._store: Store | None = None
 
-    def begin(self, store: Store | None) -> None:
-        """These are the rows, the masters, and what the workers have read.
+    def begun(self, store: Store | None) -> LateGradients:
+        """Itself; from now on these are the rows, the masters, and what the workers have read.
 
         Raises:
             UserError: if these parameters cannot be corrected.
         """
-        if self._correction is None or store is None or store is self._store:
-            return
-        if store.private_parameters:  # where all read the masters in place nothing is ever late
+        # Where all read the masters in place nothing is ever late.
+        late = self._correction is not None and store is not None and store.private_parameters
+        if late and store is not self._store:
+            assert self._correction is not None and store is not None
             self._correction.begin(store)
             self._store = store
+        return self
 
     def correct(self, contribution: Contribution, members: Members) -> float:
         """Change the gradient in its row; returns the factor that it counts with."""

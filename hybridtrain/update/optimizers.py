@@ -11,12 +11,14 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
+from hybridtrain.memory.lending import Lent, Turn
 from hybridtrain.messages import Push
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
 from hybridtrain.update.groups import Groups, Members
 from hybridtrain.update.held import Held, check_held
 from hybridtrain.update.late import LateGradients
+from hybridtrain.update.lent import LentOptimizer
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.regroup import States, regroup, with_state
 from hybridtrain.update.update import Update
@@ -30,12 +32,14 @@ class OptimizerFailed(UserError):
 class Stepped:
     """What came of a round: who counted, or that the step needs one more evaluation.
 
-    ``news``: hyper-parameters that the optimizer has changed by itself.
+    ``news``: hyper-parameters that the optimizer has changed by itself; ``turn``: what a worker
+    needs that steps itself.
     """
 
     workers: tuple[int, ...]
     again: Again | None = None
     news: Groups | None = None
+    turn: Turn | None = None
 
 
 class Optimizers:
@@ -131,19 +135,36 @@ class Optimizers:
             held = self._held.pop(number, None)
             if not counted and not update.under_way and held is None:
                 return Stepped(())
+            if own := [worker for worker, push in counted.items() if push.own]:
+                return self._ticket(own[0], counted[own[0]], update)
             clip = next((push.clip for push in counted.values()), held.clip if held else None)
             contributions, rate = self._contributions(counted, update, held)
             if rate == 0.0:
                 return Stepped(())
             with self.late.watch(contributions, update.members):
                 again = update.step(contributions, clip, evaluation_of(counted), rate)
-        return Stepped(tuple(counted), again, update.news)
+        turn = Turn(update.lent.edition) if isinstance(update, LentOptimizer) else None
+        return Stepped(tuple(counted), again, update.news, turn)
+
+    def _ticket(self, worker: int, push: Push, update: Update) -> Stepped:
+        """The worker steps; here the step is only counted."""
+        assert isinstance(update, LentOptimizer), "nothing was lent"
+        steps = update.ticket(self._absent(worker, push, update))
+        return Stepped((worker,), turn=Turn(update.lent.edition, steps))
+
+    def lent(self, number: int) -> Lent:
+        """Where an optimizer's state lies that workers step themselves."""
+        update = self._updates[number]
+        assert isinstance(update, LentOptimizer), "nothing is lent"
+        return update.lent
 
     @contextmanager
     def _naming(self, number: int) -> Iterator[None]:
         """Say which optimizer it was that has raised."""
         try:
             yield
+        except UserError:
+            raise  # said already, and by us
         except Exception as error:
             who = f"optimizer {number} ({self._updates[number].name})"
             error.add_note(f"This happened in the process that holds the parameters, in {who}.")

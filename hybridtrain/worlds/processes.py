@@ -187,8 +187,9 @@ class ProcessWorld:
             self._failure = self.server.failure
             self._ask_to_stop()
         for number, reply in replies:
-            store = self.server.store
-            fd = store.arena.fd if isinstance(reply, Shared) and store is not None else None
+            store, fd = self.server.store, None
+            if isinstance(reply, Shared) and store is not None:
+                fd = store.descriptor(reply.lent)
             with suppress(ChannelClosed):  # the sentinel will tell
                 self._workers[number].channel.send(reply, fd)
 

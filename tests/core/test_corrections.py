@@ -25,6 +25,8 @@ from hybridtrain.update.corrections import (
     make_correction,
 )
 from hybridtrain.update.groups import slowed
+from hybridtrain.worlds.service import ServiceTimes
+from hybridtrain.worlds.virtual import VirtualWorld
 from tests.core.served import Served
 
 EVERY = [ByStaleness(), Polynomial(), DcAsgd(), DcAsgdAdaptive(), GapAware()]
@@ -500,3 +502,31 @@ def test_complex_parameters_are_refused_where_the_gradient_is_changed(
     layout = Layout.of([("spectrum", torch.zeros(2, dtype=torch.complex64))])
     with pytest.raises(UserError, match=r"spectrum is of torch\.complex64"):
         correction.begin(Store(layout, 1, private_parameters=True))
+
+
+# ---- workers of random speed, in virtual time ----------------------------------------------------
+
+
+class Bowl:
+    """f(w) = w^2 / 2."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [vector(1.0)]
+
+    def gradient(self, worker: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [values[0].clone()]
+
+
+@pytest.mark.parametrize("correction", [ByStaleness(), GapAware()], ids=lambda c: type(c).__name__)
+def test_a_rate_that_suits_one_worker_suits_32_of_random_speed(correction: Correction) -> None:
+    """Uncorrected, 31 updates late on average, it blows up."""
+
+    def ends_at(given: Correction | None) -> float:
+        times = ServiceTimes("exponential")
+        world = VirtualWorld(
+            OnArrival(), 32, times, task=Bowl(), optimizer=sgd(0.9), correction=given
+        )
+        world.run(updates=3000)
+        return abs(float(world.parameters()[0]))
+
+    assert ends_at(correction) < 0.1 < 1e3 < ends_at(None)

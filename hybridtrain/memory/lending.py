@@ -1,0 +1,107 @@
+"""Tensors that the server lends to the workers: in arenas that are made when they are needed.
+
+Under a policy without a lock the workers step the optimizer themselves, so its state must lie where
+all can write to it. What an optimizer keeps is only known once it has stepped, so each lot of new
+tensors gets an arena of its own, and the workers map it when they hear of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from hybridtrain.memory.arena import Arena, align
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies: from byte ``offset`` of arena number ``arena`` on, without gaps."""
+
+    arena: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def view(self, arenas: Mapping[int, Arena]) -> torch.Tensor:
+        """The tensor itself."""
+        numel = torch.Size(self.shape).numel()
+        flat = arenas[self.arena].tensor(self.offset, numel, self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """An optimizer's state, by slot number and key, as it can be sent.
+
+    ``places`` are its tensors, ``steps`` the step counts (of any value, for their type), ``plain``
+    what never changes. ``edition`` is another one whenever there is something new.
+    """
+
+    edition: int = 0
+    places: dict[int, dict[str, Place]] = field(default_factory=dict)
+    steps: dict[int, torch.Tensor | int | float] = field(default_factory=dict)
+    plain: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Borrow:
+    """Request: the state of optimizer ``optimizer`` (``Lent``), or arena number ``arena``."""
+
+    optimizer: int = 0
+    arena: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Answer to a push: what is lent is ``edition``; the steps made before this one.
+
+    ``steps`` is one number, or, where parameters differ, by slot number; ``None``: the server has
+    made the step.
+    """
+
+    edition: int
+    steps: int | dict[int, int] | None = None
+
+
+class Lending:
+    """All that is lent in one run. Nothing is ever taken back, so that nobody writes to nowhere."""
+
+    def __init__(self) -> None:
+        self.arenas: dict[int, Arena] = {}
+        self._known: dict[int, Place] = {}  # by address
+        self._edition = 0
+
+    def next_edition(self) -> int:
+        """A number that nobody has had."""
+        self._edition += 1
+        return self._edition
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """Where this very tensor lies, if it is lent already."""
+        place = self._known.get(tensor.data_ptr())
+        same = place is not None and place.dtype == tensor.dtype
+        return place if same and place is not None and place.shape == tensor.shape else None
+
+    def put(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+        """Copy these to where they can be lent.
+
+        Raises:
+            UserError: if the machine has not that much memory.
+        """
+        places, end = [], 0
+        for tensor in tensors:
+            dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+            shape, stride = tuple(tensor.shape), tuple(dense.stride())
+            places.append(Place(len(self.arenas), end, tensor.dtype, shape, stride))
+            end = align(end + tensor.numel() * tensor.dtype.itemsize)
+        self.arenas[len(self.arenas)] = Arena.create(end)
+        for place, tensor in zip(places, tensors, strict=True):
+            view = place.view(self.arenas)
+            view.copy_(tensor)
+            if view.numel():
+                self._known[view.data_ptr()] = place
+        return places
