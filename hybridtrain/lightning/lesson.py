@@ -92,7 +92,7 @@ class ModuleLesson:
         self._module, self._trainer = module, trainer
         module.trainer = trainer
         vars(module)["log"] = _ignore
-        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._parameters = list(module.parameters())
         self._loader, self._scales = loader, Scales(module)
         self.timetable, self._order = _timetable(loader, trainer.world_size, seed)
         self._orders: dict[int, Sequence[int]] = {}
@@ -104,6 +104,7 @@ class ModuleLesson:
                             f"{len(optimizers)}")  # fmt: skip
         self._optimizer = optimizers[0]
         self._told: Groups = plain(self._optimizer)
+        self._epoch_began = 0  # after so many updates
         _check_schedules(self._schedules)
         module.train()
 
@@ -157,13 +158,15 @@ class ModuleLesson:
     # ---- schedules ------------------------------------------------------------------------------
 
     def updated(self, version: int) -> Groups | None:
-        """Schedules in steps follow the updates."""
+        """Schedules in steps follow the updates, as Lightning counts them: anew in every epoch."""
         self._trainer.version = version
-        due = [s for s in self._schedules if s.interval == "step" and version % s.frequency == 0]
+        step = version - self._epoch_began
+        due = [s for s in self._schedules if s.interval == "step" and step % s.frequency == 0]
         return self._advance(due)
 
     def epoch_ended(self) -> Groups | None:
         """Schedules in epochs follow the meetings."""
+        self._epoch_began = self._trainer.version
         ended = self._trainer.epoch + 1
         due = [s for s in self._schedules if s.interval == "epoch" and ended % s.frequency == 0]
         return self._advance(due)

@@ -1,0 +1,85 @@
+"""`python -m hybridtrain.simulate task=...`: real gradients of configured tasks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.simulate import main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_losses_of_several_strategies_against_virtual_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    options = ["task=parabola", "optimizer.lr=0.1", "workers=2", "strategy=hybrid,ssp:lead=1"]
+    options += ["mini_batches=200", "network.bandwidth=1000", "correction=polynomial"]
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "html", "png")}
+    options += [f"json={files['json']}", f"html={files['html']}", f"plot={files['png']}"]
+    assert main(options) == 0
+    text = capsys.readouterr()
+    assert "loss" in text.out and text.err == ""
+    rows = json.loads(files["json"].read_text())
+    for row in rows:
+        times, losses = zip(*row["loss"], strict=True)
+        assert list(times) == sorted(times) and len(times) >= 100
+        assert losses[-1] < 0.5 * losses[0]
+        assert row["network_share"] > 0.03, "16 parameters, 64 bytes, each way"
+    assert rows[0]["samples"] == 100 * 50, "the set is divided among the workers"
+    assert "Loss against virtual time" in files["html"].read_text()
+    assert main([x for x in options if not x.startswith(("html", "plot"))]) == 0
+    again = json.loads(files["json"].read_text())
+    assert [r["loss"] for r in again] == [r["loss"] for r in rows], "to the bit"
+
+
+def test_many_workers_learn_in_one_process(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn", reason="the digits need the extra `vision`")
+    out = tmp_path / "out.json"
+    options = ["task=digits", "data.batch_size=2", "workers=200", "strategy=async"]
+    assert main([*options, "mini_batches=800", f"json={out}"]) == 0
+    (row,) = json.loads(out.read_text())
+    assert row["samples"] == 2 * 800 and row["staleness_mean"] > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["task=digitz"], "there is no task 'digitz'; did you mean digits?"),
+        (["task=parabola", "model.hiden=3"], "did you mean hidden?"),
+        (["task=parabola", "optimizer.lr=fast"], "optimizer.lr=fast: give a number"),
+        (["task=parabola", "batch_size=3"], "the task itself has a batch size (data.batch_size="),
+        (["task=parabola", "parameters=3"], "the task itself has a number of parameters"),
+        (["task=parabola", "trainer.accumulate_grad_batches=2"], "every mini-batch is pushed"),
+        (["task=parabola", "correction=none"], "correction='none' was given"),
+        (["correction=polynomial"], "correction=polynomial was given without task="),
+        (["task=own", "model._target_=no.such.Module"], "no module 'no'"),
+    ],
+)
+def test_bad_input_is_one_line_on_standard_error(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+def test_without_a_task_nothing_of_lightning_is_imported() -> None:
+    code = (
+        "import sys; from hybridtrain.simulate import main; main(['mini_batches=50']); "
+        "print({'pytorch_lightning', 'hydra'} & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.strip().endswith("set()"), done.stdout + done.stderr
