@@ -141,7 +141,8 @@ def _shares(ages: Mapping[int, int], shown: int = 5) -> str:
     parts = [(str(age), ages[age]) for age in first]
     if rest := total - sum(ages[age] for age in first):
         parts.append(("more", rest))
-    return ", ".join(f"{name}: {100 * n / total:.0f} %" for name, n in parts)
+    percents = ((name, 100 * n / total) for name, n in parts)
+    return ", ".join(f"{name}: {f'{x:.0f}' if x >= 1 else '<1'} %" for name, x in percents)
 
 
 def _lead(summary: Summary) -> str:

@@ -18,7 +18,16 @@ from typing import Any
 from hybridtrain.errors import UserError
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#7F5539")
-DASHES = ((), (6, 2), (2, 2), (6, 2, 2, 2), (10, 3), (1, 3), (4, 1, 1, 1, 1, 1), (8, 2, 2, 2, 2, 2))
+DASHES = (
+    (),
+    (6, 2),
+    (2, 1.5),
+    (6, 2, 2, 2),
+    (10, 3),
+    (4, 1, 1, 1, 1, 1),
+    (1, 1),
+    (8, 2, 2, 2, 2, 2),
+)
 SIZE_INCHES = (4.6, 3.1)  # small: letters are still legible at the width of a phone
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",  # letters stay letters
@@ -40,7 +49,7 @@ class Style:
     """How a line looks, in a figure and in its legend. ``rest``: one of many, in the background."""
 
     colour: str
-    dashes: tuple[int, ...] = ()
+    dashes: tuple[float, ...] = ()
     rest: bool = False
 
 

@@ -16,10 +16,11 @@ from hybridtrain.report.charts import (
 from hybridtrain.report.history import HISTORY_FILE
 from hybridtrain.report.looks import Shown, legend_of
 from hybridtrain.report.page import Part, figure, figures, heading, paragraph
-from hybridtrain.report.runs import Run, waiting_percent
+from hybridtrain.report.runs import Run, is_number, waiting_percent
 
 MOST_POINTS = 200  # of a line
 MOST_BARS = 24
+FEW = 0.005  # of the contributions: too few to draw one by one
 ACROSS = {  # what curves are drawn against: column, caption, axis
     "wall_s": ("wall time", "wall time in s, start-up and validations included"),
     "samples": ("samples", "samples trained on, all workers"),
@@ -95,23 +96,35 @@ def _bars(shown: Sequence[Shown]) -> Iterator[Part]:
     for caption, axis, lengths in panels:
         if any(x is not None for x in lengths):
             yield figure(length_chart(Bars(names, lengths, looks), axis), caption)
-    histograms = [(x, *ages) for x in shown if (ages := _ages(x.run))]
-    if histograms:
-        drawn = [Series(x.name, ages, shares, x.style) for x, ages, shares in histograms]
-        svg = bar_chart(drawn, "staleness in updates", "% of contributions", legend=False)
-        key = legend_of([x for x, *_ in histograms])
-        yield figure(svg, "Staleness of what was applied", key)
+    if any(_ages(x.run) for x in shown):
+        yield _histogram([x for x in shown if _ages(x.run)])
 
 
-def _ages(run: Run) -> tuple[list[float], list[float]] | None:
-    """Each staleness from 0 on, and the share of contributions that had it, in %."""
+def _histogram(shown: Sequence[Shown]) -> Part:
+    """Shares of contributions by age; the few that are older than almost all are one bin."""
+    counts = [_ages(x.run) for x in shown]
+    oldest = max(max(each) for each in counts)
+    last = next(
+        age
+        for age in range(oldest + 1)
+        if all(
+            sum(n for a, n in each.items() if a > age) <= FEW * sum(each.values())
+            for each in counts
+        )
+    )
+    last += last < oldest
+    drawn = []
+    for x, each in zip(shown, counts, strict=True):
+        binned = [100 * each.get(age, 0) / sum(each.values()) for age in range(last)]
+        drawn.append(Series(x.name, range(last + 2), [*binned, 100 - sum(binned), 0.0], x.style))
+    axis = "staleness in updates" + (f" ({last}: and more)" if last < oldest else "")
+    svg = bar_chart(drawn, axis, "% of contributions", legend=False)
+    return figure(svg, "Staleness of what was applied", legend_of(shown))
+
+
+def _ages(run: Run) -> dict[int, float]:
+    """How many contributions were so old; empty where nobody knows."""
     staleness = run.summary.get("staleness")
     counts = staleness.get("histogram") if isinstance(staleness, dict) else None
-    if not isinstance(counts, dict) or not counts:
-        return None
-    known = {int(k): float(n) for k, n in counts.items() if str(k).isdecimal()}
-    total = sum(known.values())
-    ages = range(max(known, default=0) + 2)
-    if total <= 0:
-        return None
-    return [float(a) for a in ages], [100 * known.get(a, 0.0) / total for a in ages]
+    known = counts.items() if isinstance(counts, dict) else ()
+    return {int(age): n for age, n in known if str(age).isdecimal() and is_number(n) and n > 0}

@@ -52,21 +52,21 @@ class Run:
     def metrics(self) -> dict[str, float]:
         """The last metrics."""
         found = self.summary.get("metrics")
-        return {k: v for k, v in found.items() if _is_number(v)} if isinstance(found, dict) else {}
+        return {k: v for k, v in found.items() if is_number(v)} if isinstance(found, dict) else {}
 
     def figure(self, *names: str) -> float | None:
         """A number of the summary by the path to it; None where there is none."""
         value: Any = self.summary
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
-        return value if _is_number(value) else None
+        return value if is_number(value) else None
 
     def figures(self, *names: str) -> list[float]:
         """The numbers of a list in the summary, those that are known."""
         value: Any = self.summary
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
-        return [x for x in value if _is_number(x)] if isinstance(value, list) else []
+        return [x for x in value if is_number(x)] if isinstance(value, list) else []
 
     @property
     def status(self) -> str:
@@ -87,7 +87,8 @@ class Run:
         return self.exit == 0
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a number; true and false are none here."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

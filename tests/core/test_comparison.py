@@ -233,3 +233,15 @@ def test_several_folders_are_compared_in_the_working_directory_or_where_one_says
     assert (tmp_path / "comparison.html").is_file() and not (
         tmp_path / "one/comparison.html"
     ).exists()
+
+
+def test_the_few_that_are_older_than_almost_all_share_a_bin(tmp_path: Path) -> None:
+    ages = {"mean": 1.0, "max": 40, "histogram": {"0": 300, "1": 699, "40": 1}}
+    leave(tmp_path / "0", "strategy=a", staleness=ages)
+    leave(tmp_path / "1", "strategy=b", staleness={"histogram": {"0": 5}})
+    leave(tmp_path / "2", "strategy=c", staleness={"histogram": {"x": 5, "1": "y"}})
+    leave(tmp_path / "3", "strategy=d", staleness={})
+    text, seen = page_of(tmp_path)
+    assert "staleness in updates (2: and more)" in seen.texts
+    drawn = text[text.index("Staleness of what was applied") :]
+    assert re.findall(r"<span>(.*?)</span>", drawn) == ["a", "b"]
