@@ -109,6 +109,12 @@ def test_the_trainers_switches_turn_our_callbacks_off(command: Command, option: 
     assert (summary("here")["checkpoint"] is None) == ("checkpointing" in option)
 
 
+def test_without_a_test_there_is_no_metric_of_it_and_nothing_has_failed(command: Command) -> None:
+    result = command(*TINY, "task.metric=test/n", "test=false", "hydra.run.dir=here")
+    assert (result.code, result.err) == (0, "")
+    assert "test/n" not in summary("here")["metrics"]
+
+
 def test_options_of_a_users_own_module_need_no_plus(command: Command) -> None:
     command(*TINY, "model.width=5", "hydra.run.dir=here")
     saved = Path("here/.hydra/config.yaml").read_text()
