@@ -23,7 +23,7 @@ from hybridtrain.lightning.orders import Drawn, Order, Seeded
 from hybridtrain.lightning.progress import precede, remeasure
 from hybridtrain.lightning.recording import data_teller
 from hybridtrain.lightning.resting import Evaluation
-from hybridtrain.lightning.resume import KEY, Resumed, describe, read
+from hybridtrain.lightning.resume import KEY, Resumed, describe, others_go_on, read
 from hybridtrain.lightning.samplers import EpochSampler, Plan, QueueSampler, ShareSampler
 from hybridtrain.policies import Regime
 
@@ -194,7 +194,11 @@ class Loaders:
         if self._committed is not None and self._committed[0] == epoch:
             batches = self._committed[1]
         unseen = self._client.unseen if not self._regime.lockstep else {}
-        return {**checkpoint, KEY: describe(epoch, batches, self._samplers, unseen)}
+        ours = describe(epoch, batches, self._samplers, unseen)
+        if others_go_on(self._samplers, ours):
+            loops = checkpoint["loops"]["fit_loop"]
+            loops["epoch_loop.batch_progress"]["is_last_batch"] = False  # of this worker, it was
+        return {**checkpoint, KEY: ours}
 
     def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as Lightning is to see it; training will go on from there."""

@@ -80,6 +80,12 @@ def describe(
     return {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
 
 
+def others_go_on(samplers: Sequence[EpochSampler], ours: dict[str, Any]) -> bool:
+    """Whether this worker has had the last of its mini-batches, but the epoch is not over."""
+    ended = any(sampler.ended for sampler in samplers)
+    return ended and any(loader["spans"] for loader in ours["loaders"])
+
+
 def _state(sampler: EpochSampler, unseen: dict[Lap, Spans]) -> dict[str, Any]:
     lap, batches, spans = sampler.progress(unseen)
     source, indices = sampler.source, None

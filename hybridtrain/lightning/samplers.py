@@ -82,6 +82,11 @@ class EpochSampler(Sampler[int]):
         """This worker's."""
         return self.plan.sizes[self._client.worker]
 
+    @property
+    def ended(self) -> bool:
+        """Whether the current pass has nothing more for this worker."""
+        return self._ended
+
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch."""
         self.epoch = epoch

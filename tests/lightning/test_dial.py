@@ -6,11 +6,13 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
@@ -229,3 +231,25 @@ def test_schedules_in_steps_count_updates_whatever_is_held_or_dropped() -> None:
         assert trainer.global_step == updates
         rates.append(float(module.rate) / 0.7 ** (updates // 4))
     assert rates == pytest.approx([0.02] * 3)
+
+
+@pytest.mark.parametrize("name", [*POLICIES])
+def test_a_run_that_goes_on_in_mid_epoch_does_what_is_left_and_nothing_twice(
+    name: str, tmp_path: Path
+) -> None:
+    data = TensorDataset(torch.eye(N, dtype=torch.float64))
+    module = partial(Tally, {0: 0.01})
+    options: dict[str, Any] = {"precision": "64-true", "enable_checkpointing": True}
+    saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
+    fit(by(POLICIES[name]()), 3, 4, module, data, max_steps=3, callbacks=[saving], **options)
+    begun = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    done = -begun["state_dict"]["weight"]
+    assert begun["global_step"] >= 1 and 0 < int((done > 0).sum()) < N, "in the midst of the epoch"
+    ended, trainer = fit(
+        by("async"), 2, 4, module, data, str(tmp_path / "last.ckpt"), max_epochs=1, **options
+    )
+    applied = -flat(ended)
+    rounding = 1e-7  # Lightning restores into float32 before it makes the module double
+    torch.testing.assert_close(applied[done > 0], done[done > 0], rtol=rounding, atol=0)
+    assert torch.equal(applied[done == 0], torch.full_like(applied[done == 0], 0.25)), "all else"
+    assert trainer.global_step == begun["global_step"] + int((done == 0).sum()) // 4
