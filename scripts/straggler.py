@@ -7,11 +7,12 @@ sleeps ``--step-s`` in it, the last one ``--slower`` times as long, as if its de
 slower. Sleeping takes no core, so two cores are enough for four such workers; what is measured is
 waiting, not arithmetic.
 
-Measured in one and the same run: the samples of all workers per second, from the moment the first
-began to train until the last had ended; and each worker's own speed, which is its samples over the
-time in which it did not wait for an answer of the server (the sleep, forward, backward, loader and
-Lightning's loop are its own; the exchange, the update, others, and ends of epochs are not). The
-*ideal* is the sum of the workers' own speeds: what they would do if nothing ever made them wait.
+Measured in one and the same run: the samples per second that count, from the moment the first
+worker began to train until the last had ended (what came too late and had to be done again counts
+once); and each worker's own speed, which is its samples over the time in which it did not wait for
+an answer of the server (the sleep, forward, backward, loader and Lightning's loop are its own; the
+exchange, the update, others, and ends of epochs are not). The *ideal* is the sum of the workers'
+own speeds: what they would do if nothing ever made them wait and nothing were in vain.
 The runs alternate (A B B A A B ...); figures are medians over the repeats.
 """
 
@@ -161,13 +162,16 @@ def measure(strategy: str, workers: int, work: Work) -> Measured:
         )
         trainer.fit(Delayed(work, workers), DataLoader(data, work.batch_size, shuffle=True))
         notes = [json.loads(Path(folder, f"{i}.json").read_text()) for i in range(workers)]
-    return _measured(strategy, work, notes)
+    return _measured(strategy, work, notes, n * work.epochs)
 
 
-def _measured(strategy: str, work: Work, notes: Sequence[dict[str, float]]) -> Measured:
+def _measured(
+    strategy: str, work: Work, notes: Sequence[dict[str, float]], counted: int
+) -> Measured:
+    """``counted``: samples that are in the result, each once, however often it was tried."""
     took = max(x["ended"] for x in notes) - min(x["began"] for x in notes)
     own = [x["samples"] / (x["ended"] - x["began"] - x["waited"]) for x in notes]
-    speed = sum(x["samples"] for x in notes) / took
+    speed = counted / took
     known = all(x["known"] for x in notes)
     return Measured(
         strategy=strategy,
