@@ -375,6 +375,33 @@ def test_of_a_sparse_gradient_only_touched_rows_are_remembered() -> None:
     )
 
 
+@pytest.mark.parametrize("correction", EVERY, ids=lambda c: type(c).__name__)
+def test_sparse_contributions_that_are_put_aside_equal_dense_ones(correction: Correction) -> None:
+    """Of rows that are touched each time; the others stay where they are."""
+    rows, noise = [0, 2], torch.randn(40, 2, 3, generator=torch.Generator().manual_seed(5))
+
+    def trained(sparse: bool) -> torch.Tensor:
+        served = Served(4, Softsync(2), (torch.ones(4, 3),), (sgd(0.1),), correction)
+        slot = served.layout.slots[0]
+        for step, values in enumerate(noise):
+            worker = step % 4
+            place = served.store.gradient(worker, slot)
+            values = values + served.store.parameter(worker, slot)[rows]
+            packed: tuple[Packed, ...] = ()
+            if sparse:
+                whole = torch.sparse_coo_tensor([rows], values, (4, 3), check_invariants=True)
+                packed = (pack(0, whole.coalesce(), place.fill_(math.nan)),)
+            else:
+                place.zero_()[rows] = values
+            served.server.handle(worker, Push(0, 1.0, packed=packed))
+        return served.store.master(slot).clone()
+
+    dense, sparse = trained(sparse=False), trained(sparse=True)
+    torch.testing.assert_close(sparse, dense, rtol=1e-6, atol=1e-7)
+    assert not torch.isclose(dense[rows], torch.ones(2, 3), atol=1e-3).any()
+    assert torch.equal(dense[[1, 3]], torch.ones(2, 3))
+
+
 def test_delay_compensation_halves_twice_what_the_delay_spoils() -> None:
     """Logistic regression whose labels follow the model: E[g * g] is its Hessian.
 

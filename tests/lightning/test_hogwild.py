@@ -103,6 +103,30 @@ def test_one_worker_is_plain_training_to_the_bit(name: str, tmp_path: Path) -> N
             )
 
 
+def halving(optimizer: Any) -> Any:
+    return {"scheduler": OPTIM.lr_scheduler.StepLR(optimizer, 5, 0.5), "interval": "step"}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2},
+        {"precision": "bf16-true"},
+        {"precision": "bf16-mixed"},
+        {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_schedule_in_steps_with_whatever_lightning_does_around_a_step(
+    options: dict[str, Any],
+) -> None:
+    module = partial(Regression, MAKES["adam"], halving)
+    alone, one = fit("auto", 1, 8, module, overfit_batches=1.0, **options)
+    done, other = fit(hogwild(), 1, 8, module, overfit_batches=1.0, **options)
+    assert distance(alone, done) == 0.0
+    assert one.global_step == other.global_step
+
+
 @pytest.fixture
 def steps_of_workers(monkeypatch: Any) -> torch.Tensor:
     """How many steps each worker has made itself, (W,)."""

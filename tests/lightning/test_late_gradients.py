@@ -35,6 +35,22 @@ def test_corrected_training_learns(correction: str) -> None:
     assert mean_loss(trained) < 0.5 * mean_loss(fresh())
 
 
+@pytest.mark.parametrize(
+    ("policy", "correction"),
+    [
+        ("softsync", "by_staleness"),
+        ("softsync", "gap_aware"),
+        ({"name": "k_async", "k": 2}, "dc_asgd_adaptive"),
+        ({"name": "ssp", "lead": 2}, {"name": "polynomial", "exponent": 1.0}),
+        ({"name": "backup", "k": 2}, "dc_asgd"),
+    ],
+)
+def test_corrections_compose_with_any_policy(policy: Any, correction: Any) -> None:
+    strategy = HybridStrategy(policy, correction=correction)
+    trained, _ = fit(strategy, 3, 4, ADAM, max_epochs=15)
+    assert mean_loss(trained) < 0.6 * mean_loss(fresh())
+
+
 def fresh() -> Regression:
     pl.seed_everything(7, verbose=False)
     return ADAM()
