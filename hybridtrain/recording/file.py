@@ -72,6 +72,7 @@ class Record:
     told: dict[str, Any]
     cells: np.ndarray[Any, np.dtype[np.void]]
     kinds: tuple[str, ...] = field(default=())
+    n_bytes: int = 0  # of the whole file
 
     @property
     def whole(self) -> bool:
@@ -194,7 +195,7 @@ def read_record(path: Path) -> Record:
     events = cells[keep]
     if len(events) and int(events["kind"].max()) >= len(kinds):
         raise UserError(f"{path}: the record is damaged (an event of an unknown kind)")
-    return Record(path, told, events, kinds)
+    return Record(path, told, events, kinds, len(content))
 
 
 def _told(

@@ -25,12 +25,12 @@ from hybridtrain.messages import (
 )
 
 _WHOLE_BYTES = 16 * 1024  # of a smaller row everything is looked at
-_BLOCKS, _BLOCK_BYTES = 64, 64  # else so many cache lines, evenly spread
+_BLOCKS, _BLOCK_BYTES = 32, 64  # else so many cache lines, evenly spread
 _WRITES_BYTES = 4096
 
 
 class Rows:
-    """What is looked at of each worker's gradient row: about 4 KiB, or all of a small one.
+    """What is looked at of each worker's gradient row: 2 KiB, or all of a small one.
 
     Args:
         store: with the rows.

@@ -8,7 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.rerun import replay_fit
+from hybridtrain.policies import POLICIES as EVERY
+from hybridtrain.policies import make_policy
 from hybridtrain.recording import Record, find_record, read_record
 from hybridtrain.recording.player import Replayed
 from tests.lightning.toys import Regression, make_trainer, regression_data
@@ -64,7 +66,9 @@ class Run:
     first: pl.LightningModule | None = None
     second: pl.LightningModule | None = None
 
-    def _make(self, record: Path | None) -> tuple[pl.Trainer, pl.LightningModule, dict[str, Any]]:
+    def made_anew(
+        self, record: Path | None = None
+    ) -> tuple[pl.Trainer, pl.LightningModule, dict[str, Any]]:
         pl.seed_everything(self.seed, verbose=False)
         module = self.module()
         strategy = HybridStrategy(self.policy, record=record)
@@ -75,14 +79,14 @@ class Run:
         return trainer, module, loaders | self.fit
 
     def record(self) -> Record:
-        self.made, self.first, options = self._make(self.folder)
+        self.made, self.first, options = self.made_anew(self.folder)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.made.fit(self.first, **options)
         return read_record(find_record(self.folder))
 
     def replay(self, record: Record, anyway: bool = False) -> Replayed:
-        trainer, self.second, options = self._make(None)
+        trainer, self.second, options = self.made_anew()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return replay_fit(record, trainer, self.second, anyway, **options)
@@ -99,6 +103,15 @@ def check_equal(run: Run, record: Record) -> None:
     assert report.parted == ""
     assert report == Replayed(len(record.cells), record.told["end"]["stats"]["updates"])
     assert report.equal and run.differing() == []
+
+
+@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"hybrid", "async"}))
+def test_every_policy_is_replayed_whose_order_is_known(tmp_path: Path, name: str) -> None:
+    given = {"switch": {"name": "switch", "at_update": 5}}.get(name, name)
+    if make_policy(given).begin(4).lock_free:
+        return  # see test_a_run_without_a_lock_is_refused
+    run = Run(tmp_path, given, 4, trainer={"max_epochs": 2})
+    check_equal(run, run.record())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -254,7 +267,7 @@ def test_a_worker_that_was_killed_is_gone_in_the_replay_as_well(
 def test_a_record_cut_short_says_where_it_ends(tmp_path: Path) -> None:
     run = Run(tmp_path)
     record = run.record()
-    short = Record(record.path, {"header": record.header}, record.cells[:60], record.kinds)
+    short = replace(record, told={"header": record.header}, cells=record.cells[:60])
     report = run.replay(short)
     assert (report.events, report.whole, report.equal) == (60, False, True)
     assert 0 < report.updates < 36
@@ -321,9 +334,7 @@ def test_changed_code_and_versions_are_named(tmp_path: Path) -> None:
     assert str(Path("tests/lightning/toys.py")) in record.header["code"]
     other = {"code": {**record.header["code"], "tests/lightning/toys.py": "0" * 16}}
     other["versions"] = {**record.header["versions"], "torch": "1.0"}
-    changed = Record(
-        record.path, record.told | {"header": record.header | other}, record.cells, record.kinds
-    )
+    changed = replace(record, told=record.told | {"header": record.header | other})
     with pytest.raises(UserError) as caught:
         run.replay(changed)
     assert "code: tests/lightning/toys.py has changed" in str(caught.value)
@@ -340,6 +351,15 @@ def test_another_policy_or_number_of_workers_is_refused(tmp_path: Path) -> None:
     run.workers, run.policy = 2, "hybrid"
     with pytest.raises(UserError, match=r"policy was .* and .* was given"):
         run.replay(record)
+
+
+def test_a_run_without_a_lock_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    record = run.record()
+    regime = {**record.header["regime"], "lock_free": True}
+    told = {**record.told, "header": {**record.header, "regime": regime, "policy": "Hogwild()"}}
+    with pytest.raises(UserError, match=r"Hogwild\(\).*nobody knows the order"):
+        run.replay(replace(record, told=told))
 
 
 class Uncopyable(Rich):

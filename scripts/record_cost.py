@@ -1,0 +1,149 @@
+"""What recording costs: microseconds an event, and the speed of runs with and without a record.
+
+    python scripts/record_cost.py [--repeats 5]
+
+The first table times what a record adds to each push, for rows of several sizes. The second trains
+side by side, alternately with and without a record (A B B A A B ...), a network so small that
+nearly all time is messages (the worst case), and the digits: samples a second, and the processor
+time of the process that serves the workers, which other load on the machine changes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from hybridtrain import HybridStrategy
+from hybridtrain.memory import Layout, Store
+from hybridtrain.messages import Push
+from hybridtrain.recording import read_record
+from hybridtrain.recording.file import Writer
+from hybridtrain.recording.prints import Rows, print_of
+from hybridtrain.recording.witness import KINDS
+from hybridtrain.tasks.digits import DigitsData, DigitsModule
+
+
+class Tiny(pl.LightningModule):
+    """Five numbers to learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return (self.net(batch[0]) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def main() -> int:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs (default 5)")
+    repeats = parser.parse_args().repeats
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    print("parameters   µs an event")
+    for size in (1_000, 100_000, 10_000_000):
+        print(f"{size:10,}{per_event_us(size):14.1f}", flush=True)
+    print("\ntask    policy  B/event  server's CPU µs a push: with, without   speed with / without")
+    for name, run in (("tiny", tiny), ("digits", digits)):
+        for policy in ("hybrid", "async"):
+            print(f"{name:8}{policy:8}" + side_by_side(partial(run, policy), repeats), flush=True)
+    return 0
+
+
+def per_event_us(size: int) -> float:
+    """The median of what one push takes, its gradient row being in no cache of ours."""
+    layout = Layout.of([("weight", torch.zeros(size))])
+    store = Store(layout, 2, private_parameters=True)
+    rows, push, taken = Rows(store), Push(0, 32.0), []
+    with tempfile.TemporaryDirectory() as folder:
+        writer = Writer(Path(folder) / "record.bin", KINDS)
+        for n in range(300):
+            store.gradients[n % 2][torch.float32].add_(1.0)
+            began = time.perf_counter()
+            seen = print_of(push, n % 2, rows)
+            writer.event("Push", n % 2, seen, began, 0.01, 32.0)
+            taken.append(time.perf_counter() - began)
+        writer.close()
+    return 1e6 * statistics.median(taken)
+
+
+def side_by_side(run: Any, repeats: int) -> str:
+    """Alternating runs."""
+    ratios, busy, n_bytes = [], [], 0.0
+    for repeat in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            places = [folder, None] if repeat % 2 else [None, folder]
+            done = {place: run(place) for place in places}
+            found = read_record(Path(folder) / "record.bin")
+        pushes = len(found.of_kind("Push"))
+        busy.append([1e6 * done[place].busy_s / pushes for place in (folder, None)])
+        ratios.append(done[folder].samples_per_s / done[None].samples_per_s)
+        n_bytes = found.n_bytes / len(found.cells)
+    with_us, without_us = map(statistics.median, zip(*busy, strict=True))
+    pairs = " ".join(f"{ratio:.3f}" for ratio in ratios)
+    ratio = statistics.median(ratios)
+    return f"{n_bytes:7.1f}{with_us:30.1f}{without_us:9.1f}{ratio:9.3f} ({pairs})"
+
+
+@dataclass(frozen=True)
+class Done:
+    """Of one run; ``busy_s``: processor time of this process."""
+
+    samples_per_s: float
+    busy_s: float
+
+
+def tiny(policy: str, place: str | None) -> Done:
+    """Two epochs of a thousand mini-batches."""
+    x = torch.randn(4000, 4, generator=torch.Generator().manual_seed(0))
+    loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+    return trained(policy, place, Tiny(), loader, 2)
+
+
+def digits(policy: str, place: str | None) -> Done:
+    """Six epochs of 48 mini-batches."""
+    module = DigitsModule(optimizer=partial(torch.optim.Adam, lr=0.002))
+    return trained(policy, place, module, DigitsData(batch_size=30), 6)
+
+
+def trained(policy: str, place: str | None, module: Any, data: Any, epochs: int) -> Done:
+    """Train it."""
+    pl.seed_everything(0, verbose=False)
+    trainer = pl.Trainer(
+        strategy=HybridStrategy(policy, record=place),
+        accelerator="cpu",
+        devices=2,
+        max_epochs=epochs,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    began = time.process_time()
+    trainer.fit(module, data)
+    stats = trainer.strategy.run_stats()  # type: ignore[attr-defined]
+    return Done(stats["samples_per_s"], time.process_time() - began)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

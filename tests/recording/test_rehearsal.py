@@ -1,0 +1,115 @@
+"""Another policy on a recorded run: real workers in virtual time, as fast as they were."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.whatif import rehearse_fit
+from hybridtrain.recording import Record
+from tests.lightning.toys import Regression, regression_data
+from tests.recording.test_replay import Run
+
+EPOCHS, BATCHES = 2, 12  # mini-batches of 4 in an epoch, all workers together
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What has come of it."""
+
+    stats: dict[str, Any]
+    module: torch.nn.Module
+
+
+def as_fast_as(record: Record, seconds: list[float]) -> Record:
+    """The same run, had each worker always taken so long."""
+    cells = record.cells.copy()
+    for worker, own_s in enumerate(seconds):
+        cells["own_s"][cells["worker"] == worker] = own_s
+    return replace(record, cells=cells)
+
+
+def rehearse(run: Run, record: Record, policy: Any) -> Rehearsed:
+    trainer, module, options = replace(run, policy=policy).made_anew()
+    return Rehearsed(rehearse_fit(record, trainer, module, **options), module)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("run")
+    return Run(folder, "hybrid", 3, Regression, trainer={"max_epochs": EPOCHS})
+
+
+@pytest.fixture(scope="module")
+def record(run: Run) -> Record:
+    return run.record()
+
+
+def test_in_lock_step_every_update_takes_as_long_as_the_slowest(run: Run, record: Record) -> None:
+    stats = rehearse(run, as_fast_as(record, [1.0, 1.0, 4.0]), "hybrid").stats
+    assert stats["updates"] == EPOCHS * BATCHES // 3
+    assert stats["training_s"] == 4.0 * stats["updates"]
+    assert stats["waiting_share"] == [0.75, 0.75, 0.0]
+
+
+def test_without_waiting_everybody_works_at_its_own_speed(run: Run, record: Record) -> None:
+    stats = rehearse(run, as_fast_as(record, [1.0, 1.0, 4.0]), "async").stats
+    assert stats["updates"] == EPOCHS * BATCHES
+    assert stats["samples_per_worker"][0] > 2 * stats["samples_per_worker"][2]
+    assert stats["waiting_share"] == [0.0, 0.0, 0.0]
+    assert stats["training_s"] <= EPOCHS * BATCHES / (1 + 1 + 1 / 4) + EPOCHS * 4.0
+
+
+def test_backup_workers_drop_the_slow_one_and_nothing_is_lost(run: Run, record: Record) -> None:
+    times = as_fast_as(record, [1.0, 1.0, 4.0])
+    stats = rehearse(run, times, {"name": "backup", "k": 2}).stats
+    assert stats["dropped"][2] > 0 == stats["dropped"][0]
+    assert stats["samples"] >= EPOCHS * len(regression_data())
+    assert stats["updates"] / stats["training_s"] > 1 / 4.0, "faster than the slowest worker"
+
+
+def test_one_worker_at_a_time_takes_the_sum_of_all_times(run: Run, record: Record) -> None:
+    stats = rehearse(run, as_fast_as(record, [1.0, 2.0, 3.0]), "synchronous").stats
+    assert stats["updates"] == EPOCHS * BATCHES
+    assert stats["training_s"] == EPOCHS * BATCHES / 3 * (1.0 + 2.0 + 3.0)
+
+
+@pytest.mark.parametrize("policy", ["async", {"name": "backup", "k": "auto"}])
+def test_the_same_times_give_the_same_bits(run: Run, record: Record, policy: Any) -> None:
+    one, other = rehearse(run, record, policy), rehearse(run, record, policy)
+    assert one.stats == other.stats
+    for name, value in one.module.state_dict().items():
+        assert torch.equal(value, other.module.state_dict()[name])
+
+
+def test_in_virtual_time_hybrid_has_the_bits_of_the_run_itself(run: Run, record: Record) -> None:
+    again = rehearse(run, record, "hybrid")
+    assert run.first is not None
+    for name, value in run.first.state_dict().items():
+        assert torch.equal(value, again.module.state_dict()[name])
+
+
+def test_a_policy_that_does_not_fit_is_refused(run: Run, record: Record) -> None:
+    with pytest.raises(UserError, match="k=7 was given for 3 workers"):
+        rehearse(run, record, {"name": "backup", "k": 7})
+
+
+class Fails(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.global_rank == 1:
+            raise RuntimeError("on purpose")
+
+
+def test_what_a_worker_raises_is_raised(run: Run, record: Record) -> None:
+    with pytest.raises(RuntimeError, match="on purpose"):
+        rehearse(replace(run, module=Fails), record, "async")
+
+
+def test_a_record_without_pushes_has_no_times(run: Run, record: Record, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="has pushed nothing"):
+        rehearse(run, replace(record, cells=record.cells[:10]), "async")
