@@ -36,7 +36,7 @@ table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tab
 th, td { padding: .3rem .6rem; text-align: right; vertical-align: top; white-space: nowrap; }
 th { background: #f2f2f2; position: sticky; top: 0; z-index: 1; }
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: #fff;
-  white-space: normal; overflow-wrap: anywhere; min-width: min(11rem, 28vw); max-width: 14rem; }
+  white-space: normal; overflow-wrap: anywhere; min-width: min(11rem, 34vw); max-width: 14rem; }
 th:first-child { background: #f2f2f2; z-index: 2; }
 td.text, th.text { text-align: left; }
 td.long { text-align: left; white-space: normal; overflow-wrap: anywhere; min-width: 14rem; }
