@@ -270,6 +270,7 @@ class Rounds:
             self._apply((worker,))
             return
         self.take(worker, push.writes)
+        self.optimizers.hear(worker, push)
         self._ledger.dropped(worker, self._samples(push))
         self._stepped = Stepped(())
 

@@ -20,6 +20,9 @@ class IdleOptimizers(Optimizers):
     def members(self, worker: int, push: Push) -> Members:
         return ()
 
+    def hear(self, worker: int, push: Push) -> None:
+        """There is nothing to be told."""
+
     def hold(self, worker: int, push: Push) -> bool:
         return push.weight > 0
 

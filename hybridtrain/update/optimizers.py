@@ -170,6 +170,11 @@ class Optimizers:
             error.add_note(f"This happened in the process that holds the parameters, in {who}.")
             raise OptimizerFailed(f"{who} raised {type(error).__name__}: {error}") from error
 
+    def hear(self, worker: int, push: Push) -> None:
+        """What a push that does not count tells of groups and hyper-parameters does count."""
+        with torch.no_grad(), self._naming(push.optimizer):
+            self._hear(worker, push)
+
     def _hear(self, worker: int, push: Push) -> None:
         """Take over what the worker says of groups and hyper-parameters."""
         number = push.optimizer
