@@ -34,12 +34,13 @@ class Clocks:
 
     def tick(self, worker: int) -> bool:
         """The worker has made a step; whether everybody has made one more now."""
-        self.join(worker)
+        if worker not in self._at:
+            self.join(worker)
         steps = self._at[worker]
         self._at[worker] = steps + 1
         self._workers[steps] -= 1
         self._workers[steps + 1] += 1
-        return self._moves_on()
+        return steps == self.least and self._moves_on()
 
     def _moves_on(self) -> bool:
         before = self.least

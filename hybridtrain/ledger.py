@@ -14,7 +14,7 @@ from typing import Any
 from hybridtrain.clocks import Clocks
 
 
-@dataclass
+@dataclass(slots=True)
 class _Worker:
     """One worker's account; training time in seconds."""
 
@@ -90,7 +90,9 @@ class Ledger:
             account.faults[fault] += 1
         self.samples += weight
         self.clocks.tick(worker)
-        account.lead = max(account.lead, self.clocks.lead(worker))
+        lead = self.clocks.lead(worker)
+        if lead > account.lead:
+            account.lead = lead
 
     def waits(self, worker: int) -> None:
         """The worker could begin a mini-batch, and waits for its turn."""

@@ -6,7 +6,7 @@ round cannot accept is raised; the server then refuses all who wait.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 from hybridtrain.averaging import Averaging
@@ -34,6 +34,9 @@ from hybridtrain.policies import Policy, Regime
 from hybridtrain.update import Optimizers, Stepped
 
 Replies = list[tuple[int, Reply]]
+
+
+_NOTHING = Stepped(())
 
 
 class Rounds:
@@ -116,11 +119,8 @@ class Rounds:
             raise UserError(reason)
         self._pushes[worker] = push
         self._ledger.pushed(worker, self._samples(push), push.fault)
-        pushed = Pushed(worker, self._ledger.clock(), push.loss)
-        if not self._averages:
-            return self._obey(pushed)
-        freed: Replies = [*self._averaging.busy(worker, self.store)]
-        return freed + self._obey(pushed)
+        freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
+        return freed + self._obey(Pushed(worker, self._ledger.clock(), push.loss))
 
     def average(self, worker: int, request: Average) -> Replies:
         """The worker wants the mean of all gradients before it pushes."""
@@ -223,13 +223,10 @@ class Rounds:
         for worker, push in pushes.items():
             if push.writes:
                 self.take(worker, push.writes)
-        counted: list[int] = []
-        for number, own in self._by_optimizer(pushes).items():
-            self._stepped = self.optimizers.step(own, number)
-            counted += self._stepped.workers
+        counted = self._step(pushes)
         if self._stepped.again is None and (counted or self._held or self._regime.lockstep):
             ages = [self._ledger.age(worker) for worker in counted]
-            self._ledger.updated([*ages, *(age for _, age, _ in self._held)])
+            self._ledger.updated([*ages, *[age for _, age, _ in self._held]])
         for worker, _, covers in self._held:
             self._queue.settle(worker, covers)
         self._held.clear()
@@ -237,12 +234,20 @@ class Rounds:
             if push.covers:
                 self._queue.settle(worker, push.covers)
 
+    def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
+        """Who counted, of all optimizers. In lock-step all are for one."""
+        if not self.optimizers.holding and (len(pushes) == 1 or self._regime.lockstep):
+            self._stepped = self.optimizers.step(pushes)
+            return self._stepped.workers
+        counted: list[int] = []
+        for number, own in self._by_optimizer(pushes).items():
+            self._stepped = self.optimizers.step(own, number)
+            counted += self._stepped.workers
+        return counted
+
     def _by_optimizer(self, pushes: Mapping[int, Push]) -> dict[int, Mapping[int, Push]]:
-        """In lock-step all are for one; else some may be a step ahead of the others."""
-        holding = self.optimizers.holding
-        if not holding and (len(pushes) == 1 or self._regime.lockstep):
-            return {push.optimizer: pushes for push in islice(pushes.values(), 1)}
-        numbers = {push.optimizer for push in pushes.values()} | {*holding}
+        """Some may be a step ahead of the others; and what is held may be for any."""
+        numbers = {push.optimizer for push in pushes.values()} | {*self.optimizers.holding}
         if len(numbers) == 1:
             return {numbers.pop(): pushes}
         return {
@@ -258,7 +263,7 @@ class Rounds:
             self._held.append((worker, self._ledger.age(worker), push.covers))
         else:
             self._queue.settle(worker, push.covers)
-        self._stepped = Stepped(())
+        self._stepped = _NOTHING
 
     def _drop(self, worker: int) -> None:
         """The contribution came too late; its mini-batch is for somebody else.
@@ -272,7 +277,7 @@ class Rounds:
         self.take(worker, push.writes)
         self.optimizers.hear(worker, push)
         self._ledger.dropped(worker, self._samples(push))
-        self._stepped = Stepped(())
+        self._stepped = _NOTHING
 
     def _samples(self, push: Push) -> float:
         """What the push counts for: of several optimizers or evaluations the first counts."""
@@ -289,7 +294,7 @@ class Rounds:
         if self.store is not None:
             self.store.refresh(worker)
         self._ledger.released(worker)
-        stepped = Stepped(()) if began else self._stepped
+        stepped = _NOTHING if began else self._stepped
         again, version = stepped.again, self._ledger.version
         cleared = again is not None and again.cleared
         return worker, Released(version, again is not None, cleared, stepped.news, stepped.turn)

@@ -51,6 +51,7 @@ class InTime:
     _active: set[int] = field(default_factory=set, init=False, repr=False)
     _got: set[int] = field(default_factory=set, init=False, repr=False)
     _began_s: float | None = field(default=None, init=False, repr=False)
+    _end_s: float | None = field(default=None, init=False, repr=False)
     _released_s: dict[int, float] = field(default_factory=dict, init=False, repr=False)
     _times_s: deque[float] = field(default_factory=deque, init=False, repr=False)
 
@@ -68,7 +69,7 @@ class InTime:
             )
         self._n = max(n_workers // 2, 1) if self.at_least is None else self.at_least
         self._fresh, self._active, self._got = set(), set(), set()
-        self._began_s, self._released_s = None, {}
+        self._began_s, self._end_s, self._released_s = None, None, {}
         self._times_s = deque(maxlen=_REMEMBERED)
         return Regime(lockstep=n_workers == 1, drops_late=n_workers > 1)
 
@@ -109,18 +110,21 @@ class InTime:
         if not self._got:
             return ()
         if len(self._got) < len(self._fresh):
-            ends_s = self._ends_s()
-            if ends_s is None or at_s is None or len(self._got) < min(self._n, len(self._active)):
+            if at_s is None or len(self._got) < min(self._n, len(self._active)):
                 return ()
-            if at_s < ends_s:
-                return (WakeAt(ends_s),)
+            if self._end_s is None:  # once for each round: medians take time
+                self._end_s = self._usual_end_s()
+            if self._end_s is None:
+                return ()
+            if at_s < self._end_s:
+                return (WakeAt(self._end_s),)
         workers = tuple(sorted(self._got))
-        self._got, self._fresh, self._began_s = set(), set(workers), at_s
+        self._got, self._fresh, self._began_s, self._end_s = set(), set(workers), at_s, None
         if at_s is not None:
             self._released_s |= dict.fromkeys(workers, at_s)
         return (Apply(workers), Release(workers))
 
-    def _ends_s(self) -> float | None:
+    def _usual_end_s(self) -> float | None:
         """When this round is to end; unknown at first, and after a pause."""
         if self._began_s is None or not self._times_s:
             return None

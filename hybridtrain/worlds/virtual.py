@@ -181,6 +181,9 @@ class VirtualWorld:
 
     def _released(self, worker: int) -> None:
         """The server lets the worker go on; the parameters are on their way."""
+        if self._at_once and not self._passing_s:
+            self._compute(worker, self.now_s + self._load_s, self._contribution)
+            return
         if self.server.regime.turns and worker not in self._asked:
             self._go_on(worker, self.now_s + self._under.network.latency_s)  # without a load
             return
@@ -192,33 +195,28 @@ class VirtualWorld:
 
         It may first have to ask for its turn, or find that the epoch has ended.
         """
-        number = self._doing[worker] = self._doing[worker] + 1
-        if self._at_once:
-            self._compute(worker, number, at_s, self._contribution)
-            return
         push: Push | None = self._contribution
         if self._course is not None:
             push = self._work.get(worker) or self._course.next(worker)
         latency_s = self._under.network.latency_s
         if push is None:
             assert self._course is not None
-            meeting = Gather(self._course.tag, b"")
-            heapq.heappush(self._due, (at_s + latency_s, worker, number, meeting))
+            self._plan(at_s + latency_s, worker, Gather(self._course.tag, b""))
             return
         if self._course is not None:
             self._work[worker] = push
         if self.server.regime.turns and worker not in self._asked:
             self._asked.add(worker)
-            heapq.heappush(self._due, (at_s + latency_s, worker, number, Begin()))
+            self._plan(at_s + latency_s, worker, Begin())
             return
-        self._compute(worker, number, at_s, push)
+        self._asked.discard(worker)
+        self._compute(worker, at_s, push)
 
-    def _compute(self, worker: int, number: int, begin_s: float, push: Push) -> None:
+    def _compute(self, worker: int, begin_s: float, push: Push) -> None:
         """The worker computes, and sends what comes of it.
 
         Who is due at the same moment as others goes by its number.
         """
-        self._asked.discard(worker)
         work_s = self._draws[worker]()
         end_s = begin_s + work_s
         if worker in self._finish:
@@ -226,7 +224,12 @@ class VirtualWorld:
         self.network_s += begin_s - self.now_s + self._load_s
         if self._interrupts:
             self._read[worker] = self.server.ledger.version
-        heapq.heappush(self._due, (end_s + self._load_s, worker, number, push))
+        self._plan(end_s + self._load_s, worker, push)
+
+    def _plan(self, at_s: float, worker: int, what: Push | Begin | Gather) -> None:
+        """The worker does this, and what it was to do before will not happen."""
+        number = self._doing[worker] = self._doing[worker] + 1
+        heapq.heappush(self._due, (at_s, worker, number, what))
 
     def _arrive(self, worker: int, number: int, push: Push) -> None:
         """A contribution has come over the worker's link; the server's own may be busy."""
