@@ -79,8 +79,10 @@ def _what_if(record: Record, given: Mapping[str, str], anyway: bool) -> None:
     options = asked_for(given)
     check_same(record, anyway)
     name = ",".join(f"{key}={value}" for key, value in given.items())
-    again = simulated(record, {}, "simulated")
-    courses = [recorded(record), again, simulated(record, options, name)]
+    courses = [recorded(record)]
+    if not record.header["regime"]["lock_free"]:
+        courses.append(simulated(record, {}, "simulated"))
+    courses.append(simulated(record, options, name))
     Console().print(table(courses))
 
 

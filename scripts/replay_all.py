@@ -27,7 +27,7 @@ from hybridtrain.lightning.rerun import replay_fit
 from hybridtrain.recording import Record, find_record, read_record
 
 BATCHES = 48  # of an epoch, all workers together
-# What is said on the command line -> mini-batches that make an update, of W workers.
+# What is said on the command line -> mini-batches that make an update, of W workers, or more.
 WAYS: dict[str, str] = {
     "strategy=synchronous": "1",
     "strategy=hybrid": "W",
@@ -37,9 +37,9 @@ WAYS: dict[str, str] = {
     "strategy=k_batch_sync strategy.policy.k=2": "2",
     "strategy=k_batch_async strategy.policy.k=2": "2",
     "strategy=softsync": "W",
-    "strategy=ssp": "1",
+    "strategy=ssp": "2",
     "strategy=async": "1",
-    "strategy=switch strategy.policy.at_update=100": "1",
+    "strategy=switch strategy.policy.at_update=100": "2",
     "strategy=async strategy.correction=dc_asgd_adaptive": "1",
 }
 

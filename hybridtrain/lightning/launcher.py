@@ -176,6 +176,7 @@ class _Job:
 def _run_in_worker(job: _Job, client: Client) -> Any:
     if job.global_state is not None:
         job.global_state.restore()
+        stop_sharing(job.trainer.lightning_module)
     os.environ["LOCAL_RANK"] = str(client.worker)
     forget_process_group()
     trainer: Any = job.trainer
@@ -201,6 +202,16 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         client.solo = True
         _say_goodbye(trainer, error)
         raise
+
+
+@torch.no_grad()
+def stop_sharing(module: torch.nn.Module) -> None:
+    """Give a module that was sent to this process memory of its own.
+
+    Whatever tensors are sent to several processes, torch puts where all of them write to it.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
 
 
 def forget_process_group() -> None:

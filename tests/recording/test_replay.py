@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class Rich(Regression):
     """Dropout, running means, noise from three generators: whatever differs if a state does."""
 
     def __init__(self) -> None:
-        super().__init__(lambda p: torch.optim.Adam(p, lr=0.01))
+        super().__init__(partial(torch.optim.Adam, lr=0.01))
         self.net = torch.nn.Sequential(
             torch.nn.Linear(4, 32),
             torch.nn.BatchNorm1d(32),
@@ -59,6 +60,7 @@ class Run:
     module: Callable[[], pl.LightningModule] = Rich
     data: Callable[[], Dataset[Any]] = regression_data
     seed: int = 7
+    strategy: dict[str, Any] = field(default_factory=dict)
     fit: dict[str, Any] = field(default_factory=dict)
     loader: dict[str, Any] = field(default_factory=dict)
     trainer: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class Run:
     ) -> tuple[pl.Trainer, pl.LightningModule, dict[str, Any]]:
         pl.seed_everything(self.seed, verbose=False)
         module = self.module()
-        strategy = HybridStrategy(self.policy, record=record)
+        strategy = HybridStrategy(self.policy, record=record, **self.strategy)
         trainer = make_trainer(strategy, self.workers, **self.trainer)
         options = {"batch_size": 4, "shuffle": True} | self.loader
         loaders = {"train_dataloaders": DataLoader(self.data(), **options)}
@@ -180,6 +182,20 @@ def test_a_run_that_went_on_from_a_checkpoint_is_replayed(tmp_path: Path, policy
     before.made.save_checkpoint(path)
     fit = {"ckpt_path": path, "weights_only": False}
     run = Run(tmp_path / "after", policy, fit=fit, trainer={"max_epochs": 4})
+    check_equal(run, run.record())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_run_of_processes_started_afresh_is_replayed(tmp_path: Path, method: str) -> None:
+    run = Run(tmp_path, strategy={"start_method": method}, trainer={"max_epochs": 2})
+    check_equal(run, run.record())
+
+
+@pytest.mark.parametrize("correction", ["dc_asgd_adaptive", "gap_aware"])
+def test_corrections_of_late_gradients_are_replayed(tmp_path: Path, correction: str) -> None:
+    options = {"correction": correction}
+    run = Run(tmp_path, workers=4, strategy=options, trainer={"max_epochs": 2})
     check_equal(run, run.record())
 
 
