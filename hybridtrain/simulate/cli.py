@@ -1,14 +1,18 @@
 """What would it cost? Strategies in virtual time, with as many workers as you like.
 
     python -m hybridtrain.simulate strategy=hybrid,async workers=8,64,1000 [name=value ...]
+    python -m hybridtrain.simulate strategy=hybrid,ssp:lead=2,async task=digits html=page.html
 
 Runs the same policy and server code as a training, on a clock that jumps from event to event, and
 prints updates and samples per (virtual) second, the share of the workers' own speed that is left,
-how long they wait, and how stale their gradients are. The same seed gives the same figures.
+how long they wait, and how stale their gradients are; with a task, how the loss falls. The same
+seed gives the same figures.
 
 Options (several values: separated by commas, where it says so):
-  strategy=NAME,...   a strategy and its options: hybrid, async, backup:k=3, ssp:lead=2 ...
-                      (default hybrid,async)
+  strategy=NAME,...   strategies, with their options behind colons: hybrid, synchronous,
+                      backup:k=3, backup:k=auto, k_async:k=3, k_batch_sync:k=3,
+                      k_batch_async:k=3, softsync:n=2, ssp:lead=2, async,
+                      switch:first=hybrid:then=async:at_update=100 (default hybrid,async)
   workers=N,...       how many workers, those that join later included (default 8)
   batch_size=N        samples in a mini-batch (default 32)
   mini_batches=N      length of the run, in mini-batches of all workers together (default 20000)
@@ -37,6 +41,12 @@ What is between them and the server, and what happens to them:
                       {worker: [6, 7], joins_at: 30}, {worker: 1, slower: 4, from: 5, until: 20}]
   interrupt=true      who computes what cannot count any more begins anew at once, as the
                       literature assumes of backup workers (default: notices when it pushes)
+
+What is trained (default: nothing, only time passes):
+  task=NAME           digits, parabola, speech, own ...: as for python -m hybridtrain, and so are
+                      model.*, data.*, optimizer.*, experiment=; of trainer.* only the clipping
+                      counts. One module in one process computes all workers' gradients
+  correction=NAME     of late gradients: by_staleness, polynomial:exponent=0.5, dc_asgd, gap_aware ...
 
 What to write:
   json=FILE           the figures
@@ -70,6 +80,8 @@ def run(arguments: Sequence[str]) -> None:
                 status.update(f"{way.label}, {workers} workers")
                 rows.append(simulate(plan, way, workers))
     console.print(table(rows))
+    speeds = sorted(row.events_per_s for row in rows)
+    console.print(f"{speeds[0]:,.0f} to {speeds[-1]:,.0f} mini-batches simulated per second")
     if "json" in files:
         text = json.dumps([asdict(row) for row in rows], indent=2)
         write(files["json"], text + "\n", "json")
