@@ -145,8 +145,9 @@ class Rounds:
         return [self._release(worker)]
 
     def lost(self, worker: int) -> Replies:
-        """The worker is gone, with whatever it had not pushed."""
-        self._pushes.pop(worker, None)
+        """The worker is gone, with whatever is not part of an update."""
+        if (push := self._pushes.pop(worker, None)) is not None:
+            self._ledger.dropped(worker, self._samples(push))
         self._ready.discard(worker)
         self._ledger.left(worker)
         freed: Replies = [*self._averaging.left(worker, self.store)]
@@ -221,8 +222,7 @@ class Rounds:
         """One update, of these and of all that is held; each optimizer steps with its own."""
         pushes = {worker: self._pushes[worker] for worker in workers}
         for worker, push in pushes.items():
-            if push.writes:
-                self.take(worker, push.writes)
+            self.take(worker, push.writes)
         counted = self._step(pushes)
         if self._stepped.again is None and (counted or self._held or self._regime.lockstep):
             ages = [self._ledger.age(worker) for worker in counted]

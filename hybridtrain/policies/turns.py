@@ -42,7 +42,8 @@ class Turns:
             case Ready(worker):
                 self._active.add(worker)
                 self._ready.add(worker)
-                if worker == self._holder and self._has_pushed:
+                done = worker == self._holder and self._has_pushed
+                if done or self._holder not in self._active:
                     self._pass_on()
                 return self._grant()
             case Pushed(worker):

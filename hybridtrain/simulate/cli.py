@@ -46,7 +46,8 @@ What is trained (default: nothing, only time passes):
   task=NAME           digits, parabola, speech, own ...: as for python -m hybridtrain, and so are
                       model.*, data.*, optimizer.*, experiment=; of trainer.* only the clipping
                       counts. One module in one process computes all workers' gradients
-  correction=NAME     of late gradients: by_staleness, polynomial:exponent=0.5, dc_asgd, gap_aware ...
+  correction=NAME     of late gradients: by_staleness, polynomial:exponent=0.5, dc_asgd,
+                      dc_asgd_adaptive, gap_aware
 
 What to write:
   json=FILE           the figures

@@ -153,6 +153,29 @@ def test_workers_that_die_and_join_in_an_epoch_lose_no_sample() -> None:
     assert world.server.ledger.samples == 4 * N
 
 
+def test_a_contribution_that_waits_when_its_worker_dies_does_not_count() -> None:
+    """Worker 1 is waited for; worker 0 has pushed and dies, and worker 2 does its samples again."""
+    script = Script((Dies(4.0, 0),))
+    slow = ServiceTimes("constant", slower={1: 5.0})
+    module = Toy()
+    lesson = ModuleLesson(module, VirtualTrainer(3), loader(), seed=3)
+    world = VirtualWorld(
+        make_policy({"name": "backup", "k": 3}), 3, slow, task=lesson,
+        optimizer=lesson.make_optimizer, conditions=Conditions(script=script),
+    )  # fmt: skip
+    world.run(updates=1)
+    stats = world.server.ledger.stats()
+    assert stats["samples_per_worker"] == [0, 4, 4] and stats["dropped"] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_turns_go_round_without_the_dead_in_every_later_epoch(dead: int) -> None:
+    script = Script((Dies(10.3, dead),))
+    world = virtual("synchronous", Toy(), 3, conditions=Conditions(script=script))
+    world.run(until_s=400.0)
+    assert world.now_s > 390.0 and world.server.ledger.version > 100
+
+
 def test_losses_are_kept_against_virtual_time() -> None:
     world = virtual("async", Toy())
     world.run(mini_batches=100)
