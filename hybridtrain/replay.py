@@ -6,7 +6,9 @@
 Every run of python -m hybridtrain leaves ``record.bin`` in its directory: who said what to the
 server, in which order and when. This command does all of it again, in one process and one worker
 after the other, writes nothing to the run's directory, and compares every gradient on the way and
-the parameters and optimizer states at the end. Exit status: 0 equal, 1 not, 2 bad input.
+the parameters and optimizer states at the end. Exit status: 0 equal, 1 not, 2 bad input. What user
+code decides by the machine's own clock (trainer.max_time) is in no record; where that makes a
+difference, it is named like any other.
 
 With another policy the run is trained again in virtual time, in one process: the same task, workers
 as fast as they were (each one's own times from release to push), real gradients. Printed are the

@@ -71,7 +71,8 @@ class Recording:
         Raises:
             UserError: if it cannot be written.
         """
-        path = self.place if self.place.suffix else self.place / RECORD_NAME
+        a_file = self.place.suffix and not self.place.is_dir()
+        path = self.place if a_file else self.place / RECORD_NAME
         number, free = 2, path
         while free.exists():
             free, number = path.with_stem(f"{path.stem}-{number}"), number + 1

@@ -146,12 +146,14 @@ class Witness:
 
     def close(self) -> None:
         """The run is over: the last word."""
-        self._writer.tell({"end": ending(self.server)})
+        problem: Exception | None = None
+        try:
+            self._writer.tell({"end": ending(self.server)})
+        except Exception as error:  # of a user's optimizer that cannot tell its state
+            problem = error
         self._writer.close()
-        if self._writer.refusal is not None:
-            warnings.warn(
-                f"the record of this run is incomplete: {self._writer.refusal}", stacklevel=2
-            )
+        if problem := problem or self._writer.refusal:
+            warnings.warn(f"the record of this run is incomplete: {problem}", stacklevel=2)
         self.server.close()
 
     def _tell_of_data(self, said: Mapping[str, Any]) -> None:

@@ -6,7 +6,8 @@ import os
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from hybridtrain.policies import make_policy
 from hybridtrain.recording import Record, find_record, read_record, service_times
 from hybridtrain.recording.file import CELL_BYTES, Writer
-from hybridtrain.recording.witness import KINDS, OwnTime
+from hybridtrain.recording.witness import KINDS, OwnTime, Stamp, Witness
+from hybridtrain.server import Server
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 
@@ -73,6 +76,26 @@ def test_a_second_run_in_the_same_directory_leaves_the_first_ones_record(tmp_pat
     second = recorded(tmp_path, "hybrid", max_epochs=1)
     assert [first.path.name, second.path.name] == ["record.bin", "record-2.bin"]
     assert first.path.read_bytes() == content
+
+
+def test_a_directory_may_have_a_dot_in_its_name_and_a_file_any_ending(tmp_path: Path) -> None:
+    folder = tmp_path / "lr0.1"
+    folder.mkdir()
+    assert recorded(folder, "hybrid", max_epochs=1).path == folder / "record.bin"
+    assert recorded(tmp_path / "mine.rec", "hybrid", max_epochs=1).path == tmp_path / "mine.rec"
+    assert {path.name for path in tmp_path.iterdir()} == {"lr0.1", "mine.rec"}
+
+
+def test_an_optimizer_that_cannot_tell_its_state_ends_the_record_only(tmp_path: Path) -> None:
+    def state() -> Any:
+        raise RuntimeError("I shall not tell")
+
+    server, stamp = Server(make_policy("async"), 1), Stamp()
+    secretive = SimpleNamespace(updates=[SimpleNamespace(state=state)], close=lambda: None)
+    server.adopt(None, cast(Any, secretive))
+    witness = Witness(server, stamp, Writer(tmp_path / "record.bin", KINDS))
+    with pytest.warns(UserWarning, match="incomplete: I shall not tell"):
+        witness.close()
 
 
 # ---- cut short ----------------------------------------------------------------------------------
