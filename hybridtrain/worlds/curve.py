@@ -13,7 +13,7 @@ class Curve:
         most: points kept at most.
     """
 
-    most: int = 400
+    most: int = 200
     _per_point: int = 1
     _sums: list[tuple[float, float]] = field(default_factory=list)  # times, figures of whole points
     _open: tuple[int, float, float] = (0, 0.0, 0.0)  # how many, times, figures of the last point

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies import All, OnArrival
+from hybridtrain.policies import All, OnArrival, make_policy
 from hybridtrain.worlds.conditions import Conditions
+from hybridtrain.worlds.curve import Curve
 from hybridtrain.worlds.measured import Measured, read_times
 from hybridtrain.worlds.network import Network
 from hybridtrain.worlds.script import Dies, Joins, Script, Slows, read_script
@@ -247,3 +250,59 @@ def test_files_without_service_times_are_named(tmp_path: Path, name: str, text: 
 def test_impossible_measurements_are_refused(seconds: Any, text: str) -> None:
     with pytest.raises(UserError, match=text):
         Measured(seconds)
+
+
+# ---- all at once --------------------------------------------------------------------------------
+
+POLICIES: list[Any] = [
+    "hybrid",
+    "synchronous",
+    "backup",
+    {"name": "backup", "k": "auto"},
+    {"name": "k_async", "k": 2},
+    {"name": "k_batch_sync", "k": 2},
+    {"name": "softsync", "n": 2},
+    {"name": "ssp", "lead": 1},
+    "async",
+    {"name": "switch", "at_update": 5},
+]
+
+
+def chances(seed: int, workers: int) -> Script:
+    """Workers come, go and tire as it happens; worker 0 is there at first."""
+    random, events = Random(seed), list[Dies | Joins | Slows]()
+    for worker in range(workers):
+        at_s, there = 0.0, worker == 0 or random.random() < 0.8
+        while random.random() < 0.6:
+            at_s += random.uniform(1, 15)
+            events.append(Dies(at_s, worker) if there else Joins(at_s, worker))
+            there = not there
+        if random.random() < 0.3:
+            events.append(Slows(worker, random.uniform(0.5, 5), 3.0, 9.0))
+    return Script(tuple(events))
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_whatever_happens_to_workers_a_run_goes_on_while_somebody_is_left(policy: Any) -> None:
+    for seed in range(15):
+        workers = 2 + seed % 5
+        network = Network(0.3 * (seed % 2), 100, 200 if seed % 3 else math.inf, 25 * (seed % 4))
+        conditions = {"network": network, "script": chances(seed, workers), "interrupt": seed > 7}
+        one = world(make_policy(policy), workers, ServiceTimes("exponential"), **conditions)
+        try:
+            one.run(mini_batches=200)
+        except UserError as error:
+            assert "nobody is left who computes" in str(error), seed
+            assert len(one.server._members) == 0, seed
+        else:
+            assert one.events >= 200, seed
+
+
+def test_a_long_series_is_kept_as_means() -> None:
+    curve = Curve(most=8)
+    for number in range(100):
+        curve.add(float(number), 2.0 * number)
+    points = curve.points()
+    assert len(points) <= 8 and points[0][0] < points[-1][0]
+    assert all(value == pytest.approx(2 * at_s) for at_s, value in points)
+    assert points[0][0] == 7.5, "of the first 16"
