@@ -43,7 +43,7 @@ class RunMonitor(pl.Callback):
         self._last_log = float("-inf")
         self._made = time.monotonic()  # one clock for all processes of a host
         self._history: History | None = None
-        self._losses: list[torch.Tensor] = []  # their sum, while there is one
+        self._loss_sum: torch.Tensor | None = None  # since the last row
         self._n_losses = 0
         self._ages: dict[int, int] = {}  # at the last log
         self._metrics: dict[str, torch.Tensor] = {}  # at the last validation
@@ -70,8 +70,9 @@ class RunMonitor(pl.Callback):
         if self._paused:
             self._began = time.perf_counter()
         self._paused = False
+        metrics = self._fresh_metrics(trainer)  # on every rank: to read one may be a collective
         if self._history is not None and not trainer.sanity_checking:
-            self._record(trainer, self.stats(trainer), self._fresh_metrics(trainer))
+            self._record(trainer, self.stats(trainer), metrics)
 
     def on_train_batch_end(
         self,
@@ -162,11 +163,11 @@ class RunMonitor(pl.Callback):
         loss = loss.detach()
         if pl_module.automatic_optimization:  # Lightning has divided it
             loss = loss * trainer.accumulate_grad_batches
-        self._losses = [self._losses[0] + loss if self._losses else loss]
+        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
         self._n_losses += 1
 
     def _fresh_metrics(self, trainer: pl.Trainer) -> dict[str, float]:
-        """What has been logged since the last call; reads no metric that is still being made."""
+        """What has been logged since the last call."""
         now = dict(trainer.callback_metrics)
         fresh = {k: float(v) for k, v in now.items() if v is not self._metrics.get(k)}
         self._metrics = now
@@ -177,7 +178,7 @@ class RunMonitor(pl.Callback):
             return
         row = {"wall_s": time.monotonic() - self._made, "epoch": trainer.current_epoch}
         row |= history_row(stats)
-        if self._n_losses:
-            row["train_loss"] = float(self._losses[0]) / self._n_losses
-        self._losses, self._n_losses = [], 0
+        if self._loss_sum is not None:
+            row["train_loss"] = float(self._loss_sum) / self._n_losses
+        self._loss_sum, self._n_losses = None, 0
         self._history.add({**row, **{k: v for k, v in metrics.items() if k not in row}})
