@@ -314,8 +314,8 @@ def draw(rows: Sequence[dict[str, Any]], given: argparse.Namespace) -> None:
         places = [k + (i - (len(given.strategies) - 1) / 2) * width for k in range(len(own))]
         bars = [100 * (row["share"] or 0.0) for row in own]
         drawn = axes.bar(places, bars, 0.9 * width, label=name, color=style(i).colour)
-        axes.bar_label(drawn, fmt="%.0f", fontsize=8)
-    axes.axhline(100, color="#555", linewidth=0.8, linestyle="--")
+        axes.bar_label(drawn, fmt="%.0f", fontsize=9, color="white", label_type="center")
+    axes.axhline(100, color="#555", linewidth=0.8, linestyle="--", zorder=0)
     axes.set_xticks(range(len(given.workers)), [f"{n} workers" for n in given.workers])
     axes.set(ylabel="% of the sum of the workers' own speeds", ylim=(0, 112))
     axes.set_title(f"One worker {given.slower:g} times slower", fontsize=11)
