@@ -290,4 +290,5 @@ class VirtualWorld:
         version = self.server.ledger.version
         for worker in sorted(w for w, read in self._read.items() if read < version):
             self.interrupted += 1
+            self._in_link.discard(worker)
             self._deliver(self.server.admit(worker))

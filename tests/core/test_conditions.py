@@ -58,6 +58,17 @@ def test_the_servers_own_link_is_passed_one_after_the_other() -> None:
     assert busy.now_s == pytest.approx(2.0 + 0.25 + 1.0 + 4 * 0.25)
 
 
+def test_a_contribution_that_is_interrupted_in_the_servers_link_passes_it_again() -> None:
+    """1 of 4 counts, and what arrives takes a second on the server's link, each time."""
+    times = ServiceTimes("exponential", mean_s=2.0)
+    network = Network(server_bandwidth=100, size_bytes=100)
+    busy = world(make_policy({"name": "backup", "k": 1}), 4, times, network=network, interrupt=True)
+    for update in range(1, 50):
+        busy.run(updates=update)
+        assert not busy._in_link, "everybody begins anew"
+    assert busy.interrupted > 100
+
+
 def test_a_link_that_is_full_bounds_the_updates_whatever_the_workers() -> None:
     busy = world(OnArrival(), 50, network=Network(server_bandwidth=1000, size_bytes=100))
     busy.run(updates=2000)
