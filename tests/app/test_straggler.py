@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hybridtrain.app.straggler import Straggler
 from hybridtrain.errors import UserError
@@ -22,14 +23,17 @@ def test_only_the_last_worker_sleeps_in_proportion_to_its_work(
     rank: int, times: float, sleeps: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
-    clock = iter([10.0, 10.5])
-    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    clock = iter([10.0, 10.5, 20.0, 20.25])
+    monkeypatch.setattr(time, "process_time", lambda: next(clock) * torch.get_num_threads())
     monkeypatch.setattr(time, "sleep", slept.append)
     trainer: Any = SimpleNamespace(global_rank=rank, world_size=2)
     straggler: Any = Straggler(times)
     straggler.on_train_batch_start(trainer, None, None, 0)
-    straggler.on_before_backward(trainer, None, None)
-    assert slept == ([2 * 3 * 0.5] if sleeps else [])
+    straggler.on_train_batch_start(trainer, None, None, 1)
+    straggler.on_validation_end(trainer, None)
+    straggler.on_train_batch_start(trainer, None, None, 0)
+    straggler.on_train_batch_start(trainer, None, None, 1)
+    assert slept == ([2 * 0.5, 2 * 0.25] if sleeps else [])
 
 
 def test_a_straggler_that_would_be_faster_is_refused(command: Command) -> None:
