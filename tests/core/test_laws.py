@@ -81,12 +81,13 @@ def test_the_path_that_follows_from_the_ages_is_the_one_that_is_trained() -> Non
 
 
 @pytest.mark.slow
-def test_the_laws_hold_to_a_percent() -> None:
-    check(laws.four_schemes(updates=40_000), tolerance=0.012)
-    check(laws.backup_workers(updates=40_000), tolerance=0.012)
-    check(laws.softsync(updates=60_000), tolerance=0.015)
-    check(laws.bounded_lead(mini_batches=300_000), tolerance=0.012)
-    check(laws.momentum(replicas=20_000), tolerance=0.05)
+@pytest.mark.timeout(600)
+def test_the_laws_hold_to_a_percent_or_two() -> None:
+    check(laws.four_schemes(updates=20_000), tolerance=0.015)
+    check(laws.backup_workers(updates=20_000), tolerance=0.015)
+    check(laws.softsync(updates=30_000), tolerance=0.02)
+    check(laws.bounded_lead(mini_batches=160_000), tolerance=0.015)
+    check(laws.momentum(replicas=10_000), tolerance=0.06)
 
 
 def test_the_script_shows_laws_and_refuses_nonsense(tmp_path: Path) -> None:
