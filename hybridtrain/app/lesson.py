@@ -69,7 +69,10 @@ def _lesson(cfg: DictConfig, workers: int) -> ModuleLesson:
     module = instantiate(cfg.model, _convert_="all")
     data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
     trainer = VirtualTrainer(workers)
-    return ModuleLesson(module, trainer, _loader(module, data, trainer), seed, _clip(cfg))
+    lesson = ModuleLesson(module, trainer, _loader(module, data, trainer), seed, _clip(cfg))
+    if cfg.trainer.max_epochs is not None and cfg.trainer.max_epochs >= 0:
+        lesson.epochs = cfg.trainer.max_epochs
+    return lesson
 
 
 def _loader(module: Any, data: Any, trainer: VirtualTrainer) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,6 +90,7 @@ class ModuleLesson:
     ) -> None:
         _check(module, loader)
         self.clip, self.loss = clip, 0.0
+        self.epochs = math.inf  # that are wanted
         self._module, self._trainer = module, trainer
         module.trainer = trainer
         vars(module)["log"] = _ignore

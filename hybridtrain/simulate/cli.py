@@ -15,7 +15,8 @@ Options (several values: separated by commas, where it says so):
                       switch:first=hybrid:then=async:at_update=100 (default hybrid,async)
   workers=N,...       how many workers, those that join later included (default 8)
   batch_size=N        samples in a mini-batch (default 32)
-  mini_batches=N      length of the run, in mini-batches of all workers together (default 20000)
+  mini_batches=N      length of the run, in mini-batches of all workers together (default 20000;
+                      of a task, its epochs)
   seconds=T           or in virtual seconds; with both, what comes first
   seed=N              of the service times (default 0)
 
@@ -44,8 +45,8 @@ What is between them and the server, and what happens to them:
 
 What is trained (default: nothing, only time passes):
   task=NAME           digits, parabola, speech, own ...: as for python -m hybridtrain, and so are
-                      model.*, data.*, optimizer.*, experiment=; of trainer.* only the clipping
-                      counts. One module in one process computes all workers' gradients
+                      model.*, data.*, optimizer.*, experiment=; of trainer.* max_epochs and
+                      the clipping count. One module in one process computes all gradients
   correction=NAME     of late gradients: by_staleness, polynomial:exponent=0.5, dc_asgd,
                       dc_asgd_adaptive, gap_aware
 

@@ -45,7 +45,6 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, dict[str, Path]]:
         for name, value in given.items()
         if name.startswith("slower.")
     }
-    length = {} if "seconds" in given and "mini_batches" not in given else {"mini_batches": "20000"}
     plan = Plan(
         strategies=tuple(map(way, given.get("strategy", "hybrid,async").split(","))),
         workers=tuple(_whole("workers", w) for w in given.get("workers", "8").split(",")),
@@ -55,7 +54,7 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, dict[str, Path]]:
         train=train,
         correction=correction,
         batch_size=_whole("batch_size", given.get("batch_size", "32")),
-        mini_batches=_length({**length, **given}),
+        mini_batches=_length(given, bool(overrides)),
         seconds=_seconds(given),
         seed=_whole("seed", given.get("seed", "0"), least=0),
     )
@@ -215,8 +214,13 @@ def _network(given: Given, trains: bool) -> Network:
     )
 
 
-def _length(given: Given) -> float:
-    return _whole("mini_batches", given["mini_batches"]) if "mini_batches" in given else math.inf
+def _length(given: Given, trains: bool) -> float | None:
+    """``None``: as many epochs as the task wants."""
+    if "mini_batches" in given:
+        return _whole("mini_batches", given["mini_batches"])
+    if "seconds" in given:
+        return math.inf
+    return None if trains else 20_000
 
 
 def _seconds(given: Given) -> float:

@@ -39,7 +39,7 @@ class Plan:
     """What is to be simulated: every strategy with every number of workers.
 
     Each ends after ``mini_batches`` of all workers together, or ``seconds`` of virtual time, what
-    comes first. ``train``: with real gradients.
+    comes first; ``None``: after the epochs of what it trains. ``train``: with real gradients.
     """
 
     strategies: tuple[Way, ...] = (HYBRID, ASYNC)
@@ -48,7 +48,7 @@ class Plan:
     slower: Mapping[int, float] = field(default_factory=dict)  # as it is in ``times``
     conditions: Conditions = field(default_factory=Conditions)
     batch_size: int = 32
-    mini_batches: float = 20_000
+    mini_batches: float | None = 20_000
     seconds: float = math.inf
     seed: int = 0
     train: Train | None = None
@@ -86,7 +86,7 @@ class Row:
 
 
 def simulate(plan: Plan, way: Way, workers: int) -> Row:
-    """One run in virtual time, of at least ``plan.mini_batches`` mini-batches.
+    """One run in virtual time, as long as the plan says.
 
     Raises:
         UserError: if the policy makes no sense for so many workers, or the plan names a worker
@@ -98,10 +98,11 @@ def simulate(plan: Plan, way: Way, workers: int) -> Row:
                 f"slower.{worker} was given, but {workers} workers have the numbers 0 to "
                 f"{workers - 1}"
             )
-    world = _world(plan, way, workers)
+    world, epochs = _world(plan, way, workers)
+    mini_batches = math.inf if plan.mini_batches is None else plan.mini_batches
     with _unswept():
         began = time.process_time()
-        world.run(until_s=plan.seconds, mini_batches=plan.mini_batches)
+        world.run(until_s=plan.seconds, mini_batches=mini_batches, epochs=epochs)
         took_s = time.process_time() - began
     return _row(plan, way, world, took_s)
 
@@ -119,21 +120,24 @@ def _unswept() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _world(plan: Plan, way: Way, workers: int) -> VirtualWorld:
+def _world(plan: Plan, way: Way, workers: int) -> tuple[VirtualWorld, float]:
+    """And the epochs that it is to last."""
     make = partial(
         VirtualWorld, make_policy(way.given), workers, plan.times, plan.batch_size, plan.seed
     )
     if plan.train is None:
-        return make(conditions=plan.conditions)
+        return make(conditions=plan.conditions), math.inf
     task, optimizer = plan.train(workers)
     size_bytes = sum(value.numel() * value.element_size() for value in task.parameters())
     network = replace(plan.conditions.network, size_bytes=size_bytes)
-    return make(
+    world = make(
         task=task,
         optimizer=optimizer,
         conditions=replace(plan.conditions, network=network),
         correction=make_correction(plan.correction),
     )
+    wanted = getattr(task, "epochs", math.inf) if plan.mini_batches is None else math.inf
+    return world, wanted
 
 
 def _row(plan: Plan, way: Way, world: VirtualWorld, took_s: float) -> Row:

@@ -73,6 +73,7 @@ class VirtualWorld:
     ) -> None:
         self.now_s = 0.0
         self.events = 0  # contributions that have reached the server
+        self.epochs = 0  # that all have ended
         self.interrupted = 0  # mini-batches that were begun anew
         self.network_s = 0.0  # spent under way, by all workers together
         self.curve = Curve()  # of the losses, where there are some
@@ -121,6 +122,7 @@ class VirtualWorld:
         updates: float = math.inf,
         until_s: float = math.inf,
         mini_batches: float = math.inf,
+        epochs: float = math.inf,
     ) -> None:
         """Go on until so much has been done in all (and an update made), or that time has come.
 
@@ -129,6 +131,8 @@ class VirtualWorld:
         """
         ledger = self.server.ledger
         while ledger.version < updates and (self.events < mini_batches or not ledger.version):
+            if self.epochs >= epochs:
+                return
             if until_s != math.inf and self._next_s() > until_s:
                 return
             self._step()
@@ -283,6 +287,7 @@ class VirtualWorld:
         if self._course is not None and reply is not self._met:
             self._met = reply
             self._course.meet()
+            self.epochs += 1
         self._deliver(self.server.admit(worker))
 
     def _interrupt(self) -> None:

@@ -39,6 +39,14 @@ def test_losses_of_several_strategies_against_virtual_time(
     assert [r["loss"] for r in again] == [r["loss"] for r in rows], "to the bit"
 
 
+def test_a_task_lasts_as_many_epochs_as_it_wants(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    options = ["task=parabola", "trainer.max_epochs=3", "workers=2", f"json={out}"]
+    for length, passes in (([], 3), (["mini_batches=10"], 5)):
+        assert main([*options, *length]) == 0
+        assert [row["samples"] for row in json.loads(out.read_text())] == [passes * 50] * 2
+
+
 def test_many_workers_learn_in_one_process(tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the digits need the extra `vision`")
     out = tmp_path / "out.json"
