@@ -32,7 +32,10 @@ CASES = [
     ),
     ("strategy=switch strategy.policy.at_update=5 strategy.policy.then=asink", ["mean async?"]),
     ("strategy=hybrid strategy.policy=backupp", ["backupp", "mean backup?"]),
-    ("strategy=hybird", ["no strategy 'hybird'", "mean hybrid?", "async, backup, ddp, hybrid"]),
+    (
+        "strategy=hybird",
+        ["no strategy 'hybird'", "mean hybrid?", "backup, ddp, hogwild, hybrid"],
+    ),
     ("task=digit", ["no task 'digit'", "mean digits?", "parabola", "speech"]),
     ("trainer.devces=2", ["no key 'devces' in trainer", "mean devices?", "max_epochs"]),
     ("devices=2", ["mean trainer.devices?"]),
