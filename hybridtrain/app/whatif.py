@@ -110,7 +110,7 @@ def table(courses: list[Course]) -> Table:
     """A line for each figure, a column for each run."""
     made = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     for head in ("", *(course.name for course in courses)):
-        made.add_column(head, justify="right" if head else "left", no_wrap=True)
+        made.add_column(head, justify="right" if head else "left", overflow="fold")
     rows = [_figures(course) for course in courses]
     last = [name for name in courses[-1].metrics if not name.startswith("test/")]
     for course, row in zip(courses, rows, strict=True):
