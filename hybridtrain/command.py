@@ -1,11 +1,37 @@
-"""How a small command of ``name=value`` arguments ends."""
+"""What small commands of ``name=value`` arguments share: how they are read, and how they end."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 
 from hybridtrain.errors import UserError
+
+
+def options(
+    arguments: Sequence[str], known: Sequence[str], families: Sequence[str] = ()
+) -> dict[str, str]:
+    """``name=value`` arguments, by name.
+
+    Args:
+        known: the names there are.
+        families: those among them that also have members, as in ``slower.3=2``.
+
+    Raises:
+        UserError: naming what is not known, and what was meant.
+    """
+    given: dict[str, str] = {}
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        family, member, _ = name.partition(".")
+        of = family if member and family in families else name
+        if of not in known or not separator or not value:
+            close = get_close_matches(name, known, n=1)
+            hint = f" (did you mean {close[0]}=...?)" if close else ""
+            raise UserError(f"{argument!r} was given{hint}; known are {', '.join(known)}")
+        given[name] = value
+    return given
 
 
 def command(

@@ -28,11 +28,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtrain.command import command
+from hybridtrain.command import command, options
 from hybridtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,15 +93,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     Raises:
         UserError: naming what is not known, or lacks.
     """
-    given: dict[str, str] = {}
-    for argument in arguments:
-        name, separator, value = argument.partition("=")
-        known = name.partition(".")[0] if name.startswith(("policy.", "correction.")) else name
-        if known not in OPTIONS or not separator or not value:
-            close = get_close_matches(name, OPTIONS, n=1)
-            hint = f" (did you mean {close[0]}=...?)" if close else ""
-            raise UserError(f"{argument!r} was given{hint}; known are {', '.join(OPTIONS)}")
-        given[name] = value
+    given = options(arguments, OPTIONS, families=("policy", "correction"))
     if "run" not in given:
         raise UserError("no run was given; say run=DIR, the directory of a run")
     if given.get("anyway", "true") not in ("true", "false"):

@@ -35,9 +35,8 @@ from hybridtrain.messages import Stopped
 from hybridtrain.worlds.processes import Interrupted, ProcessWorld
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.rerun import Rerun
+    from hybridtrain.lightning.instead import Instead
     from hybridtrain.lightning.strategy import HybridStrategy
-    from hybridtrain.lightning.whatif import WhatIf
 
 INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
 
@@ -68,9 +67,9 @@ class HybridLauncher(_Launcher):
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
         strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
-        if strategy.recording is not None and strategy.recording.rerun is not None:
+        if strategy.recording is not None and strategy.recording.instead is not None:
             job = _Job(trainer, function, args, kwargs, None, [])
-            return self._replay(strategy.recording.rerun, job)
+            return self._play(strategy.recording.instead, job)
         start_method = resolve_start_method(strategy.start_method)
         check_trainer(trainer, strategy.regime.lockstep)
         check_correction(strategy.correction, strategy.regime, strategy.policy)
@@ -99,9 +98,9 @@ class HybridLauncher(_Launcher):
             strategy.remember_stats(server.ledger.stats())
         return unpack(trainer, results[0], results[1:])
 
-    def _replay(self, rerun: Rerun | WhatIf, job: _Job) -> Any:
-        """Do again in this process what a record says."""
-        results = rerun.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
+    def _play(self, instead: Instead[Any], job: _Job) -> Any:
+        """Run the workers in this process."""
+        results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
         return unpack(job.trainer, results[0], results[1:]) if results else None
 
     def kill(self, signum: Any) -> None:

@@ -33,9 +33,8 @@ from hybridtrain.recording.witness import KINDS, Stamp, Witness
 from hybridtrain.server import Server
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.rerun import Rerun
+    from hybridtrain.lightning.instead import Instead
     from hybridtrain.lightning.strategy import HybridStrategy
-    from hybridtrain.lightning.whatif import WhatIf
 
 _DIGITS = 16  # of a hash
 
@@ -45,12 +44,12 @@ class Recording:
     """Where the order of events is to be written, and what is known of the run.
 
     ``about`` is plain data, kept as it is: the command line puts the configuration there.
-    ``rerun``: nothing is to be written; what was written before is to be done again.
+    ``instead``: nothing is to be written; this runs the workers, in place of processes.
     """
 
     place: Path
     about: dict[str, Any] = field(default_factory=dict)
-    rerun: Rerun | WhatIf | None = None
+    instead: Instead[Any] | None = None
 
     @classmethod
     def at(cls, place: Any) -> Recording | None:

@@ -1,83 +1,40 @@
-"""Repeats a recorded ``trainer.fit`` in this process.
-
-Every worker gets a copy of trainer, module and data, as if they had been sent to a process of its
-own, and runs Lightning's loops on them, on a thread; a record says whose turn it is.
-"""
+"""Repeats a recorded ``trainer.fit`` in this process, in the order that its record tells."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytorch_lightning as pl
-from lightning_utilities.core.rank_zero import rank_zero_only
-from pytorch_lightning.loggers.logger import DummyLogger
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.batch_norm import HostBatchNorm
-from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.recording import (
-    Recording,
-    differences,
-    hash_now,
-    server_maker,
-    versions,
-)
+from hybridtrain.lightning.instead import CELLS, Instead
+from hybridtrain.lightning.recording import differences, hash_now, versions
 from hybridtrain.recording.file import Record
 from hybridtrain.recording.player import Player, Replayed
 from hybridtrain.recording.witness import Stamp
-from hybridtrain.worlds.processes import one_thread
-from hybridtrain.worlds.threads import Body, Cell
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
+from hybridtrain.server import Server
+from hybridtrain.worlds.threads import Body
 
 _GO_ON = "to replay it nevertheless, say anyway=true"
 
 
-@dataclass
-class Rerun:
-    """What the launcher is to do instead of starting processes.
+class Rerun(Instead[Replayed]):
+    """Does again what a record says; ``anyway``: whatever data differ."""
 
-    ``anyway``: whatever differs. ``report`` and ``error`` are what came of it.
-    """
+    def __init__(self, record: Record, anyway: bool = False) -> None:
+        super().__init__(record)
+        self._anyway = anyway
 
-    record: Record
-    anyway: bool = False
-    report: Replayed | None = None
-    error: BaseException | None = None
-
-    def __deepcopy__(self, memo: Any) -> Rerun:
-        return self  # workers need no copy
-
-    def play(self, strategy: HybridStrategy, body: Callable[[Any], Body], job: Any) -> list[Any]:
-        """Run it; what the workers brought home, or nothing if they did not come to it.
-
-        Args:
-            strategy: of this trainer.
-            body: makes a worker's body from its copy of the job.
-            job: what every worker gets a copy of.
-        """
-        try:
-            bodies = [body(copied(job)) for _ in range(self.record.n_workers)]
-            stamp, threads = Stamp(), int(self.record.header["server_threads"])
-            server = server_maker(strategy, threads)(clock=stamp)
-            player = Player(self.record, server, stamp, self._check_data, CELLS)
-            with one_thread():
-                self.report, results = player.run(bodies)
-            strategy.remember_stats(server.ledger.stats())
-            server.close()
-        except BaseException as error:  # the launcher's callers would make a checkpoint of it
-            self.error = error
-            return []
-        return results if self.report.equal and results[0] is not None else []
+    def run(
+        self, server: Server, stamp: Stamp, bodies: Sequence[Body]
+    ) -> tuple[Replayed, list[Any]]:
+        report, results = Player(self.record, server, stamp, self._check_data, CELLS).run(bodies)
+        return report, results if report.equal and results[0] is not None else []
 
     def _check_data(self, said: Mapping[str, Any]) -> None:
         found = list(differences(self.record.told, said))
-        if found and not self.anyway:
+        if found and not self._anyway:
             raise UserError(f"{'; '.join(found)}; {_GO_ON}")
 
 
@@ -100,18 +57,8 @@ def replay_fit(
     Raises:
         UserError: if something differs, naming it.
     """
-    strategy: Any = trainer.strategy
-    _check(record, strategy, anyway)
-    rerun, former = Rerun(record, anyway), strategy.recording
-    strategy.recording = Recording(record.path, rerun=rerun)
-    try:
-        trainer.fit(module, **options)
-    finally:
-        strategy.recording = former
-    if rerun.error is not None:
-        raise rerun.error
-    assert rerun.report is not None, "the launcher has played"
-    return rerun.report
+    _check(record, trainer.strategy, anyway)
+    return Rerun(record, anyway).fit(trainer, module, **options)
 
 
 def _check(record: Record, strategy: Any, anyway: bool) -> None:
@@ -159,38 +106,3 @@ def changed_versions(record: Record) -> list[str]:
         for name, before in record.header["versions"].items()
         if now.get(name) != before
     ]
-
-
-def copied(job: Any) -> Any:
-    """A job of a worker's own, as a process of its own would have.
-
-    Raises:
-        UserError: if something in it cannot be copied.
-    """
-    # Lightning's own dummy answers to any name, even to that of the method that would copy it.
-    dummies = [each for each in job.trainer.loggers if isinstance(each, DummyLogger)]
-    try:
-        return deepcopy(job, {id(each): DummyLogger() for each in dummies})
-    except Exception as error:
-        raise UserError(
-            "the trainer, the module or the data cannot be copied, and every worker of a replay "
-            f"needs one of its own: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _set_rank(rank: int | None) -> None:
-    if rank is None:
-        vars(rank_zero_only).pop("rank", None)
-    else:
-        rank_zero_only.rank = rank  # type: ignore[attr-defined]
-
-
-def _set_collectives(collectives: Collectives | None) -> None:
-    HostBatchNorm.collectives = collectives
-
-
-# What the glue and Lightning keep once in a process.
-CELLS = (
-    Cell(partial(getattr, rank_zero_only, "rank", None), _set_rank),
-    Cell(lambda: HostBatchNorm.collectives, _set_collectives),
-)

@@ -24,8 +24,7 @@ from torch.utils.data import Sampler
 from hybridtrain.client import Client
 from hybridtrain.lightning.orders import Begun, Order
 from hybridtrain.messages import Cover, Draw, Lap
-from hybridtrain.shares import dealt
-from hybridtrain.spans import Spans, positions, split, total
+from hybridtrain.spans import Spans, dealt, positions, split, total
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from hybridtrain.command import options
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
 from hybridtrain.recording import service_times
@@ -38,7 +38,8 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, dict[str, Path]]:
         UserError: naming the option, what it may be, and what was meant.
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
-    given = _given([argument for argument in arguments if not _is_training(argument)])
+    others = [argument for argument in arguments if not _is_training(argument)]
+    given = options(others, OPTIONS, families=("slower",))
     train, correction = _train(given, overrides), _correction(given, overrides)
     slower = {
         _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
@@ -65,19 +66,6 @@ def _is_training(argument: str) -> bool:
     """Whether it belongs to the configuration of a training."""
     name = argument.partition("=")[0].lstrip("+~")
     return name.partition(".")[0] in TRAINING
-
-
-def _given(arguments: Sequence[str]) -> Given:
-    given: dict[str, str] = {}
-    for argument in arguments:
-        name, separator, value = argument.partition("=")
-        known = name.partition(".")[0] if name.startswith("slower.") else name
-        if known not in OPTIONS or not separator or not value:
-            close = get_close_matches(name, OPTIONS, n=1)
-            hint = f" (did you mean {close[0]}=...?)" if close else ""
-            raise UserError(f"{argument!r} was given{hint}; known are {', '.join(OPTIONS)}")
-        given[name] = value
-    return given
 
 
 # ---- strategies ---------------------------------------------------------------------------------
@@ -124,7 +112,7 @@ def _value(text: str) -> bool | float | str | None:
 
 def _correction(given: Given, overrides: Sequence[str]) -> Any:
     """What ``make_correction`` takes."""
-    if "correction" not in given:
+    if given.get("correction", "null") == "null":
         return None
     if not overrides:
         raise UserError(

@@ -13,8 +13,7 @@ from dataclasses import replace
 from hybridtrain.memory import Store
 from hybridtrain.messages import Cover, Draw, Lap, Push, Ticket
 from hybridtrain.server import Server
-from hybridtrain.shares import dealt
-from hybridtrain.spans import positions, total
+from hybridtrain.spans import dealt, positions, total
 from hybridtrain.update.groups import Groups
 from hybridtrain.update.idle import IdleOptimizers
 from hybridtrain.worlds.task import Lesson, MakeOptimizer, Pupils, Task, layout_of

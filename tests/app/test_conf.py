@@ -15,7 +15,8 @@ from omegaconf import OmegaConf
 
 from hybridtrain.app.compose import complete_overrides, compose_config, conf_dir, groups
 from hybridtrain.app.targets import check_targets
-from hybridtrain.policies import POLICIES
+from hybridtrain.policies import POLICIES, make_policy
+from hybridtrain.registration import DESCRIPTIONS
 
 CHOICES = [(group, name) for group, names in groups().items() for name in names if name != "own"]
 FILES = sorted(x for x in conf_dir().rglob("*.yaml"))
@@ -64,6 +65,13 @@ def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
         options = {} if isinstance(given, str) else dict(given)
         assert options.pop("name", given) == name
         assert set(options) == set(inspect.signature(POLICIES[name]).parameters)
+
+
+def test_every_policy_that_needs_no_parameters_is_a_name_for_lightnings_trainer() -> None:
+    assert set(DESCRIPTIONS) == set(POLICIES) - {"switch"}
+    for name in DESCRIPTIONS:
+        trainer = pl.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+        assert type(trainer.strategy.policy) is type(make_policy(name))
 
 
 @pytest.mark.parametrize("name", groups()["optimizer"])
