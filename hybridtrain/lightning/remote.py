@@ -65,8 +65,7 @@ class RemoteStep:
         self.numbers = slot_numbers(optimizer, number_of)
         self._sent = plain(optimizer)
         self._lockstep = regime.lockstep
-        self._watches_loss = regime.watches_loss  # the policy does
-        self.loss: Any = None  # of the last backward
+        self.loss: Any = None  # of the last backward, where the policy watches it
         self.state = RemoteState(self._fetch_state)
         self.number = 0  # which of the module's optimizers
         self.trying = False  # a point that the optimizer only tries, where infinity is an answer
@@ -142,9 +141,7 @@ class RemoteStep:
 
     def _told_loss(self, evaluated: Any) -> float | None:
         """What the optimizer, or else the policy, is to know of the loss."""
-        if self._driven:
-            return _as_float(evaluated)
-        return _as_float(self.loss) if self._watches_loss else None
+        return _as_float(evaluated if self._driven else self.loss)
 
     def _gathered(self, weight: float, own: bool) -> tuple[tuple[int, ...], tuple[Packed, ...]]:
         """Who has no gradient, and which are sparse, once the others lie in the row."""

@@ -267,8 +267,8 @@ class Session:
 
     def backward(self, run: Callable[[], torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
         """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
-        for step in self.steps:
-            step.loss = loss
+        for step in self.steps if self._regime.watches_loss else ():
+            step.loss = loss.detach()
         try:
             return run()
         except Exception as error:

@@ -32,6 +32,7 @@ from hybridtrain.policies import (
     Switch,
     Turns,
 )
+from hybridtrain.policies.switch import Plateau
 
 BOTH = [All, OnArrival]
 
@@ -268,6 +269,33 @@ def test_at_its_limit_a_policy_is_another_one(
 ) -> None:
     one, other = (make(n_workers) for make in SAME[name])
     assert play(one, n_workers, choices) == play(other, n_workers, choices)
+
+
+@pytest.mark.parametrize(
+    ("losses", "reached"),
+    [
+        ((4.0, 2.0, 1.0, 1.0, 0.5, 0.5), ""),  # each mean of two is better
+        ((4.0, 2.0, 3.0, 3.0), "   !"),  # the second is not
+        ((4.0, 2.0, 2.9, 2.9), ""),  # by 0.1, which is enough
+        ((4.0, 2.0, 2.96, 2.96), "   !"),  # by 0.04, which is not
+        ((4.0, 2.0, 2.0, 2.0, 2.9, 2.9), "     !"),  # better than the first, not than the best
+    ],
+)
+def test_a_plateau_is_a_mean_no_better_than_the_best(
+    losses: tuple[float, ...], reached: str
+) -> None:
+    plateau = Plateau(patience=2, min_delta=0.05)
+    told = "".join("!" if plateau.reached(loss) else " " for loss in losses)
+    assert told.rstrip() == reached
+
+
+def test_a_switch_whose_losses_nobody_tells_stays_where_it_is() -> None:
+    policy = Switch(All(), OnArrival(), patience=1)
+    policy.begin(1)
+    policy.on(Joined(0))
+    for _ in range(9):
+        assert policy.on(Pushed(0)) == [*round_of(0)]
+    assert policy._now is policy.first
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,32 @@ def test_backup_drops_the_late_and_their_samples_are_done_by_others() -> None:
     assert stats["samples_per_worker"][0] < N / 3
 
 
+class Manual(Regression):
+    """The same, step by step."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("module", [Regression, Manual])
+def test_a_loss_that_has_stopped_falling_switches(module: Any) -> None:
+    pushes = 3 * 48 // 4
+    for min_delta, switches in ((0.0, False), (1e9, True)):
+        policy = {"name": "switch", "patience": 6, "min_delta": min_delta}
+        if not switches:
+            policy["patience"] = pushes  # one mean only, and nothing to compare it with
+        strategy = by(policy)
+        fit(strategy, 2, 4, module)
+        updates = strategy.run_stats()["updates"]
+        # The first mean is better than none, the second is not better by so much.
+        assert updates == (6 + (pushes - 12) if switches else pushes // 2)
+
+
 class Rated(Regression):
     """Remembers the learning rate that it ended with."""
 
