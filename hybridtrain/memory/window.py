@@ -5,34 +5,34 @@ with them what it likes: clamp them after a step, swap averaged weights in for a
 again, move a frozen teacher along. Here all workers read the same memory, and such a write would
 happen once per worker, and to all of them. So a worker looks at shared memory through a
 *copy-on-write* mapping (``MAP_PRIVATE``): it sees what the server writes, at no cost, but the first
-write of its own to a page gives it that page for itself. The kernel's page map tells which pages
-these are (documented in the kernel's ``admin-guide/mm/pagemap.rst``), so that at its next step the
-worker can hand over what it has changed, and then *refresh*: forget its own pages and see what is
-shared again. Where there is no such map, an ordinary copy serves, for two more passes over memory.
+write of its own to a page gives it that page for itself. The kernel tells which pages these are
+(:mod:`hybridtrain.memory.pages`), so that at its next step the worker can hand over what it has
+changed, and then *refresh*: forget its own pages and see what is shared again. Where it does not
+tell, an ordinary copy serves, for two more passes over memory.
 
 Legend: P elements of one dtype's buffer.
 """
 
 from __future__ import annotations
 
-import functools
 import mmap
-import os
-import sys
-import weakref
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Protocol
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hybridtrain.memory.layout import Slot
+from hybridtrain.memory.pages import Pages, Run, copy_on_write_is_seen, map_private, pages_of
 from hybridtrain.memory.store import Store
 
-_PAGE_MAP = Path("/proc/self/pagemap")
-_ENTRY_BYTES = 8
-# Bits 61 to 63 of an entry, shifted down: belongs to a file, is swapped out, is present.
-_OF_FILE, _SWAPPED, _PRESENT = 1, 2, 4
+
+class _Span(NamedTuple):
+    """Bytes of a worker's region of parameters."""
+
+    start: int
+    stop: int
 
 
 class Window(Protocol):
@@ -63,134 +63,89 @@ def open_window(store: Store, worker: int) -> Window:
     return kind(store, worker)
 
 
-@functools.cache
-def copy_on_write_is_seen() -> bool:
-    """Whether this system tells pages that were written to from those that are shared."""
-    if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_DONTNEED"):
-        return False
-    try:
-        return _one_written_page_is_seen()
-    except (OSError, ValueError):
-        return False
-
-
-def _one_written_page_is_seen() -> bool:
-    """Try it, on two pages of which one is written to."""
-    fd = os.memfd_create("hybridtrain-probe", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(fd, 2 * mmap.PAGESIZE)
-        pages = torch.frombuffer(_map_private(fd, 0, 2 * mmap.PAGESIZE), dtype=torch.uint8)
-        bool(pages.any())
-        pages[0] = 1
-        return _PageMap(pages).private().tolist() == [True, False]
-    finally:
-        os.close(fd)
-
-
-def _map_private(fd: int, start: int, n_bytes: int) -> mmap.mmap:
-    access = mmap.PROT_READ | mmap.PROT_WRITE
-    return mmap.mmap(fd, n_bytes, flags=mmap.MAP_PRIVATE, prot=access, offset=start)
-
-
-class _PageMap:
-    """Which pages of a mapping are this process's own.
-
-    Args:
-        pages: all bytes of the mapping, (n,) uint8.
-    """
-
-    def __init__(self, pages: torch.Tensor) -> None:
-        n_pages = pages.numel() // mmap.PAGESIZE
-        self._at = pages.data_ptr() // mmap.PAGESIZE * _ENTRY_BYTES
-        self._raw = bytearray(n_pages * _ENTRY_BYTES)
-        self._entries = torch.frombuffer(self._raw, dtype=torch.int64)  # (pages,)
-        self._fd = os.open(_PAGE_MAP, os.O_RDONLY | os.O_CLOEXEC)
-        weakref.finalize(self, os.close, self._fd)
-
-    def private(self) -> torch.Tensor:
-        """True for each page that was written to: (pages,) bool."""
-        view, done = memoryview(self._raw), 0
-        while done < len(view):
-            done += os.preadv(self._fd, [view[done:]], self._at + done) or len(view)
-        flags = self._entries >> 61
-        own = (flags & (_PRESENT | _OF_FILE)) == _PRESENT
-        return own | ((flags & _SWAPPED) != 0)
-
-
 class CopyOnWrite:
     """Shared pages, until this worker writes to them.
 
     Args:
         store: the shared buffers.
         worker: whose view.
+        pages: tells which of its pages are shared no more.
     """
 
-    def __init__(self, store: Store, worker: int) -> None:
-        self._store, self._worker = store, worker
+    def __init__(
+        self, store: Store, worker: int, pages: Callable[[mmap.mmap], Pages] = pages_of
+    ) -> None:
         self._start, stop = store.region_of_parameters(worker)
-        self._map = _map_private(store.arena.fd, self._start, max(stop - self._start, 1))
-        self._pages = _PageMap(torch.frombuffer(self._map, dtype=torch.uint8))
-        self._own: torch.Tensor | None = None  # (pages,) bool, as ``written`` has seen it
+        n_bytes = max(stop - self._start, mmap.PAGESIZE)
+        self._map = map_private(store.arena.fd, self._start, n_bytes)
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)  # (region,)
+        self._shared = store.arena.tensor(self._start, n_bytes, torch.uint8)  # (region,)
+        self._at = {slot: self._span(store, worker, slot) for slot in store.layout.slots}
+        self._spans = sorted((span, slot) for slot, span in self._at.items() if slot.numel)
+        self._ends = [span.stop for span, _ in self._spans]
+        self._pages = pages(self._map)
+        self._own: list[Run] = []  # as ``written`` has seen them
+
+    def _span(self, store: Store, worker: int, slot: Slot) -> _Span:
+        first = store.place_of_parameter(worker, slot) - self._start
+        return _Span(first, first + slot.numel * slot.dtype.itemsize)
 
     def view(self, slot: Slot) -> torch.Tensor:
         if slot.numel == 0:
             return slot.view(torch.empty(0, dtype=slot.dtype))
-        start = self._first_byte(slot)
+        start = self._at[slot].start
         return slot.view(
             torch.frombuffer(self._map, dtype=slot.dtype, count=slot.numel, offset=start)
         )
 
     def written(self, slots: Sequence[Slot]) -> list[Slot]:
-        own = self._pages.private()
-        self._own = own if bool(own.any()) else None
-        return [
-            slot
-            for slot in slots
-            if self._touched(slot)
-            and not torch.equal(self.view(slot), self._store.parameter(self._worker, slot))
-        ]
+        self._own = self._pages.own()
+        if not self._own:
+            return []
+        changed = {slot for span, slot in self._inside(self._own) if not self._is_shared(span)}
+        return [slot for slot in slots if slot in changed]
 
     def refresh(self, slots: Sequence[Slot]) -> None:
-        if self._own is None:
+        if not self._own:
             return
         mine = set(slots)
-        others = [slot for slot in self._store.layout.slots if slot not in mine]
-        drop = torch.zeros_like(self._own)
-        for slot in slots:
-            drop[self._pages_of(slot)] = True
-        drop &= self._own
-        kept = [(v, v.clone()) for v in map(self.view, _on_pages(others, self, drop))]
-        for first, count in _runs(drop):
-            self._map.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, count * mmap.PAGESIZE)
-        for view, value in kept:  # a neighbour on the same page that is not to be refreshed
-            view.copy_(value)
-        self._own = None
+        drop = _joined(span for span, slot in self._inside(self._own) if slot in mine)
+        others = [span for span, slot in self._inside(drop) if slot not in mine]
+        kept = [(part, part.clone()) for part in map(self._part, others)]
+        for run in drop:
+            self._pages.drop(run)
+        for part, value in kept:  # a neighbour on the same page that is not to be refreshed
+            part.copy_(value)
+        self._own = []
 
     def follow(self, slots: Sequence[Slot]) -> None:
         """Nothing: what is written to is this worker's own until it is refreshed."""
 
-    def _touched(self, slot: Slot) -> bool:
-        return self._own is not None and bool(self._own[self._pages_of(slot)].any())
+    def _inside(self, runs: Sequence[Run]) -> Iterator[tuple[_Span, Slot]]:
+        """What of which parameters lies on these pages."""
+        for first, count in runs:
+            start, stop = first * mmap.PAGESIZE, (first + count) * mmap.PAGESIZE
+            for span, slot in islice(self._spans, bisect_right(self._ends, start), None):
+                if span.start >= stop:
+                    break
+                yield _Span(max(span.start, start), min(span.stop, stop)), slot
 
-    def _first_byte(self, slot: Slot) -> int:
-        return self._store.place_of_parameter(self._worker, slot) - self._start
+    def _part(self, span: _Span) -> torch.Tensor:
+        return self._bytes[span.start : span.stop]
 
-    def _pages_of(self, slot: Slot) -> slice:
-        first = self._first_byte(slot)
-        last = first + slot.numel * slot.dtype.itemsize - 1
-        return slice(first // mmap.PAGESIZE, last // mmap.PAGESIZE + 1)
+    def _is_shared(self, span: _Span) -> bool:
+        return torch.equal(self._part(span), self._shared[span.start : span.stop])
 
 
-def _on_pages(slots: Iterable[Slot], window: CopyOnWrite, pages: torch.Tensor) -> list[Slot]:
-    return [s for s in slots if s.numel and bool(pages[window._pages_of(s)].any())]
-
-
-def _runs(pages: torch.Tensor) -> list[tuple[int, int]]:
-    """First page and number of pages of each stretch of marked ones."""
-    marked = torch.nn.functional.pad(pages.to(torch.int8), (1, 1))
-    edges = torch.diff(marked)
-    starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()
-    return [(int(a), int(b - a)) for a, b in zip(starts, stops, strict=True)]
+def _joined(spans: Iterable[_Span]) -> list[Run]:
+    """The pages that these lie on, each once. They are given in ascending order."""
+    runs: list[Run] = []
+    for start, stop in spans:
+        first, last = start // mmap.PAGESIZE, (stop - 1) // mmap.PAGESIZE
+        if runs and first <= sum(runs[-1]):
+            first = runs.pop()[0]
+        runs.append((first, last - first + 1))
+    return runs
 
 
 class Copied:

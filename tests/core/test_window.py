@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store, Window
 from hybridtrain.memory.layout import Slot
-from hybridtrain.memory.window import Copied, CopyOnWrite, copy_on_write_is_seen, open_window
+from hybridtrain.memory.pages import MappedPages, ProtectedPages, is_seen_by
+from hybridtrain.memory.window import Copied, CopyOnWrite, open_window
 
 KINDS = [
-    pytest.param(
-        CopyOnWrite,
-        marks=pytest.mark.skipif(
-            not copy_on_write_is_seen(), reason="this system does not tell written pages"
-        ),
+    *(
+        pytest.param(
+            partial(CopyOnWrite, pages=pages),
+            marks=pytest.mark.skipif(not is_seen_by(pages), reason="this system cannot"),
+            id=pages.__name__,
+        )
+        for pages in (ProtectedPages, MappedPages)
     ),
-    Copied,
+    pytest.param(Copied, id="Copied"),
 ]
 Kind = Callable[[Store, int], Window]
 
@@ -113,6 +117,15 @@ def test_values_that_are_not_numbers_are_written_too(kind: Kind) -> None:
     _, slots, (window, _) = make(kind)
     window.view(slots[0])[0, 0] = torch.nan
     assert window.written(slots) == [slots[0]]
+
+
+@pytest.mark.parametrize("kind", KINDS[:-1])
+def test_what_was_not_a_number_before_is_no_write(kind: Kind) -> None:
+    store, slots, _ = make(kind)
+    store.master(slots[0]).fill_(torch.nan)
+    window = kind(store, 0)
+    window.view(slots[1]).add_(1.0)  # on the same page
+    assert window.written(slots) == [slots[1]]
 
 
 @pytest.mark.parametrize("private", [False, True])
