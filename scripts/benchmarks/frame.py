@@ -1,0 +1,110 @@
+"""What a part gets: the options, and the ways to compare."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped, compare
+from benchmarks.runs import Job, RunFailed, Runner
+from hybridtrain.errors import UserError
+
+Against = tuple[Job, Goal]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Of the command line. ``seconds``: about how long one run's timed steps take."""
+
+    repeats: int = 3
+    seconds: float = 2.0
+    workers: int = 2
+    quick: bool = False
+
+
+class Frame:
+    """Measures, tells, compares.
+
+    Args:
+        part: its name, for the rows.
+        options: of the command line.
+        runner: makes the processes.
+    """
+
+    def __init__(self, part: str, options: Options, runner: Runner) -> None:
+        self.part, self.options = part, options
+        self._runner = runner
+
+    def run(self, job: Job, work: str = "") -> object:
+        """One run. Raises what :meth:`Runner.run` raises."""
+        began = time.monotonic()
+        found = self._runner.run(job)
+        took = time.monotonic() - began
+        shown = f"{found:.6g}" if isinstance(found, float) else ""
+        tell(f"{self.part:>10}  {work}: {job.label}  {shown}  ({took:.1f} s)")
+        return found
+
+    def alternate(
+        self,
+        work: str,
+        ours: Job,
+        against: Sequence[Against],
+        unit: str = "ms/step",
+        per: float = 1e3,
+        note: str = "",
+    ) -> Iterator[Row | Skipped]:
+        """Ours and the baselines in turn, forwards and backwards; a row for each baseline.
+
+        Args:
+            unit: of the figures shown, which are ``per`` times those that the jobs return.
+        """
+        figures: dict[str, list[float]] = {}
+        jobs, skipped = [ours, *(job for job, _ in against)], {}
+        for repeat in range(self.options.repeats):
+            for job in jobs[:: 1 if repeat % 2 == 0 else -1]:
+                if job.label in skipped:
+                    continue
+                try:
+                    figures.setdefault(job.label, []).append(per * float(self.run(job, work)))
+                except (UserError, RunFailed) as error:
+                    skipped[job.label] = str(error)
+        for job, goal in against:
+            reason = skipped.get(ours.label) or skipped.get(job.label)
+            if reason is not None:
+                yield self.skip(f"{work}: {ours.label} against {job.label}", reason)
+                continue
+            names = (self.part, work, ours.label, job.label)
+            yield compare(names, figures[ours.label], figures[job.label], unit, goal, note)
+
+    def together(
+        self,
+        work: str,
+        job: Job,
+        baseline: str,
+        goal: Goal = NOTHING_ASKED,
+        unit: str = "ms",
+        per: float = 1e3,
+        note: str = "",
+    ) -> Row | Skipped:
+        """Both sides by turns in one process: the job returns ``{"ours": [...], "baseline": ...}``.
+
+        ``job.label`` names our side.
+        """
+        try:
+            found = self.run(job, f"{work}, with {baseline}")
+        except (UserError, RunFailed) as error:
+            return self.skip(f"{work}: {job.label} against {baseline}", str(error))
+        ours, theirs = ([per * x for x in found[side]] for side in ("ours", "baseline"))
+        return compare((self.part, work, job.label, baseline), ours, theirs, unit, goal, note)
+
+    def skip(self, work: str, reason: str) -> Skipped:
+        """Say that something is not measured."""
+        tell(f"{self.part:>10}  {work}: left out: {reason}")
+        return Skipped(self.part, work, reason)
+
+
+def tell(line: str) -> None:
+    """Progress, on standard error."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,137 @@
+"""What is trained: networks, mini-batches in memory, ordinary Lightning modules.
+
+Legend: B samples of a mini-batch, T frames, N samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, ctc_loss
+from torch.utils.data import DataLoader, Dataset
+
+from hybridtrain.tasks.speech.nets import DeepSpeechSTT
+
+CLASSES, MFCC, SYMBOLS, LETTERS = 10, 26, 29, 8
+SPEECH_WIDTH = 1024  # 12 million parameters; the published 2048 has 47
+
+
+class Mlp(nn.Module):
+    """``depth`` dense layers with ReLU, one more for the classes; cross entropy."""
+
+    def __init__(self, inputs: int, width: int, depth: int) -> None:
+        super().__init__()
+        sizes = [inputs, *[width] * depth]
+        layers = [nn.Linear(*pair) for pair in pairwise(sizes)]
+        inner = [x for layer in layers for x in (layer, nn.ReLU())]
+        self.net = nn.Sequential(*inner, nn.Linear(width, CLASSES))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of features (B, inputs) and labels (B,)."""
+        return cross_entropy(self.net(x), y)
+
+
+class Speech(nn.Module):
+    """DeepSpeech in Mozilla's and Coqui's form, CTC loss, all samples of one length."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.net = DeepSpeechSTT(MFCC, SYMBOLS, width)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of features (B, T, 26) and labels (B, 8)."""
+        lengths = torch.full((len(x),), x.shape[1])
+        scores = self.net(x, lengths).log_softmax(-1).transpose(0, 1)
+        return ctc_loss(scores, y, lengths, torch.full((len(x),), LETTERS), blank=SYMBOLS - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """``step_s``: about how long a step of the slowest way takes on 2 cores: for their number."""
+
+    about: str
+    make: Callable[[], nn.Module]
+    features: tuple[int, ...]  # the shape of a sample
+    batch_size: int
+    step_s: float
+
+    def samples(self, n: int) -> tuple[Tensor, Tensor]:
+        """Random features (n, ...) and labels, the same in every run."""
+        draw = torch.Generator().manual_seed(1)
+        x = torch.randn(n, *self.features, generator=draw)
+        speech = len(self.features) > 1
+        high, shape = (SYMBOLS - 1, (n, LETTERS)) if speech else (CLASSES, (n,))
+        return x, torch.randint(high, shape, generator=draw)
+
+    def steps(self, seconds: float, fewest: int = 12) -> int:
+        """How many fill so much time, in the slowest way."""
+        return max(fewest, round(seconds / self.step_s))
+
+
+def speech(frames: int, batch_size: int, step_s: float) -> Model:
+    """A DeepSpeech-like model with mini-batches of this shape."""
+    about = f"DeepSpeech-like, T={frames}, B={batch_size}"
+    return Model(about, lambda: Speech(SPEECH_WIDTH), (frames, MFCC), batch_size, step_s)
+
+
+MODELS = {
+    "mlp-100k": Model("MLP 100 k, batch 32", lambda: Mlp(64, 280, 2), (64,), 32, 0.004),
+    "mlp-10m": Model("MLP 10.5 M, batch 32", lambda: Mlp(1024, 2048, 3), (1024,), 32, 0.080),
+    "speech-short": speech(40, 2, 0.12),
+    "speech-long": speech(100, 8, 0.7),
+    "tiny": Model("MLP 3 k, batch 32", lambda: Mlp(16, 48, 2), (16,), 32, 0.003),
+}
+
+
+class Trained(pl.LightningModule):
+    """The network with an optimizer.
+
+    Args:
+        model: a key of :data:`MODELS`.
+        fused: Adam's argument; ``None`` is what a user gets who says nothing.
+    """
+
+    def __init__(self, model: str, fused: bool | None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = MODELS[model].make()
+        self.fused = fused
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.net(*batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=1e-4, fused=self.fused)
+
+
+class InMemory(Dataset[Any]):
+    """Gives a whole mini-batch at a time, so that the loader costs as little as it can."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.y[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self.x[list(indices)], self.y[list(indices)]
+
+
+def loader(model: str, steps: int, workers: int) -> DataLoader[Any]:
+    """Mini-batches for ``steps`` steps of every worker."""
+    spec = MODELS[model]
+    data = InMemory(*spec.samples(steps * workers * spec.batch_size))
+    return DataLoader(data, spec.batch_size, shuffle=True, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

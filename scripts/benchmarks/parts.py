@@ -1,0 +1,35 @@
+"""The parts of the benchmark, in the order they are run."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from benchmarks.frame import Frame
+from benchmarks.rows import Row, Skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """``module``: where its function ``rows`` is; imported when it is run."""
+
+    module: str
+    about: str
+
+    def rows(self, frame: Frame) -> Iterator[Row | Skipped]:
+        """Measure."""
+        function: Callable[[Frame], Iterator[Row | Skipped]]
+        function = importlib.import_module(f"benchmarks.{self.module}").rows
+        return function(frame)
+
+
+PARTS = {
+    "bandwidth": Part(
+        "bandwidth", "what the machine's memory gives: copy, triad, one and all cores"
+    ),
+    "step": Part(
+        "step", "a whole training step inside Lightning, against ddp, raw DDP, one device"
+    ),
+    "startup": Part("startup", "from the command to the first step, 4 workers, against ddp"),
+}

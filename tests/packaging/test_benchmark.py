@@ -1,0 +1,146 @@
+"""``scripts/benchmark.py``: what it makes of figures, what it refuses, and one small part of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks import cli, frame, rows, runs, shown
+from benchmarks.parts import PARTS
+
+from hybridtrain.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts/benchmark.py"
+
+
+class Played(runs.Runner):
+    """Gives figures out in turn instead of running anything."""
+
+    def __init__(self, figures: dict[str, list[Any]]) -> None:
+        self.figures, self.order = {name: list(each) for name, each in figures.items()}, []
+
+    def run(self, job: runs.Job) -> Any:
+        self.order.append(job.label)
+        figure = self.figures[job.label].pop(0)
+        if isinstance(figure, Exception):
+            raise figure
+        return figure
+
+
+def job(label: str) -> runs.Job:
+    return runs.Job(label, "nowhere:nothing")
+
+
+def measured(played: Played, *goals: tuple[str, rows.Goal], repeats: int = 3) -> list[Any]:
+    own = frame.Frame("step", frame.Options(repeats), played)
+    return list(own.alternate("work", job("ours"), [(job(name), goal) for name, goal in goals]))
+
+
+def test_runs_alternate_and_ratios_are_taken_pair_by_pair() -> None:
+    played = Played({"ours": [0.001, 0.002, 0.004], "theirs": [0.003, 0.010, 0.008]})
+    (row,) = measured(played, ("theirs", rows.Goal(3, 6)))
+    assert played.order == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    assert row.ratios == pytest.approx((3.0, 5.0, 2.0)), "not the ratio of the medians, 4"
+    assert (row.ours, row.theirs, row.ratio) == pytest.approx((2.0, 8.0, 3.0))
+    assert row.as_dict()["met"] is True and row.as_dict()["lowest"] == pytest.approx(2.0)
+
+
+def test_a_goal_in_time_is_met_from_below() -> None:
+    played = Played({"ours": [1.2], "theirs": [1.0]})
+    (row,) = measured(played, ("theirs", rows.Goal(1.15, 1.05, of="time")), repeats=1)
+    assert row.ratio == pytest.approx(1.2) and row.as_dict()["met"] is False
+
+
+def test_a_baseline_that_is_not_there_is_left_out_with_the_reason_and_the_others_stay() -> None:
+    missing = UserError("deepspeed is not installed")
+    played = Played({"ours": [1.0, 1.0], "gone": [missing], "theirs": [2.0, 2.0]})
+    none = rows.NOTHING_ASKED
+    gone, row = measured(played, ("gone", none), ("theirs", none), repeats=2)
+    assert isinstance(gone, rows.Skipped) and gone.reason == "deepspeed is not installed"
+    assert row.ratios == (2.0, 2.0) and played.order.count("gone") == 1
+
+
+def test_what_is_written_is_what_is_read_and_changes_are_told_from_noise(tmp_path: Path) -> None:
+    def result(*ratios: float, of: str = "speed") -> rows.Row:
+        goal, names = rows.Goal(2, 3, of), ("step", of, "hybrid", "ddp")
+        base = [1.0] * len(ratios)
+        return rows.compare(
+            names, *([base, ratios] if of == "speed" else [ratios, base]), "s", goal
+        )
+
+    def told(former: rows.Row, now: rows.Row) -> str:
+        return shown.changes([former], [now]).splitlines()[-1].split("|")[-2].strip()
+
+    old = [result(2.0, 2.1), result(1.0, of="time"), rows.Skipped("gpu", "all", "no GPU")]
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps({"rows": [row.as_dict() for row in old]}))
+    assert cli.read(str(file)) == old
+    assert told(old[0], result(2.5, 2.6)) == "better"
+    assert told(old[0], result(1.5, 1.6)) == "WORSE"
+    assert told(old[0], result(1.5, 2.6)) == "within the spread"
+    assert told(old[1], result(0.8, of="time")) == "better"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragment"),
+    [
+        (["stap"], "there is no part 'stap' (did you mean step?)"),
+        (["--repeats", "0"], "--repeats 0 was given; at least 1 is needed"),
+        (["--compare", "nowhere.json"], "--compare nowhere.json: No such file"),
+        (["--compare", str(SCRIPT)], "this is no result of benchmark.py --json"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_runs(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], fragment: str
+) -> None:
+    try:
+        code: Any = cli.main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    assert code == 2 and fragment in err and out == ""
+
+
+def test_a_run_that_fails_says_why_and_leaves_nothing() -> None:
+    script = "sleep 97.25 & echo last words; exit 3"
+    runner = runs.Runner(limit_s=60)
+    with pytest.raises(runs.RunFailed, match="exit status 3") as caught:
+        runner.run(runs.Job("bad", "subprocess:check_call", {"args": ["sh", "-c", script]}))
+    assert str(caught.value).startswith("bad: ") and "last words" in str(caught.value)
+    assert "sleep\x0097.25" not in "".join(map(_command, Path("/proc").glob("[0-9]*")))
+
+
+def _command(process: Path) -> str:
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""
+
+
+def test_a_small_part_runs_by_the_real_command(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "step", "--quick", f"--json={out}", f"--out={tmp_path}/d"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    content = json.loads(out.read_text())
+    (row,) = content["rows"]
+    assert row["ours"] > 0 and row["theirs"] > 0 and row["baseline"].startswith("Lightning ddp")
+    assert content["machine"]["cores"] and str(ROOT) not in out.read_text()
+    assert "| MLP 3 k" in done.stdout and list((tmp_path / "d").glob("*.json"))
+
+
+def test_every_part_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(PARTS)
