@@ -16,6 +16,7 @@ A new part is a module with ``def rows(frame) -> Iterator[Row | Skipped]`` and a
 ``parts.py``. Most need one call: ``yield from frame.alternate(work, ours, [(other, goal), ...])``,
 where ours and the others are :class:`~benchmarks.runs.Job`: a function of ours, by name, with
 arguments that JSON can hold. It runs in the fresh process and returns seconds, or any other figure
-of which less is better. Where both sides are measured alternately in one process, a job
-returns ``{"ours": [...], "baseline": [...]}``, pair by pair, and ``frame.together`` makes the row.
+of which less is better. Where both sides are measured alternately in one process, a job returns
+``{"ours": [...], "baseline": [...]}``, pair by pair, and ``yield from frame.together(...)`` makes
+the row.
 """

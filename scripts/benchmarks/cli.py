@@ -55,6 +55,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="a smoke test: small, once, no verdict"
     )
+    parser.add_argument("--only", default="", metavar="WORDS", help="works that name these")
     parser.add_argument("--out", metavar="DIR", help="write DATE.json and DATE.png there")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
     parser.add_argument("--compare", metavar="OLD.json", help="show what has changed since")
@@ -141,6 +142,7 @@ def options_of(given: argparse.Namespace) -> Options:
         given.seconds or usual.seconds,
         given.workers or usual.workers,
         given.quick,
+        given.only,
     )
 
 

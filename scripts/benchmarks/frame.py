@@ -16,12 +16,20 @@ Against = tuple[Job, Goal]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Of the command line. ``seconds``: about how long one run's timed steps take."""
+    """Of the command line.
+
+    ``seconds``: about how long one run's timed steps take. ``only``: words that a work must name.
+    """
 
     repeats: int = 3
     seconds: float = 2.0
     workers: int = 2
     quick: bool = False
+    only: str = ""
+
+    def wants(self, work: str) -> bool:
+        """Whether this work is among those asked for."""
+        return self.only.lower() in work.lower()
 
 
 class Frame:
@@ -60,6 +68,8 @@ class Frame:
         Args:
             unit: of the figures shown, which are ``per`` times those that the jobs return.
         """
+        if not self.options.wants(work):
+            return
         figures: dict[str, list[float]] = {}
         jobs, skipped = [ours, *(job for job, _ in against)], {}
         for repeat in range(self.options.repeats):
@@ -87,17 +97,20 @@ class Frame:
         unit: str = "ms",
         per: float = 1e3,
         note: str = "",
-    ) -> Row | Skipped:
+    ) -> Iterator[Row | Skipped]:
         """Both sides by turns in one process: the job returns ``{"ours": [...], "baseline": ...}``.
 
         ``job.label`` names our side.
         """
+        if not self.options.wants(work):
+            return
         try:
             found = self.run(job, f"{work}, with {baseline}")
         except (UserError, RunFailed) as error:
-            return self.skip(f"{work}: {job.label} against {baseline}", str(error))
+            yield self.skip(f"{work}: {job.label} against {baseline}", str(error))
+            return
         ours, theirs = ([per * x for x in found[side]] for side in ("ours", "baseline"))
-        return compare((self.part, work, job.label, baseline), ours, theirs, unit, goal, note)
+        yield compare((self.part, work, job.label, baseline), ours, theirs, unit, goal, note)
 
     def skip(self, work: str, reason: str) -> Skipped:
         """Say that something is not measured."""

@@ -29,7 +29,7 @@ def rows(frame: Frame) -> Iterator[Row | Skipped]:
     """Ours against both ways of starting ranks."""
     workers = 2 if frame.options.quick else WORKERS
     work = f"command to first step, {workers} workers"
-    if not frame.options.quick:
+    if not frame.options.quick and frame.options.wants(work):
         frame.run(_job("hybrid", workers), f"{work}, warm-up")  # files come from the disk once
     against = [(_job("ddp_fork", workers), NOTHING_ASKED)]
     if not frame.options.quick:
