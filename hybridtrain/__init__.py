@@ -14,18 +14,23 @@ from typing import TYPE_CHECKING, Any
 from hybridtrain.registration import register_strategies
 
 if TYPE_CHECKING:
+    from hybridtrain.lightning.profiling import StepProfiler
     from hybridtrain.lightning.strategy import HybridStrategy
 
 __version__ = "0.1.0"
-__all__ = ["HybridStrategy", "__version__"]
+__all__ = ["HybridStrategy", "StepProfiler", "__version__"]
 
 register_strategies()
 
 
 def __getattr__(name: str) -> Any:
-    """``hybridtrain.HybridStrategy``, imported when it is asked for."""
+    """``hybridtrain.HybridStrategy`` and ``StepProfiler``, imported when they are asked for."""
     if name == "HybridStrategy":
         from hybridtrain.lightning.strategy import HybridStrategy
 
         return HybridStrategy
+    if name == "StepProfiler":
+        from hybridtrain.lightning.profiling import StepProfiler
+
+        return StepProfiler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

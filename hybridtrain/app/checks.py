@@ -53,7 +53,7 @@ def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """A value typed on the command line has the type of the one it replaces."""
     parsed = compose.parse(overrides)
     keys = [x.key_or_group for x in parsed if not x.is_delete() and "." in x.key_or_group]
-    keys += [x for x in ("seed", "test", "test_only", "ckpt") if _typed(parsed, x)]
+    keys += [x for x in ("seed", "test", "test_only", "profile", "ckpt") if _typed(parsed, x)]
     keys = [x for x in keys if not x.startswith(("hydra.", "hydra/")) and "/" not in x]
     if not keys:
         return

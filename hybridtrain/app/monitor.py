@@ -36,7 +36,8 @@ class RunMonitor(pl.Callback):
         self.log_every_s = log_every_s
         self.hparams: dict[str, Any] | None = None  # given by the command line, logged at the start
         self._samples = 0.0
-        self._steps = 0
+        self._counts = True  # nobody knows better
+        self._steps, self._every = 0, 1
         self._began: float | None = None
         self._train_s = 0.0
         self._paused = False
@@ -58,6 +59,8 @@ class RunMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
+        self._counts = getattr(trainer.strategy, "run_stats", None) is None
+        self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
         self._began = time.perf_counter()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -83,15 +86,17 @@ class RunMonitor(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Count the batch, and log now and then."""
-        self._samples += samples_in(batch) or 1
+        if self._counts:
+            self._samples += samples_in(batch) or 1
         self._steps += 1
         if self._history is not None:
             self._keep_loss(outputs, trainer, pl_module)
             if self._history.due(self._elapsed_s()):
                 self._record(trainer, self.stats(trainer), {})
-        every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
+        if self._steps % self._every:
+            return
         now = time.perf_counter()
-        if self._steps % every or now - self._last_log < self.log_every_s:
+        if now - self._last_log < self.log_every_s:
             return
         self._last_log = now
         stats = self.stats(trainer)
@@ -161,9 +166,12 @@ class RunMonitor(pl.Callback):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
         loss = loss.detach()
-        if pl_module.automatic_optimization:  # Lightning has divided it
-            loss = loss * trainer.accumulate_grad_batches
-        self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
+        if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
+            loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
+        if self._loss_sum is None:
+            self._loss_sum = loss.clone()
+        else:
+            self._loss_sum += loss
         self._n_losses += 1
 
     def _fresh_metrics(self, trainer: pl.Trainer) -> dict[str, float]:

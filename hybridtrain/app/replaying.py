@@ -93,7 +93,7 @@ def rebuilt(
         content = edited
     cfg: DictConfig = OmegaConf.create(placed(content, folder))
     cfg.trainer.enable_progress_bar = False
-    cfg.strategy.record = None
+    cfg.strategy.record, cfg.profile = None, False
     mute = {"_target_": "hybridtrain.app.mute.Mute", "save_dir": str(folder)}
     cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
     change(cfg)

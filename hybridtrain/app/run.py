@@ -33,6 +33,7 @@ from hybridtrain.app.quiet import hush_lightning
 from hybridtrain.app.recorded import describe_run, seed_all
 from hybridtrain.app.targets import check_targets
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.profiling import StepProfiler
 
 
 @dataclass(slots=True)
@@ -87,6 +88,8 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
         check_checkpoint(Path(cfg.ckpt), module)
     loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
     trainer = _trainer(cfg, _callbacks(cfg, loggers), loggers)
+    if cfg.get("profile"):
+        vars(trainer)["profiler"] = _profiler(cfg)
     describe_run(cfg, trainer, drawn_seed)
     return Parts(module, data, trainer, loggers)
 
@@ -101,6 +104,16 @@ def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) 
     except Exception as error:  # TypeError, ValueError, Misconfiguration ...: it has no one type
         raise UserError(f"trainer: Lightning refused its options: {error}") from error
     return trainer
+
+
+def _profiler(cfg: DictConfig) -> StepProfiler:
+    """Of ``profile=true``."""
+    if cfg.trainer.profiler is not None:
+        raise UserError(
+            f"profile=true was given together with trainer.profiler={cfg.trainer.profiler}; a "
+            "trainer has one profiler: leave one of them out"
+        )
+    return StepProfiler(cfg.run_dir)
 
 
 def _try_optimizer(cfg: DictConfig) -> None:

@@ -28,6 +28,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.checks import check_parameters, check_trainer
 from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.lock_free import check_lock_free
+from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.sending import check_sending
@@ -85,6 +86,7 @@ class HybridLauncher(_Launcher):
         wanted = strategy.threads_per_worker
         threads = max(1, cores // n_workers) if wanted == "auto" else wanted
         server = serving(strategy, trainer, threads, cores if strategy.regime.lockstep else 1)
+        watch = Watch.of(trainer, server, n_workers)
         world = ProcessWorld(server, n_workers, start_method, threads, strategy.stop_grace_s)
         strategy.interrupted_by = None
         try:
@@ -96,6 +98,8 @@ class HybridLauncher(_Launcher):
             raise KeyboardInterrupt from None
         finally:
             strategy.remember_stats(server.ledger.stats())
+            if watch is not None:
+                watch.conclude()
         return unpack(trainer, results[0], results[1:])
 
     def _play(self, instead: Instead[Any], job: _Job) -> Any:
@@ -183,6 +187,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
     trainer.strategy.enter_worker(client, trainer)
+    watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
         returned = job.function(*job.args, **job.kwargs)
@@ -201,6 +206,8 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         client.solo = True
         _say_goodbye(trainer, error)
         raise
+    finally:
+        leave_profile(trainer, client.worker)
 
 
 @torch.no_grad()

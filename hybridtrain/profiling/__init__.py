@@ -1,0 +1,7 @@
+"""Where a step's time goes: measured in every process, shown as a table and as a timeline."""
+
+from hybridtrain.profiling.phases import Phase
+from hybridtrain.profiling.track import Track
+from hybridtrain.profiling.wrapping import follow, timed
+
+__all__ = ["Phase", "Track", "follow", "timed"]
