@@ -12,26 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
-import tempfile
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Run:
-    """One run's figures."""
-
-    strategy: str
-    samples_per_s: float
-    wall_s: float
-    metrics: dict[str, float]
+from benchmarks.command import Failed, Run, one_run
+from benchmarks.machine import in_short, machine
 
 
 def main() -> int:
@@ -40,7 +28,11 @@ def main() -> int:
     runs: list[Run] = []
     for repeat in range(arguments.repeats):
         order = arguments.strategies if repeat % 2 == 0 else arguments.strategies[::-1]
-        runs += [one_run(strategy, arguments.overrides) for strategy in order]
+        for strategy in order:
+            try:
+                runs.append(told(one_run(strategy, arguments.overrides)))
+            except Failed as failure:
+                sys.exit(str(failure))
     report = summarise(runs, arguments.strategies, arguments.metric)
     print(table(report, arguments))
     if arguments.json:
@@ -68,19 +60,11 @@ class Raw(argparse.RawDescriptionHelpFormatter):
     """Keep the description's line breaks."""
 
 
-def one_run(strategy: str, overrides: list[str]) -> Run:
-    """Run the job once in a process of its own; exits with its output if it fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "hybridtrain", f"strategy={strategy}", *overrides]
-        command.append(f"hydra.run.dir={folder}/run")
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        summary = Path(folder, "run", "summary.json")
-        if done.returncode != 0 or not summary.is_file():
-            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        content = json.loads(summary.read_text())
-    rate, wall_s = content["samples_per_s"], content["wall_s"]
-    print(f"{strategy:>12}  {rate:10.1f} samples/s  {wall_s:7.1f} s", file=sys.stderr, flush=True)
-    return Run(strategy, rate, wall_s, content["metrics"])
+def told(run: Run) -> Run:
+    """Say on standard error how it went."""
+    speed = f"{run.samples_per_s:10.1f} samples/s  {run.wall_s:7.1f} s"
+    print(f"{run.strategy:>12}  {speed}", file=sys.stderr, flush=True)
+    return run
 
 
 def summarise(runs: list[Run], strategies: list[str], metric: str | None) -> dict[str, Any]:
@@ -113,8 +97,9 @@ def _median_metric(runs: list[Run], metric: str | None) -> float | None:
 def table(report: dict[str, Any], arguments: argparse.Namespace) -> str:
     """Markdown."""
     first, metric = arguments.strategies[0], arguments.metric or ""
+    job, where = " ".join(arguments.overrides), in_short(machine())
     lines = [
-        f"`{' '.join(arguments.overrides)}`, {arguments.repeats} alternating runs, {machine()}",
+        f"`{job}`, {arguments.repeats} alternating runs, {where}",
         "",
         f"| strategy | samples/s (median, range) | {first} is | wall s | {metric} |",
         "| --- | --- | --- | --- | --- |",
@@ -125,11 +110,6 @@ def table(report: dict[str, Any], arguments: argparse.Namespace) -> str:
         ratio = f"{row['ratio']:.2f}×"
         lines.append(f"| {row['strategy']} | {spread} | {ratio} | {row['wall_s']:.1f} | {value} |")
     return "\n".join(lines)
-
-
-def machine() -> str:
-    """Cores, processor architecture and date."""
-    return f"{os.cpu_count()} cores {platform.machine()}, {date.today().isoformat()}"
 
 
 if __name__ == "__main__":

@@ -20,170 +20,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-import torch
+from benchmarks.machine import in_short, machine
+from benchmarks.straggler import Measured, Work, measure
 from hydra.errors import HydraException
-from hydra.utils import instantiate
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain.app.compose import compose_config
 from hybridtrain.app.explain import explain
 from hybridtrain.app.quiet import hush, hush_lightning
 from hybridtrain.errors import UserError
-
-
-@dataclass(frozen=True)
-class Work:
-    """What every run does.
-
-    ``slower``: how many times as long the last worker takes. ``seconds``: how long an epoch would
-    last if nobody ever waited and only the sleep took time.
-    """
-
-    step_s: float
-    slower: float
-    seconds: float
-    epochs: int
-    batch_size: int
-    width: int
-
-    def rate(self, workers: int) -> float:
-        """Mini-batches per second of all workers, as the sleep alone allows."""
-        return (workers - 1 + 1 / self.slower) / self.step_s
-
-    def samples(self, workers: int) -> int:
-        """Samples in an epoch."""
-        return round(self.seconds * self.rate(workers)) * self.batch_size
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One run. Speeds in samples per second; ``ideal`` is None where nobody tells who waits."""
-
-    strategy: str
-    workers: int
-    samples_per_s: float
-    ideal: float | None
-    share: float | None  # of the ideal
-    own: list[float]
-    waited: list[float]  # share of each worker's time
-    samples: list[float]
-    nominal: float  # what the sleep alone would allow, all workers together
-
-
-class Delayed(pl.LightningModule):
-    """A small classifier, whose every mini-batch lasts as long as it is told."""
-
-    def __init__(self, work: Work, workers: int) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, work.width), nn.ReLU(), nn.Linear(work.width, 10))
-        self.work, self.workers = work, workers
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """The sleep is the device's time; the slow worker is the last."""
-        slow = self.trainer.global_rank == self.workers - 1
-        time.sleep(self.work.step_s * (self.work.slower if slow else 1.0))
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        """Adam."""
-        return torch.optim.Adam(self.parameters(), lr=1e-3)
-
-
-class Watch(pl.Callback):
-    """Notes in ``folder`` how long this worker trained, waited, and on how many samples."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.began = self.waited = self.samples = 0.0
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock, and listen to how long the server takes to answer."""
-        client = getattr(trainer.strategy, "client", None)
-        if client is not None:
-            ask = client._ask
-
-            def timed(*arguments: Any, **named: Any) -> Any:
-                asked = time.monotonic()
-                try:
-                    return ask(*arguments, **named)
-                finally:
-                    self.waited += time.monotonic() - asked
-
-            client._ask = timed
-        self.began = time.monotonic()
-        self.waited = 0.0
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
-    ) -> None:
-        """Count."""
-        self.samples += len(batch[0])
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """All have met at the end of the last epoch."""
-        notes = {"began": self.began, "ended": time.monotonic(), "samples": self.samples}
-        notes |= {"waited": self.waited, "known": hasattr(trainer.strategy, "client")}
-        path = Path(self.folder, f"{trainer.global_rank}.json")
-        path.write_text(json.dumps(notes))
-
-
-def measure(strategy: str, workers: int, work: Work) -> Measured:
-    """One run in processes of its own."""
-    torch.manual_seed(0)
-    n = work.samples(workers)
-    data = TensorDataset(torch.randn(n, 64), torch.randint(10, (n,)))
-    with tempfile.TemporaryDirectory() as folder:
-        row = compose_config([f"strategy={strategy}", f"run_dir={folder}"])
-        trainer = pl.Trainer(
-            strategy=instantiate(row.strategy, _convert_="all"),
-            accelerator="cpu",
-            devices=workers,
-            max_epochs=work.epochs,
-            callbacks=[Watch(folder)],
-            default_root_dir=folder,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
-        trainer.fit(Delayed(work, workers), DataLoader(data, work.batch_size, shuffle=True))
-        notes = [json.loads(Path(folder, f"{i}.json").read_text()) for i in range(workers)]
-    return _measured(strategy, work, notes, n * work.epochs)
-
-
-def _measured(
-    strategy: str, work: Work, notes: Sequence[dict[str, float]], counted: int
-) -> Measured:
-    """``counted``: samples that are in the result, each once, however often it was tried."""
-    took = max(x["ended"] for x in notes) - min(x["began"] for x in notes)
-    own = [x["samples"] / (x["ended"] - x["began"] - x["waited"]) for x in notes]
-    speed = counted / took
-    known = all(x["known"] for x in notes)
-    return Measured(
-        strategy=strategy,
-        workers=len(notes),
-        samples_per_s=speed,
-        ideal=sum(own) if known else None,
-        share=speed / sum(own) if known else None,
-        own=own,
-        waited=[x["waited"] / (x["ended"] - x["began"]) for x in notes],
-        samples=[x["samples"] for x in notes],
-        nominal=work.rate(len(notes)) * work.batch_size,
-    )
 
 
 def parse() -> argparse.Namespace:
@@ -282,7 +132,7 @@ def table(rows: Sequence[dict[str, Any]], given: argparse.Namespace) -> str:
     lines = [
         f"The last worker {given.slower:g} times slower (a mini-batch of {given.batch_size} lasts "
         f"{1000 * given.step_s:g} ms elsewhere), {given.epochs} epochs of {given.seconds:g} s, "
-        f"{given.repeats} alternating runs, {machine()}",
+        f"{given.repeats} alternating runs, {in_short(machine())}",
         "",
         "| workers | strategy | samples/s | ideal | of the ideal (range) | waiting, each worker |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -321,13 +171,6 @@ def draw(rows: Sequence[dict[str, Any]], given: argparse.Namespace) -> None:
     axes.set_title(f"One worker {given.slower:g} times slower", fontsize=11)
     axes.legend(frameon=False, ncols=len(given.strategies), loc="upper center", fontsize=8)
     figure.savefig(given.png, dpi=120)
-
-
-def machine() -> str:
-    """What it was measured on, and how busy that was."""
-    load = f"load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    cores = f"{os.cpu_count()} cores, {platform.machine()}"
-    return f"{cores}, torch {torch.__version__}, {load}, {date.today()}"
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import torch
 from benchmarks.frame import Frame
 from benchmarks.rows import Row, Skipped
 from benchmarks.runs import Job
-from hybridtrain.errors import UserError
 from hybridtrain.update.pool import Pool
 
 BYTES = {"copy": 8, "triad": 12, "update": 28}  # an element
@@ -33,12 +32,8 @@ def rows(frame: Frame) -> Iterator[Row | Skipped]:
         for kind in BYTES:
             work = f"{elements >> 20} Mi elements, {threads} core{'s' * (threads > 1)}"
             arguments = {"kind": kind, "elements": elements, "threads": threads}
-            try:
-                rate = frame.run(Job(kind, "benchmarks.bandwidth:bandwidth", arguments), work)
-            except UserError as error:
-                yield frame.skip(work, str(error))
-                continue
-            yield Row(frame.part, work, kind, float(rate), "GB/s")  # type: ignore[arg-type]
+            job = Job(kind, "benchmarks.bandwidth:bandwidth", arguments)
+            yield from frame.alone(work, job, "GB/s", per=1.0, repeats=1)
 
 
 def bandwidth(kind: str, elements: int, threads: int, tries: int = 7) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped, compare
 from benchmarks.runs import Job, RunFailed, Runner
@@ -45,7 +47,7 @@ class Frame:
         self.part, self.options = part, options
         self._runner = runner
 
-    def run(self, job: Job, work: str = "") -> object:
+    def run(self, job: Job, work: str = "") -> Any:
         """One run. Raises what :meth:`Runner.run` raises."""
         began = time.monotonic()
         found = self._runner.run(job)
@@ -87,6 +89,26 @@ class Frame:
                 continue
             names = (self.part, work, ours.label, job.label)
             yield compare(names, figures[ours.label], figures[job.label], unit, goal, note)
+
+    def alone(
+        self,
+        work: str,
+        job: Job,
+        unit: str = "ms",
+        per: float = 1e3,
+        note: str = "",
+        repeats: int | None = None,
+    ) -> Iterator[Row | Skipped]:
+        """A figure with nothing to compare it with: the median of the repeats."""
+        if not self.options.wants(work):
+            return
+        try:
+            times = range(repeats or self.options.repeats)
+            found = [per * float(self.run(job, work)) for _ in times]
+        except (UserError, RunFailed) as error:
+            yield self.skip(work, str(error))
+            return
+        yield Row(self.part, work, job.label, statistics.median(found), unit, note=note)
 
     def together(
         self,

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from benchmarks import straggler as core
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/straggler.py"
@@ -33,14 +34,14 @@ def note(began: float, ended: float, waited: float, samples: float) -> dict[str,
 def test_the_ideal_is_what_the_workers_would_do_if_they_never_waited(straggler: ModuleType) -> None:
     work = straggler.Work(0.1, 3.0, 10.0, 1, 10, 8)
     notes = [note(0.0, 10.0, 5.0, 500.0), note(0.0, 10.0, 0.0, 500.0)]
-    found = straggler._measured("hybrid", work, notes, 1000)
+    found = core.measured("hybrid", work, notes, 1000)
     assert (found.samples_per_s, found.ideal) == (100.0, 100.0 + 50.0)
     assert found.share == pytest.approx(2 / 3) and found.waited == [0.5, 0.0]
     assert found.nominal == pytest.approx(10 * (10 + 10 / 3))
-    wasted = straggler._measured("backup", work, notes, 750)
+    wasted = core.measured("backup", work, notes, 750)
     assert (wasted.samples_per_s, wasted.share) == (75.0, 0.5)
     silent = [{**each, "known": False} for each in notes]
-    assert straggler._measured("ddp", work, silent, 1000).share is None
+    assert core.measured("ddp", work, silent, 1000).share is None
 
 
 def test_medians_are_taken_run_by_run(straggler: ModuleType) -> None:

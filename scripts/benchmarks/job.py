@@ -1,0 +1,41 @@
+"""A whole task to a metric: from the command to its end, start and validation included.
+
+Training stops after the validation in which the metric is reached (``experiment=to_target``), so
+what counts is how fast it learns, not only how fast it steps. Ours waits for all, so it needs the
+same steps as ``ddp``; how many were needed is in the note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.command import one_run
+from benchmarks.frame import Frame
+from benchmarks.rows import NOTHING_ASKED, Row, Skipped
+from benchmarks.runs import Job
+
+TASKS = {
+    "digits to 97 % of the validation set": ["task=digits", "target.value=0.97"],
+    "speech (spoken digits) to 50 % of words wrong": ["task=speech", "target.value=0.5"],
+}
+
+
+def rows(frame: Frame) -> Iterator[Row | Skipped]:
+    """Each task under ``hybrid`` and ``async``, against ``ddp``."""
+    for work, overrides in list(TASKS.items())[: 1 if frame.options.quick else None]:
+        for ours in ("hybrid", "async")[: 1 if frame.options.quick else 2]:
+            against = [(_job("ddp", overrides), NOTHING_ASKED)]
+            yield from frame.alternate(
+                f"{work}, 2 workers", _job(ours, overrides), against, unit="s", per=1.0
+            )
+
+
+def _job(strategy: str, overrides: list[str]) -> Job:
+    common = ["experiment=to_target", "trainer.devices=2", "trainer.accelerator=cpu", "test=false"]
+    arguments = {"strategy": strategy, "overrides": [*overrides, *common]}
+    return Job(strategy, "benchmarks.job:seconds", arguments)
+
+
+def seconds(strategy: str, overrides: list[str]) -> float:
+    """A job: how long the command took."""
+    return one_run(strategy, overrides).took_s
