@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped, compare
@@ -59,36 +60,47 @@ class Frame:
     def alternate(
         self,
         work: str,
-        ours: Job,
+        ours: Job | Sequence[Job],
         against: Sequence[Against],
         unit: str = "ms/step",
         per: float = 1e3,
         note: str = "",
+        repeats: int | None = None,
     ) -> Iterator[Row | Skipped]:
-        """Ours and the baselines in turn, forwards and backwards; a row for each baseline.
+        """Ours and the baselines in turn, forwards and backwards; a row for each two of them.
 
         Args:
             unit: of the figures shown, which are ``per`` times those that the jobs return.
+            repeats: if not those of the command line.
         """
         if not self.options.wants(work):
             return
-        figures: dict[str, list[float]] = {}
-        jobs, skipped = [ours, *(job for job, _ in against)], {}
-        for repeat in range(self.options.repeats):
+        own = [ours] if isinstance(ours, Job) else list(ours)
+        jobs = [*own, *(job for job, _ in against)]
+        figures, failed = self._in_turn(work, jobs, per, repeats or self.options.repeats)
+        for one, (other, goal) in product(own, against):
+            reason = failed.get(one.label) or failed.get(other.label)
+            if reason is not None:
+                yield self.skip(f"{work}: {one.label} against {other.label}", reason)
+                continue
+            names = (self.part, work, one.label, other.label)
+            yield compare(names, figures[one.label], figures[other.label], unit, goal, note)
+
+    def _in_turn(
+        self, work: str, jobs: Sequence[Job], per: float, repeats: int
+    ) -> tuple[dict[str, list[float]], dict[str, str]]:
+        """By label: the figures, and why there are none."""
+        figures: dict[str, list[float]] = {job.label: [] for job in jobs}
+        failed: dict[str, str] = {}
+        for repeat in range(repeats):
             for job in jobs[:: 1 if repeat % 2 == 0 else -1]:
-                if job.label in skipped:
+                if job.label in failed:
                     continue
                 try:
-                    figures.setdefault(job.label, []).append(per * float(self.run(job, work)))
+                    figures[job.label].append(per * float(self.run(job, work)))
                 except (UserError, RunFailed) as error:
-                    skipped[job.label] = str(error)
-        for job, goal in against:
-            reason = skipped.get(ours.label) or skipped.get(job.label)
-            if reason is not None:
-                yield self.skip(f"{work}: {ours.label} against {job.label}", reason)
-                continue
-            names = (self.part, work, ours.label, job.label)
-            yield compare(names, figures[ours.label], figures[job.label], unit, goal, note)
+                    failed[job.label] = str(error)
+        return figures, failed
 
     def alone(
         self,

@@ -30,10 +30,11 @@ class Timer(pl.Callback):
     Args:
         first: what comes before is warm-up.
         last: the number of steps.
+        tells: whether this process is to; worker 0 of those that Lightning knows does.
     """
 
-    def __init__(self, first: int, last: int) -> None:
-        self.first, self.last = first, last
+    def __init__(self, first: int, last: int, tells: bool = True) -> None:
+        self.first, self.last, self.tells = first, last, tells
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
@@ -41,7 +42,7 @@ class Timer(pl.Callback):
         """After the last, write."""
         if i + 1 == self.first:
             self.began = time.perf_counter()
-        if i + 1 == self.last and trainer.global_rank == 0:
+        if i + 1 == self.last and trainer.global_rank == 0 and self.tells:
             note((time.perf_counter() - self.began) / (self.last - self.first))
 
 
@@ -65,19 +66,24 @@ def lightning(
 ) -> float:
     """Lightning's loop. ``strategy``: ``"single"``, ``"ddp"``, or a policy of ours."""
     steps = MODELS[model].steps(seconds)
-    trainer = pl.Trainer(
-        strategy=_strategy(strategy),
+    fitting = trainer(_strategy(strategy), workers, Timer(warm_up(steps), steps))
+    fitting.fit(Trained(model, fused), loader(model, steps, workers))
+    return noted()
+
+
+def trainer(strategy: Any, workers: int, *callbacks: pl.Callback) -> pl.Trainer:
+    """One epoch, and nothing that prints or writes."""
+    return pl.Trainer(
+        strategy=strategy,
         accelerator="cpu",
         devices=workers,
         max_epochs=1,
-        callbacks=[Timer(warm_up(steps), steps)],
+        callbacks=list(callbacks),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Trained(model, fused), loader(model, steps, workers))
-    return noted()
 
 
 def _strategy(name: str) -> Any:

@@ -69,7 +69,7 @@ class Model:
         high, shape = (SYMBOLS - 1, (n, LETTERS)) if speech else (CLASSES, (n,))
         return x, torch.randint(high, shape, generator=draw)
 
-    def steps(self, seconds: float, fewest: int = 12) -> int:
+    def steps(self, seconds: float, fewest: int = 10) -> int:
         """How many fill so much time, in the slowest way."""
         return max(fewest, round(seconds / self.step_s))
 
@@ -81,7 +81,7 @@ def speech(frames: int, batch_size: int, step_s: float) -> Model:
 
 
 MODELS = {
-    "mlp-100k": Model("MLP 100 k, batch 32", lambda: Mlp(64, 280, 2), (64,), 32, 0.004),
+    "mlp-100k": Model("MLP 100 k, batch 32", lambda: Mlp(64, 280, 2), (64,), 32, 0.003),
     "mlp-10m": Model("MLP 10.5 M, batch 32", lambda: Mlp(1024, 2048, 3), (1024,), 32, 0.080),
     "speech-short": speech(40, 2, 0.12),
     "speech-long": speech(100, 8, 0.7),

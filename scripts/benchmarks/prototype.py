@@ -2,8 +2,9 @@
 
 Parameters in shared memory, read in place; gradients copied to the worker's row as backward makes
 them; flags in shared memory to meet at; each worker merges and updates every other chunk of the
-flat buffers with the fused Adam kernel. No Lightning, no server, no messages, no look at whether
-the others live, at what the user has changed, or at whether a gradient is finite.
+flat buffers with the fused Adam kernel. No server, no messages, no look at whether the others live,
+at what the user has changed, or at whether a gradient is finite. ``prototype`` trains in a bare
+loop, ``in_lightning`` in Lightning's, which knows nothing of the other workers.
 
 Legend: P elements of the flat buffer, W workers.
 """
@@ -12,12 +13,17 @@ from __future__ import annotations
 
 import os
 import time
-from multiprocessing import Process, get_context
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import Any
 
+import numpy as np
 import torch
+from pytorch_lightning.strategies import SingleDeviceStrategy
 
-from benchmarks.loops import note, noted, warm_up
-from benchmarks.models import MODELS
+from benchmarks.loops import Timer, note, noted, trainer, warm_up
+from benchmarks.models import MODELS, Trained, loader
 from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.update.merge import merge
 from hybridtrain.worlds.child import die_with_parent, keep_freed_memory
@@ -26,16 +32,107 @@ _CHUNK = 1 << 16
 _F32 = torch.float32
 
 
+@dataclass
+class Path:
+    """One worker's side: what it shares with the others, and its step.
+
+    ``counts``: (W,) int32, shared, a cache line each. ``moments``: two of (P,), shared.
+    """
+
+    store: Store
+    moments: list[torch.Tensor]
+    counts: np.ndarray[Any, Any]
+    worker: int = 0
+    _turn: int = 0
+    _steps: int = 0
+    _scratch: torch.Tensor = field(default_factory=lambda: torch.empty(_CHUNK))
+
+    @classmethod
+    def of(cls, net: torch.nn.Module, workers: int) -> Path:
+        """Make what is shared, before the workers are forked."""
+        store = Store(Layout.of(net.named_parameters()), workers, private_parameters=False)
+        size = store.masters[_F32].numel()
+        moments = [Arena.create(4 * size).tensor(0, size, _F32) for _ in range(2)]
+        counts = Arena.create(64 * workers).tensor(0, 16 * workers, torch.int32)[::16]
+        return cls(store, moments, counts.numpy())
+
+    @torch.no_grad()
+    def move_in(self, net: torch.nn.Module, worker: int) -> None:
+        """Parameters become views of the masters; gradients go to the worker's row."""
+        self.worker = worker
+        for parameter, slot in zip(net.parameters(), self.store.layout.slots, strict=True):
+            view = self.store.master(slot)
+            if worker == 0:
+                view.copy_(parameter)
+            parameter.data = view
+            parameter.register_post_accumulate_grad_hook(_copier(self.store.gradient(worker, slot)))
+        self.meet()
+
+    def meet(self) -> None:
+        """All wait for all: everybody counts up and looks at the others, giving way meanwhile."""
+        self._turn += 1
+        self.counts[self.worker] = self._turn
+        while self.counts.min() < self._turn:
+            os.sched_yield()
+
+    def step(self) -> None:
+        """Once the row is full."""
+        self._steps += 1
+        self.meet()
+        self._update(torch.tensor(float(self._steps)))
+        self.meet()
+
+    @torch.no_grad()
+    def _update(self, step: torch.Tensor) -> None:
+        """This worker's chunks: the mean of the rows, and Adam."""
+        workers, masters = self.store.n_workers, self.store.masters[_F32]
+        rows, shares = [row[_F32] for row in self.store.gradients], [1.0 / workers] * workers
+        size = masters.numel()
+        chunk = min(_CHUNK, -(-size // workers // 16) * 16)
+        for start in range(self.worker * chunk, size, workers * chunk):
+            part = slice(start, min(start + chunk, size))
+            gradient = merge(
+                [row[part] for row in rows], shares, self._scratch[: len(masters[part])]
+            )
+            moments = [[moment[part]] for moment in self.moments]
+            torch._fused_adam_(
+                *([masters[part]], [gradient], *moments, [], [step]),
+                amsgrad=False,
+                lr=1e-4,
+                beta1=0.9,
+                beta2=0.999,
+                eps=1e-8,
+                weight_decay=0.0,
+                maximize=False,
+            )
+
+
+def _copier(row: torch.Tensor) -> Callable[[torch.Tensor], None]:
+    def copy(parameter: torch.Tensor) -> None:
+        row.copy_(parameter.grad)  # type: ignore[arg-type]
+
+    return copy
+
+
+# ---- jobs ---------------------------------------------------------------------------------------
+
+
 def prototype(model: str, workers: int, seconds: float) -> float:
-    """Seconds of a step."""
-    torch.manual_seed(0)
-    net = MODELS[model].make()
-    store = Store(Layout.of(net.named_parameters()), workers, private_parameters=False)
-    parent, flags = os.getpid(), Arena.create(64 * workers)
-    moments = [_shared(store) for _ in range(2)]
+    """Seconds of a step in a bare loop."""
+    return _forked(_bare, model, workers, seconds)
+
+
+def in_lightning(model: str, workers: int, seconds: float) -> float:
+    """Seconds of a step in Lightning's loop."""
+    return _forked(_lightning, model, workers, seconds)
+
+
+def _forked(body: Callable[..., None], model: str, workers: int, seconds: float) -> float:
+    module, parent = Trained(model, None), os.getpid()
+    path = Path.of(module, workers)
     context = get_context("fork")
-    processes: list[Process] = [
-        context.Process(target=_work, args=(w, parent, model, seconds, net, store, flags, moments))  # type: ignore[misc]
+    processes = [
+        context.Process(target=_worker, args=(parent, body, path, w, module, model, seconds))
         for w in range(workers)
     ]
     for process in processes:
@@ -45,30 +142,17 @@ def prototype(model: str, workers: int, seconds: float) -> float:
     return noted()
 
 
-def _shared(store: Store) -> torch.Tensor:
-    """Zeros in shared memory, (P,)."""
-    size = store.masters[_F32].numel()
-    return Arena.create(4 * size).tensor(0, size, _F32)
-
-
-def _work(
-    worker: int,
-    parent: int,
-    model: str,
-    seconds: float,
-    net: torch.nn.Module,
-    store: Store,
-    flags: Arena,
-    moments: list[torch.Tensor],
-) -> None:
+def _worker(parent: int, body: Callable[..., None], path: Path, worker: int, *rest: Any) -> None:
     die_with_parent(parent)
     keep_freed_memory()
     torch.set_flush_denormal(True)
-    spec = MODELS[model]
-    _move_in(net, store, worker)
-    count = flags.tensor(0, 16 * store.n_workers, torch.int32)[::16]  # (W,), a cache line each
-    meeting = _Meeting(count.numpy(), worker)
-    meeting.meet()
+    path.worker = worker
+    body(path, *rest)
+
+
+def _bare(path: Path, module: Trained, model: str, seconds: float) -> None:
+    spec, net = MODELS[model], module.net
+    path.move_in(module, path.worker)
     steps = spec.steps(seconds)
     first = warm_up(steps)
     x, y = spec.samples(8 * spec.batch_size)
@@ -77,67 +161,29 @@ def _work(
         if step == first:
             began = time.perf_counter()
         part = slice((step % 8) * spec.batch_size, (step % 8 + 1) * spec.batch_size)
-        net(x[part], y[part]).backward()
         for parameter in net.parameters():
             parameter.grad = None
-        meeting.meet()
-        _update(store, moments, worker, torch.tensor(float(step + 1)))
-        meeting.meet()
-    if worker == 0:
+        net(x[part], y[part]).backward()
+        path.step()
+    if path.worker == 0:
         note((time.perf_counter() - began) / (steps - first))
 
 
-@torch.no_grad()
-def _move_in(net: torch.nn.Module, store: Store, worker: int) -> None:
-    """Parameters become views of the masters; gradients go to the worker's row."""
-    for parameter, slot in zip(net.parameters(), store.layout.slots, strict=True):
-        view = store.master(slot)
-        if worker == 0:
-            view.copy_(parameter)
-        parameter.data = view
-        row = store.gradient(worker, slot)
-        parameter.register_post_accumulate_grad_hook(_copier(row))
+class _Bare(SingleDeviceStrategy):
+    """Lightning believes that it trains alone."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("cpu")
+        self.path = path
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **_: Any) -> Any:
+        output = closure()
+        self.path.step()
+        return output
 
 
-def _copier(row: torch.Tensor):  # type: ignore[no-untyped-def]
-    def copy(parameter: torch.Tensor) -> None:
-        row.copy_(parameter.grad)  # type: ignore[arg-type]
-
-    return copy
-
-
-class _Meeting:
-    """All wait for all: everybody counts up and looks at the others, giving way meanwhile."""
-
-    def __init__(self, counts, worker: int) -> None:  # type: ignore[no-untyped-def]
-        self._counts, self._worker, self._turn = counts, worker, 0
-
-    def meet(self) -> None:
-        self._turn += 1
-        self._counts[self._worker] = self._turn
-        while self._counts.min() < self._turn:
-            os.sched_yield()
-
-
-@torch.no_grad()
-def _update(store: Store, moments: list[torch.Tensor], worker: int, step: torch.Tensor) -> None:
-    """This worker's chunks: the mean of the rows, and Adam."""
-    workers = store.n_workers
-    masters, rows = store.masters[_F32], [row[_F32] for row in store.gradients]
-    scratch, share = torch.empty(_CHUNK), 1.0 / workers
-    size = masters.numel()
-    chunk = min(_CHUNK, -(-size // workers // 16) * 16)
-    for start in range(worker * chunk, size, workers * chunk):
-        part = slice(start, min(start + chunk, size))
-        own = [row[part] for row in rows]
-        gradient = merge(own, [share] * workers, scratch[: len(own[0])])
-        torch._fused_adam_(
-            *([masters[part]], [gradient], [moments[0][part]], [moments[1][part]], [], [step]),
-            amsgrad=False,
-            lr=1e-4,
-            beta1=0.9,
-            beta2=0.999,
-            weight_decay=0.0,
-            eps=1e-8,
-            maximize=False,
-        )
+def _lightning(path: Path, module: Trained, model: str, seconds: float) -> None:
+    path.move_in(module, path.worker)
+    steps = MODELS[model].steps(seconds)
+    timer = Timer(warm_up(steps), steps, tells=path.worker == 0)
+    trainer(_Bare(path), 1, timer).fit(module, loader(model, steps, 1))

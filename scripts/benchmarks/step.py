@@ -3,8 +3,8 @@
 Ours is a plain ``Adam`` under ``strategy="hybrid"``. Each worker computes with one thread; while
 all wait, the update uses the cores that they leave idle. The baselines: Lightning's ``ddp`` (gloo)
 with fused Adam, and with Adam as torch has it by default; DistributedDataParallel in a loop of
-one's own, with fused Adam; with one worker Lightning's single device; and the same path without
-Lightning and all that makes it safe (``prototype.py``).
+one's own, with fused Adam; with one worker Lightning's single device; and the same path without all that
+makes it safe, in Lightning's loop and in none (``prototype.py``).
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ def together(
     if all_ways:
         against.append((raw(frame, "ddp", "torch DDP, fused Adam", model, workers), NOTHING_ASKED))
         against.append((lightning(frame, "ddp", model, workers, None), NOTHING_ASKED))
-        against.append((raw(frame, "prototype", "the bare path", model, workers), _BARE))
+        bare = raw(frame, "in_lightning", "the bare path in Lightning's loop", model, workers)
+        against.append((bare, _BARE))
+        against.append((raw(frame, "prototype", "the bare path", model, workers), NOTHING_ASKED))
     work = f"{MODELS[model].about}, {workers} workers"
     yield from frame.alternate(work, lightning(frame, "hybrid", model, workers, None), against)
 
@@ -79,6 +81,6 @@ def lightning(frame: Frame, strategy: str, model: str, workers: int, fused: bool
 
 def raw(frame: Frame, way: str, label: str, model: str, workers: int) -> Job:
     """A run without Lightning."""
-    module = {"ddp": "loops", "prototype": "prototype"}[way]
+    module = "loops" if way == "ddp" else "prototype"
     arguments = {"model": model, "workers": workers, "seconds": frame.options.seconds}
     return Job(label, f"benchmarks.{module}:{way}", arguments)
