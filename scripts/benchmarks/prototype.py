@@ -91,9 +91,8 @@ class Path:
         chunk = min(_CHUNK, -(-size // workers // 16) * 16)
         for start in range(self.worker * chunk, size, workers * chunk):
             part = slice(start, min(start + chunk, size))
-            gradient = merge(
-                [row[part] for row in rows], shares, self._scratch[: len(masters[part])]
-            )
+            scratch = self._scratch[: part.stop - part.start]
+            gradient = merge([row[part] for row in rows], shares, scratch)
             moments = [[moment[part]] for moment in self.moments]
             torch._fused_adam_(
                 *([masters[part]], [gradient], *moments, [], [step]),

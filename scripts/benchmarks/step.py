@@ -3,8 +3,8 @@
 Ours is a plain ``Adam`` under ``strategy="hybrid"``. Each worker computes with one thread; while
 all wait, the update uses the cores that they leave idle. The baselines: Lightning's ``ddp`` (gloo)
 with fused Adam, and with Adam as torch has it by default; DistributedDataParallel in a loop of
-one's own, with fused Adam; with one worker Lightning's single device; and the same path without all that
-makes it safe, in Lightning's loop and in none (``prototype.py``).
+one's own, with fused Adam; with one worker Lightning's single device; and the same path as ours
+without all that makes it safe, in Lightning's loop and in none (``prototype.py``).
 """
 
 from __future__ import annotations
