@@ -8,8 +8,10 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
+from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.driven import Driven
-from hybridtrain.update.flat_adam import FlatAdam
+from hybridtrain.update.flat import FlatUpdate
+from hybridtrain.update.kernels import kernel_for
 from hybridtrain.update.kinds import calls_closure, needs_closure
 from hybridtrain.update.lent import LentOptimizer
 from hybridtrain.update.pool import Pool
@@ -57,8 +59,8 @@ def build_update(
             group["capturable"] = False  # a matter of CUDA graphs; here is host memory
     if store.lock_free and not needs_closure(optimizer):
         return LentOptimizer(optimizer, numbers, store)
-    if is_flat_adam(optimizer):
-        return FlatAdam(optimizer, numbers, store, pool)
+    if (kernel := kernel_for(optimizer)) is not None:
+        return FlatUpdate(optimizer, numbers, store, pool, kernel)
     if not calls_closure(optimizer):
         return WholeParameters(optimizer, numbers, store)
     if not store.private_parameters and not store.lock_free:
@@ -72,17 +74,13 @@ def build_update(
     return WholeParameters(optimizer, numbers, store)
 
 
-def is_flat_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is plain Adam or AdamW on float32, with no engine chosen by the user."""
-    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
-        return False
-    groups = optimizer.param_groups
-    same_amsgrad = len({bool(group["amsgrad"]) for group in groups}) == 1
-    return same_amsgrad and all(
-        not group.get("foreach")
-        and group.get("fused") is not False
-        and not group.get("capturable")
-        and not group.get("differentiable")
-        and all(p.dtype == torch.float32 for p in group["params"])
-        for group in groups
-    )
+def for_sparse(update: Update, contributions: Sequence[Contribution], store: Store) -> Update:
+    """The optimizer itself instead of the flat pass, once a sparse gradient has come.
+
+    The flat pass would have to make it dense.
+    """
+    if not isinstance(update, FlatUpdate) or not any(each.packed for each in contributions):
+        return update
+    optimizer, parameters = update.hand_over()
+    update.close()
+    return WholeParameters(optimizer, list(parameters), store)

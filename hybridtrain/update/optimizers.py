@@ -13,6 +13,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import Lent, Turn
 from hybridtrain.messages import Push
+from hybridtrain.update.build import for_sparse
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
 from hybridtrain.update.groups import Groups, Members
@@ -141,6 +142,8 @@ class Optimizers:
             contributions, rate = self._contributions(counted, update, held)
             if rate == 0.0:
                 return Stepped(())
+            if self._place is not None:
+                update = self._updates[number] = for_sparse(update, contributions, self._place[0])
             with self.late.watch(contributions, update.members):
                 again = update.step(contributions, clip, evaluation_of(counted), rate)
         turn = Turn(update.lent.edition) if isinstance(update, LentOptimizer) else None

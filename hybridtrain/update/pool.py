@@ -2,13 +2,18 @@
 
 Torch releases the interpreter lock inside its kernels, so Python threads are enough. Torch's own
 OpenMP threads are not used: the pools of several processes on one core spin against each other.
+Each thread takes the next task when it is done with its last, so one that wakes late, or shares its
+core with a worker, only does less.
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 
@@ -25,40 +30,86 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size = max(1, size)
-        self._helpers: ThreadPoolExecutor | None = None
+        self._helpers: list[_Helper] = []
+        weakref.finalize(self, _end, self._helpers)
 
     def map(self, function: Callable[[int, T], R], tasks: Sequence[T]) -> list[R]:
-        """The results in the order of the tasks. A single task never leaves this thread."""
-        lanes = min(self.size, len(tasks))
-        if lanes <= 1:
-            return [function(0, task) for task in tasks]
-        futures = [
-            self._executor().submit(_run_lane, function, lane, tasks[lane::lanes])
-            for lane in range(1, lanes)
-        ]
-        results: list[R | None] = [None] * len(tasks)
-        results[0::lanes] = _run_lane(function, 0, tasks[0::lanes])
-        for lane, future in enumerate(futures, start=1):
-            results[lane::lanes] = future.result()
-        return results  # type: ignore[return-value]
+        """The results in the order of the tasks. A single task never leaves this thread.
 
-    def _executor(self) -> ThreadPoolExecutor:
-        if self._helpers is None:
-            self._helpers = ThreadPoolExecutor(
-                self.size - 1,
-                "hybridtrain-update",
-                initializer=torch.set_num_threads,
-                initargs=(1,),
-            )
-        return self._helpers
+        Raises:
+            BaseException: what the first task that fails has raised, once none is under way.
+        """
+        helping = min(self.size, len(tasks)) - 1
+        if helping <= 0:
+            return [function(0, task) for task in tasks]
+        while len(self._helpers) < helping:
+            self._helpers.append(_Helper(len(self._helpers) + 1))
+        job = _Job(function, tasks)
+        for helper in self._helpers[:helping]:
+            helper.jobs.put(job)
+        with torch.no_grad():
+            job.work(0)
+        return job.results()
 
     def close(self) -> None:
         """End the threads."""
-        if self._helpers is not None:
-            self._helpers.shutdown()
-            self._helpers = None
+        for thread in _end(self._helpers):
+            thread.join()
 
 
-def _run_lane(function: Callable[[int, T], R], lane: int, tasks: Sequence[T]) -> list[R]:
-    with torch.no_grad():
-        return [function(lane, task) for task in tasks]
+def _end(helpers: list[_Helper]) -> list[threading.Thread]:
+    """Let them end when they have done what they have been given."""
+    for helper in helpers:
+        helper.jobs.put(None)
+    threads = [helper.thread for helper in helpers]
+    helpers.clear()
+    return threads
+
+
+class _Job:
+    """One call of ``map``; each lane takes tasks until there are no more."""
+
+    def __init__(self, function: Callable[[int, Any], Any], tasks: Sequence[Any]) -> None:
+        self._function, self._tasks = function, tasks
+        self._results: list[Any] = [None] * len(tasks)
+        self._errors: dict[int, BaseException] = {}
+        self._taken, self._ended = count(), count(1)  # the interpreter's lock makes them atomic
+        self._over = threading.Lock()
+        self._over.acquire()
+
+    def work(self, lane: int) -> None:
+        function, tasks, results = self._function, self._tasks, self._results
+        n_tasks = len(tasks)
+        while (number := next(self._taken)) < n_tasks:
+            try:
+                if not self._errors:
+                    results[number] = function(lane, tasks[number])
+            except BaseException as error:
+                self._errors[number] = error
+            if next(self._ended) == n_tasks:
+                self._over.release()
+
+    def results(self) -> list[Any]:
+        """Once the last task has ended."""
+        self._over.acquire()
+        if self._errors:
+            raise self._errors[min(self._errors)]
+        return self._results
+
+
+class _Helper:
+    """A thread that sleeps until there is a job; it ends with the process."""
+
+    def __init__(self, lane: int) -> None:
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._lane = lane
+        name = f"hybridtrain-update_{lane}"
+        self.thread = threading.Thread(target=self._live, name=name, daemon=True)
+        self.thread.start()
+
+    def _live(self) -> None:
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            while (job := self.jobs.get()) is not None:
+                job.work(self._lane)
+                del job  # its tasks may hold the memory of a run that is over

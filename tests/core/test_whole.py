@@ -22,23 +22,22 @@ SHAPES = [[(5, 7), (3,)], [(4, 6), ()]]
 THIRDS = (2 / 7, 1 / 7, 4 / 7)
 OPTIM = torch.optim
 
+# With ``foreach``: without, these are elementwise and run on flat memory (test_kernels.py).
 KINDS: dict[str, Kind] = {
-    "SGD": partial(OPTIM.SGD, lr=0.1),
-    "momentum": partial(OPTIM.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "nesterov": partial(OPTIM.SGD, lr=0.1, momentum=0.99, nesterov=True),
-    "maximize": partial(OPTIM.SGD, lr=0.1, momentum=0.5, dampening=0.1, maximize=True),
-    "fused SGD": partial(OPTIM.SGD, lr=0.1, momentum=0.9, fused=True),
-    "Adagrad": partial(OPTIM.Adagrad, lr=0.1, initial_accumulator_value=0.1),
-    "RMSprop": partial(OPTIM.RMSprop, lr=0.1, momentum=0.9, centered=True),
-    "NAdam": partial(OPTIM.NAdam, lr=0.1),
-    "RAdam": partial(OPTIM.RAdam, lr=0.1),
-    "Adadelta": OPTIM.Adadelta,
-    "Adamax": partial(OPTIM.Adamax, lr=0.1),
-    "ASGD": partial(OPTIM.ASGD, lr=0.1),
-    "Rprop": partial(OPTIM.Rprop, lr=0.1),
+    "SGD": partial(OPTIM.SGD, lr=0.1, foreach=True),
+    "momentum": partial(OPTIM.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, foreach=True),
+    "nesterov": partial(OPTIM.SGD, lr=0.1, momentum=0.99, nesterov=True, foreach=True),
+    "maximize": partial(
+        OPTIM.SGD, lr=0.1, momentum=0.5, dampening=0.1, maximize=True, foreach=True
+    ),
+    "Adagrad": partial(OPTIM.Adagrad, lr=0.1, initial_accumulator_value=0.1, foreach=True),
+    "RMSprop": partial(OPTIM.RMSprop, lr=0.1, momentum=0.9, centered=True, foreach=True),
+    "NAdam": partial(OPTIM.NAdam, lr=0.1, foreach=True),
+    "Adadelta": partial(OPTIM.Adadelta, foreach=True),
+    "ASGD": partial(OPTIM.ASGD, lr=0.1, foreach=True),
     "Adafactor": partial(OPTIM.Adafactor, lr=0.1),
     "foreach Adam": partial(OPTIM.Adam, lr=0.1, foreach=True),
-    "plain AdamW": partial(OPTIM.AdamW, lr=0.1, fused=False),
+    "foreach AdamW": partial(OPTIM.AdamW, lr=0.1, foreach=True),
 }
 
 

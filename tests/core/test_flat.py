@@ -1,4 +1,4 @@
-"""The flat pass is Adam: the same bits as torch's fused Adam on the mean gradient."""
+"""The flat pass, shown with Adam: the same bits as torch's on the mean gradient."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 from hybridtrain.memory import Layout, Store
 from hybridtrain.messages import Clip
-from hybridtrain.update import Contribution, build_update, flat_adam
-from hybridtrain.update.build import is_flat_adam
-from hybridtrain.update.flat_adam import FlatAdam
+from hybridtrain.update import Contribution, build_update
+from hybridtrain.update.flat import FlatUpdate
+from hybridtrain.update.kernels.fused import FusedAdam
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.whole import WholeParameters
 from tests.core.rows import Gradients, Pair, make_pair
@@ -40,7 +40,7 @@ def pair_of(
     **options: Any,
 ) -> Pair:
     pair = make_pair(partial(adam, kind=kind, **options), shapes, shares, lanes=lanes)
-    assert isinstance(pair.update, FlatAdam)
+    assert isinstance(pair.update, FlatUpdate)
     return pair
 
 
@@ -91,7 +91,7 @@ def test_what_a_parameter_becomes_does_not_depend_on_its_neighbours() -> None:
 def test_neither_chunks_nor_lanes_change_a_bit(
     monkeypatch: pytest.MonkeyPatch, chunk: int, lanes: int
 ) -> None:
-    monkeypatch.setattr(flat_adam, "CHUNK", chunk)
+    monkeypatch.setattr(FusedAdam, "chunk", chunk)
     pair = pair_of(shares=THIRDS, lanes=lanes)
     run(pair, steps=5)
     pair.assert_equal()
@@ -170,7 +170,7 @@ def test_a_resumed_run_goes_on_to_the_bit() -> None:
     resumed = adam([masters[:4], masters[4:]], amsgrad=True)
     resumed.load_state_dict(pair.optimizer.state_dict() | {"state": pair.update.state().parameters})
     pair.update = build_update(resumed, range(len(masters)), store, Pool(1))
-    assert isinstance(pair.update, FlatAdam)
+    assert isinstance(pair.update, FlatUpdate)
     run(pair, steps=5)
     pair.assert_equal()
 
@@ -222,7 +222,7 @@ def test_clipping_by_value_equals_torch_to_the_bit() -> None:
 def test_clipping_spans_chunks_and_leaves_out_what_is_absent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flat_adam, "CHUNK", 16)
+    monkeypatch.setattr(FusedAdam, "chunk", 16)
     pair, generator = pair_of(lanes=2), torch.Generator()
     pair.step(without(pair.gradients(generator), (0, 2), (1, 2)), Clip("norm", 0.1))
     pair.assert_equal(rtol=2e-6)
@@ -236,37 +236,6 @@ def test_clipping_no_gradient_at_all_is_no_error(algorithm: str) -> None:
         nothing = [Contribution(worker, 0.5, frozenset(range(6))) for worker in range(2)]
         pair.update.step(nothing, Clip(algorithm, 1.0))
     assert all(map(torch.equal, pair.masters(), before))
-
-
-# ---- for whom the flat pass is right ------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "dtype", "flat"),
-    [
-        ({}, torch.float32, True),
-        ({"fused": True}, torch.float32, True),
-        ({"fused": False}, torch.float32, False),
-        ({"foreach": True}, torch.float32, False),
-        ({"capturable": True}, torch.float32, False),
-        ({"differentiable": True}, torch.float32, False),
-        ({}, torch.float64, False),
-        ({}, torch.bfloat16, False),
-    ],
-)
-def test_an_engine_or_precision_of_the_users_choice_is_kept(
-    options: dict[str, Any], dtype: torch.dtype, flat: bool
-) -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3, dtype=dtype))
-    assert is_flat_adam(torch.optim.Adam([parameter], **options)) is flat
-
-
-def test_subclasses_of_adam_are_served_as_they_are() -> None:
-    class Own(torch.optim.Adam):
-        pass
-
-    assert not is_flat_adam(Own([torch.nn.Parameter(torch.zeros(1))]))
-    assert not is_flat_adam(torch.optim.NAdam([torch.nn.Parameter(torch.zeros(1))]))
 
 
 def test_a_frozen_parameter_between_two_groups_stays_what_it_is() -> None:

@@ -1,0 +1,254 @@
+"""Elementwise optimizers on flat memory: mean of the rows and update in one cache-sized pass.
+
+Per chunk: add the workers' rows into a scratch that stays in the cache, then let the optimizer's
+kernel (:mod:`hybridtrain.update.kernels`) step the chunk. Each byte of gradient, parameter and
+state crosses the memory bus once per update. Chunks are independent, so idle cores share them. The
+bits equal those of torch's optimizer on the mean gradient, except in the odd elements at a
+parameter's end (fewer than 16): torch steps those in a scalar loop that may round in another order,
+while here the padding makes a whole vector of them.
+
+What depends on who brings which gradient (chunks, their views) is planned once and kept, so that a
+step costs the same Python however many parameters there are.
+
+Legend: P elements of the buffer (padding included), n elements of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from hybridtrain.memory import Arena, Store
+from hybridtrain.memory.arena import align
+from hybridtrain.messages import Clip
+from hybridtrain.update.cohorts import Cohort, Cohorts, scalar
+from hybridtrain.update.contribution import Contribution
+from hybridtrain.update.evaluation import Evaluation
+from hybridtrain.update.groups import Groups, members_of, plain, slowed
+from hybridtrain.update.kernels import Figures, Kernel, StepChunk, scalar_dtype
+from hybridtrain.update.merge import merge
+from hybridtrain.update.plan import Absent, Chunk, Plan, make_plan, present_in, stretches
+from hybridtrain.update.pool import Pool
+from hybridtrain.update.saved import Saved
+from hybridtrain.update.update import clip_factor
+
+# gradient (n,), scratch (n,) -> what is to be stepped with
+Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+_PLANS = 16  # kept; where a net leaves out layers at random there is no end of them
+
+
+class FlatUpdate:
+    """One elementwise optimizer over one float32 buffer.
+
+    Args:
+        optimizer: the user's, over views of the masters, perhaps with state.
+        numbers: the slot number of each of its parameters, group by group.
+        store: the shared rows.
+        pool: who does the arithmetic.
+        kernel: what it does to a chunk.
+    """
+
+    under_way = False  # a step takes one round
+    news: Groups | None = None  # nor does it change hyper-parameters
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        numbers: Sequence[int],
+        store: Store,
+        pool: Pool,
+        kernel: Kernel,
+    ) -> None:
+        self.name = type(optimizer).__name__
+        self.members = members_of(optimizer, numbers)
+        self._optimizer = optimizer  # the state that it holds is of parameters that have left it
+        self._store, self._pool, self._numbers = store, pool, tuple(numbers)
+        self._kernel = kernel
+        self._groups = [dict(group) for group in plain(optimizer)]
+        self._plans: dict[Absent | None, Plan] = {}
+        self._scratch: list[dict[int, tuple[torch.Tensor, ...]]] = [{} for _ in range(pool.size)]
+        self._flats: dict[str, torch.Tensor] = {}  # (P,) each
+        self._make_flats()
+        self._cohorts = Cohorts(self._taken_over(optimizer))
+
+    def _make_flats(self) -> None:
+        """State for the whole buffer, (P,) each, as far as the groups need it now."""
+        needed = {name: None for group in self._groups for name in self._kernel.names(group)}
+        size = self._store.layout.sizes[torch.float32]
+        missing = [name for name in needed if name not in self._flats]
+        stride = align(size * 4)
+        arena = Arena.create(stride * len(missing)) if missing else None
+        for place, name in enumerate(missing):
+            assert arena is not None
+            self._flats[name] = arena.tensor(place * stride, size, torch.float32)
+
+    def _taken_over(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, Figures, bool]]:
+        """Move the state that the user's optimizer brings along (a resumed run) to its place."""
+        found: list[tuple[int, Figures, bool]] = []
+        dtype = scalar_dtype()
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                state = optimizer.state.pop(parameter, None) or {}
+                kept = {name: value for name, value in state.items() if value is not None}
+                for name in self._kernel.names(group):
+                    if name in kept:
+                        self._part(name, len(found)).copy_(kept[name])
+                names = self._kernel.figures
+                figures = {name: scalar(kept.get(name, 0.0), dtype) for name in names}
+                found.append((number, figures, bool(kept)))
+        return found
+
+    def _part(self, name: str, index: int) -> torch.Tensor:
+        """A parameter's own part of the state, in its shape."""
+        slot = self._store.layout.slots[self._numbers[index]]
+        return self._flats[name].as_strided(slot.shape, slot.stride, slot.offset)
+
+    # ---- one update -----------------------------------------------------------------------------
+
+    def step(
+        self,
+        contributions: Sequence[Contribution],
+        clip: Clip | None,
+        evaluation: Evaluation | None = None,
+        rate: float = 1.0,
+    ) -> None:
+        plan = self._plan([each.absent for each in contributions])
+        if not plan.chunks:
+            return
+        mean = _Mean([c.worker for c in contributions], [c.share for c in contributions])
+        transform = self._clipping(plan, mean, clip)
+        with slowed(self._groups, rate):
+            steps = [self._begin(cohort) for cohort in plan.cohorts]
+        work = partial(self._step_chunk, mean, transform, steps)
+        # The last chunks that a norm was taken of are still in the cache.
+        self._pool.map(work, plan.backwards if transform else plan.chunks)
+
+    def _begin(self, cohort: Cohort) -> StepChunk:
+        """Count its step; what is kept for it begins with the first."""
+        group, first = self._groups[cohort.group], not cohort.begun
+        if first:
+            for name, value in self._kernel.start(group).items():
+                if name in cohort.figures:
+                    cohort.figures[name].fill_(value)
+                else:
+                    for index in cohort.members:
+                        self._part(name, index).fill_(value)
+        cohort.begun = cohort.begun or self._kernel.keeps(group)
+        return self._kernel.prepare(group, cohort.figures, first)
+
+    def _step_chunk(
+        self,
+        mean: _Mean,
+        transform: Transform | None,
+        steps: Sequence[StepChunk],
+        lane: int,
+        chunk: Chunk,
+    ) -> None:
+        scratch = self._scratch_of(lane, chunk.size)
+        gradient = mean.of(chunk, scratch[0])
+        if transform is not None:
+            gradient = transform(gradient, scratch[0])
+        steps[chunk.cohort](chunk.parameter, gradient, chunk.state, scratch[1:])
+
+    def _scratch_of(self, lane: int, size: int) -> tuple[torch.Tensor, ...]:
+        """Temporaries of a lane, (n,) each; the first is for the merged gradient."""
+        known = self._scratch[lane]
+        if size not in known:
+            largest = known.get(0) or tuple(
+                [torch.empty(self._kernel.chunk) for _ in range(1 + self._kernel.scratch)]
+            )
+            known[0] = largest
+            known[size] = tuple([each[:size] for each in largest])
+        return known[size]
+
+    # ---- plans ----------------------------------------------------------------------------------
+
+    def _plan(self, absent: list[frozenset[int]]) -> Plan:
+        key = tuple(absent) if any(absent) else None
+        if (plan := self._plans.get(key)) is None:
+            plan = self._make_plan(key or ())
+            self._plans[key] = plan
+        return plan
+
+    def _make_plan(self, absent: tuple[frozenset[int], ...]) -> Plan:
+        present = [present_in(absent, number) for number in self._numbers]
+        moving = [index for index, some in enumerate(present) if some is None or some]
+        if self._cohorts.part(moving) or len(self._plans) >= _PLANS:
+            self._plans.clear()
+            self._scratch = [{} for _ in self._scratch]
+        places = [(self._numbers[i], self._cohorts.of[i], present[i]) for i in moving]
+        state = {
+            cohort: tuple([self._flats[n] for n in self._kernel.names(self._groups[cohort.group])])
+            for cohort in {self._cohorts.of[index] for index in moving}
+        }
+        pieces = list(stretches(places, self._store))
+        return make_plan(pieces, self._store, state, self._kernel.chunk)
+
+    # ---- clipping: the global norm needs all chunks before the first may be stepped -------------
+
+    def _clipping(self, plan: Plan, mean: _Mean, clip: Clip | None) -> Transform | None:
+        if clip is None:
+            return None
+        limit = clip.limit
+        if clip.algorithm == "value":
+            return lambda gradient, out: torch.clamp(gradient, -limit, limit, out=out)
+        partial_norms = self._pool.map(partial(self._norm, mean), plan.chunks)
+        factor = clip_factor(torch.linalg.vector_norm(torch.stack(partial_norms)), limit)
+        return None if factor == 1.0 else lambda gradient, out: torch.mul(gradient, factor, out=out)
+
+    def _norm(self, mean: _Mean, lane: int, chunk: Chunk) -> torch.Tensor:
+        return torch.linalg.vector_norm(mean.of(chunk, self._scratch_of(lane, chunk.size)[0]))
+
+    # ---- groups and state -----------------------------------------------------------------------
+
+    def set_groups(self, groups: Groups) -> None:
+        before = [self._kernel.names(group) for group in self._groups]
+        for own, new in zip(self._groups, groups, strict=True):
+            own.update(new)
+        if before != [self._kernel.names(group) for group in self._groups]:
+            self._make_flats()  # momentum where there was none
+            self._plans.clear()
+
+    def state(self) -> Saved:
+        states = {}
+        for index, cohort in enumerate(self._cohorts.of):
+            if cohort.begun:
+                kept = {name: figure.clone() for name, figure in cohort.figures.items()}
+                for name in self._kernel.names(self._groups[cohort.group]):
+                    kept[name] = self._part(name, index).clone()
+                states[self._numbers[index]] = kept
+        return Saved(states, groups=tuple(self._groups))
+
+    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        numbered = dict(zip(self._numbers, parameters, strict=True))
+        for number, state in self.state().parameters.items():
+            self._optimizer.state[numbered[number]] = state
+        for own, current in zip(self._optimizer.param_groups, self._groups, strict=True):
+            own.update(current)
+        return self._optimizer, numbered
+
+    def close(self) -> None:
+        """The state goes with the last reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """The mean gradient of these workers' rows, chunk by chunk."""
+
+    workers: list[int]
+    shares: list[float]
+
+    def of(self, chunk: Chunk, out: torch.Tensor) -> torch.Tensor:
+        """That of a chunk, (n,): in ``out``, or a lone row itself.
+
+        Those without a gradient count as zeros.
+        """
+        if chunk.present is None:
+            return merge([chunk.rows[worker] for worker in self.workers], self.shares, out)
+        rows = [chunk.rows[self.workers[place]] for place in chunk.present]
+        return merge(rows, [self.shares[place] for place in chunk.present], out)

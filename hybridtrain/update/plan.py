@@ -1,0 +1,106 @@
+"""The chunks of an update, cut once and kept: a step makes no tensor and looks at no parameter.
+
+Legend: P elements of the buffer (padding included), n elements of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridtrain.memory import Store
+from hybridtrain.memory.arena import ALIGNMENT_BYTES, align
+from hybridtrain.update.cohorts import Cohort
+
+_VECTOR = ALIGNMENT_BYTES // 4  # elements of a cache line
+
+Present = tuple[int, ...] | None  # which of the contributions count, by place; None: all
+Absent = tuple[frozenset[int], ...]  # of each contribution, slot numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Whole cache lines of one cohort, to which the same contributions count."""
+
+    cohort: Cohort
+    start: int
+    stop: int
+    present: Present
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one call of a kernel works on."""
+
+    cohort: int  # which one of the plan's
+    size: int  # n
+    parameter: torch.Tensor  # (n,) view of the masters
+    state: tuple[torch.Tensor, ...]  # (n,) each
+    rows: tuple[torch.Tensor, ...]  # of each worker, and the held one: (n,)
+    present: Present
+
+
+@dataclass(slots=True)
+class Plan:
+    """The cohorts that move, and their chunks."""
+
+    cohorts: list[Cohort] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    backwards: list[Chunk] = field(default_factory=list)
+
+
+def present_in(absent: Absent, number: int) -> Present:
+    """Which contributions bring a gradient of this parameter."""
+    found = tuple(place for place, without in enumerate(absent) if number not in without)
+    return None if len(found) == len(absent) else found
+
+
+def stretches(places: Iterable[tuple[int, Cohort, Present]], store: Store) -> Iterator[Stretch]:
+    """Join neighbours: the slot number, the cohort and the contributions of each parameter."""
+    last: Stretch | None = None
+    for number, cohort, present in places:
+        slot = store.layout.slots[number]
+        start, stop = slot.offset, slot.offset + align(slot.numel * 4) // 4
+        if last and (last.stop, last.cohort, last.present) == (start, cohort, present):
+            last = Stretch(cohort, last.start, stop, present)
+            continue
+        if last:
+            yield last
+        last = Stretch(cohort, start, stop, present)
+    if last:
+        yield last
+
+
+def cut(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
+    """Pieces of nearly equal size, at most ``chunk``, each a whole number of cache lines.
+
+    An even number of them, so that two threads end together, and independent of how many there
+    are, so that a norm is always summed alike. What is too small to share is left in one piece.
+    """
+    size = stop - start
+    pieces = 1 if size <= chunk // 4 else 2 * -(-size // (2 * chunk))
+    step = max(1, -(-size // (pieces * _VECTOR))) * _VECTOR
+    return [(at, min(at + step, stop)) for at in range(start, stop, step)]
+
+
+def make_plan(
+    pieces: Sequence[Stretch],
+    store: Store,
+    state: dict[Cohort, tuple[torch.Tensor, ...]],  # (P,) each
+    chunk: int,
+) -> Plan:
+    """Cut these stretches into chunks of at most so many elements."""
+    plan, dtype = Plan(), torch.float32
+    number: dict[Cohort, int] = {}
+    flats = [store.masters[dtype], *(row[dtype] for row in store.gradients)]
+    for stretch in pieces:
+        cohort = number.setdefault(stretch.cohort, len(number))
+        for start, stop in cut(stretch.start, stretch.stop, chunk):
+            own = tuple([flat[start:stop] for flat in state[stretch.cohort]])
+            parameter, *rows = [flat[start:stop] for flat in flats]
+            made = Chunk(cohort, stop - start, parameter, own, tuple(rows), stretch.present)
+            plan.chunks.append(made)
+    plan.cohorts, plan.backwards = list(number), plan.chunks[::-1]
+    return plan
