@@ -16,8 +16,10 @@ Legend: P elements of the buffer (padding included), n elements of a chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -38,6 +40,9 @@ from hybridtrain.update.update import clip_factor
 # gradient (n,), scratch (n,) -> what is to be stepped with
 Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+R = TypeVar("R")
+
+_ALONE = 256 * 1024  # elements that one thread steps as soon as two would
 _PLANS = 16  # kept; where a net leaves out layers at random there is no end of them
 
 
@@ -116,16 +121,23 @@ class FlatUpdate:
         evaluation: Evaluation | None = None,
         rate: float = 1.0,
     ) -> None:
+        assert not any(c.packed for c in contributions), "sparse gradients are not for here"
         plan = self._plan([each.absent for each in contributions])
         if not plan.chunks:
             return
         mean = _Mean([c.worker for c in contributions], [c.share for c in contributions])
         transform = self._clipping(plan, mean, clip)
-        with slowed(self._groups, rate):
+        with slowed(self._groups, rate) if rate != 1.0 else nullcontext():
             steps = [self._begin(cohort) for cohort in plan.cohorts]
         work = partial(self._step_chunk, mean, transform, steps)
         # The last chunks that a norm was taken of are still in the cache.
-        self._pool.map(work, plan.backwards if transform else plan.chunks)
+        self._map(plan, work, plan.backwards if transform else plan.chunks)
+
+    def _map(self, plan: Plan, work: Callable[[int, Chunk], R], chunks: list[Chunk]) -> list[R]:
+        """Waking a thread takes as long as stepping some ten thousand elements."""
+        if plan.size <= _ALONE:
+            return [work(0, chunk) for chunk in chunks]
+        return self._pool.map(work, chunks)
 
     def _begin(self, cohort: Cohort) -> StepChunk:
         """Count its step; what is kept for it begins with the first."""
@@ -196,7 +208,7 @@ class FlatUpdate:
         limit = clip.limit
         if clip.algorithm == "value":
             return lambda gradient, out: torch.clamp(gradient, -limit, limit, out=out)
-        partial_norms = self._pool.map(partial(self._norm, mean), plan.chunks)
+        partial_norms = self._map(plan, partial(self._norm, mean), plan.chunks)
         factor = clip_factor(torch.linalg.vector_norm(torch.stack(partial_norms)), limit)
         return None if factor == 1.0 else lambda gradient, out: torch.mul(gradient, factor, out=out)
 

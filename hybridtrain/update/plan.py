@@ -49,6 +49,7 @@ class Plan:
     cohorts: list[Cohort] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     backwards: list[Chunk] = field(default_factory=list)
+    size: int = 0  # elements of all chunks
 
 
 def present_in(absent: Absent, number: int) -> Present:
@@ -77,10 +78,10 @@ def cut(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
     """Pieces of nearly equal size, at most ``chunk``, each a whole number of cache lines.
 
     An even number of them, so that two threads end together, and independent of how many there
-    are, so that a norm is always summed alike. What is too small to share is left in one piece.
+    are, so that a norm is always summed alike.
     """
     size = stop - start
-    pieces = 1 if size <= chunk // 4 else 2 * -(-size // (2 * chunk))
+    pieces = 1 if size <= chunk else 2 * -(-size // (2 * chunk))
     step = max(1, -(-size // (pieces * _VECTOR))) * _VECTOR
     return [(at, min(at + step, stop)) for at in range(start, stop, step)]
 
@@ -103,4 +104,5 @@ def make_plan(
             made = Chunk(cohort, stop - start, parameter, own, tuple(rows), stretch.present)
             plan.chunks.append(made)
     plan.cohorts, plan.backwards = list(number), plan.chunks[::-1]
+    plan.size = sum(made.size for made in plan.chunks)
     return plan

@@ -11,9 +11,10 @@ import torch
 
 from hybridtrain.memory import Layout, Store
 from hybridtrain.messages import Clip
-from hybridtrain.update import Contribution, build_update
+from hybridtrain.update import Contribution, build_update, flat
 from hybridtrain.update.flat import FlatUpdate
 from hybridtrain.update.kernels.fused import FusedAdam
+from hybridtrain.update.plan import cut
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.whole import WholeParameters
 from tests.core.rows import Gradients, Pair, make_pair
@@ -92,6 +93,7 @@ def test_neither_chunks_nor_lanes_change_a_bit(
     monkeypatch: pytest.MonkeyPatch, chunk: int, lanes: int
 ) -> None:
     monkeypatch.setattr(FusedAdam, "chunk", chunk)
+    monkeypatch.setattr(flat, "_ALONE", 0)
     pair = pair_of(shares=THIRDS, lanes=lanes)
     run(pair, steps=5)
     pair.assert_equal()
@@ -203,6 +205,60 @@ def test_channels_last_parameters_keep_their_own_order_in_state() -> None:
     )
 
 
+# ---- what a step costs --------------------------------------------------------------------------
+
+
+def planned(pair: Pair) -> list[object]:
+    """The views that a step works on."""
+    assert isinstance(pair.update, FlatUpdate)
+    plans = pair.update._plans.values()
+    return [chunk.parameter for plan in plans for chunk in plan.chunks]
+
+
+def test_a_step_makes_no_plan_anew_whoever_contributes() -> None:
+    pair, generator = pair_of(shares=THIRDS), torch.Generator().manual_seed(0)
+    pair.step(pair.gradients(generator))
+    before = planned(pair)
+    with torch.no_grad():
+        for contributors in ((0,), (2, 1), (1, 2, 0)):
+            shares = [Contribution(worker, 1 / len(contributors)) for worker in contributors]
+            pair.update.step(shares, None)
+    assert len(before) == 2, "neighbours of one group are joined, across parameters"
+    assert all(a is b for a, b in zip(before, planned(pair), strict=True))
+
+
+def test_patterns_of_missing_gradients_that_come_again_are_planned_once() -> None:
+    pair, generator = pair_of(), torch.Generator().manual_seed(0)
+    for _ in range(2):  # the first time parameter 1 parts from its neighbours
+        pair.step(without(pair.gradients(generator), (0, 1), (1, 1)))
+        pair.step(pair.gradients(generator))
+    before = planned(pair)
+    for _ in range(3):
+        pair.step(without(pair.gradients(generator), (0, 1), (1, 1)))
+        pair.step(pair.gradients(generator))
+    assert all(a is b for a, b in zip(before, planned(pair), strict=True))
+    pair.assert_equal()
+
+
+def test_plans_of_ever_new_patterns_are_forgotten() -> None:
+    pair, generator = pair_of(), torch.Generator().manual_seed(0)
+    for step in range(40):
+        holes = [(worker, n) for n in range(6) for worker in range(2) if step >> n & 1]
+        pair.step(without(pair.gradients(generator), *holes))
+    assert isinstance(pair.update, FlatUpdate)
+    assert len(pair.update._plans) <= 16
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize(("size", "pieces"), [(16, 1), (64, 1), (80, 2), (128, 2), (192, 4)])
+def test_chunks_are_even_in_number_and_nearly_in_size(size: int, pieces: int) -> None:
+    found = cut(32, 32 + size, 64)
+    assert len(found) == pieces
+    assert [start for start, _ in found[1:]] == [stop for _, stop in found[:-1]]
+    assert (found[0][0], found[-1][1]) == (32, 32 + size)
+    assert all(0 < stop - start <= 64 and start % 16 == 0 for start, stop in found)
+
+
 # ---- clipping: on the mean, by whoever owns it --------------------------------------------------
 
 
@@ -223,6 +279,7 @@ def test_clipping_spans_chunks_and_leaves_out_what_is_absent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FusedAdam, "chunk", 16)
+    monkeypatch.setattr(flat, "_ALONE", 0)
     pair, generator = pair_of(lanes=2), torch.Generator()
     pair.step(without(pair.gradients(generator), (0, 2), (1, 2)), Clip("norm", 0.1))
     pair.assert_equal(rtol=2e-6)

@@ -14,6 +14,7 @@ from hybridtrain.memory import Layout, Store, pack, unpack
 from hybridtrain.messages import Average, Averaged, Clip, Push
 from hybridtrain.policies import OnArrival
 from hybridtrain.update import Contribution, build_update
+from hybridtrain.update.build import for_sparse
 from hybridtrain.update.kinds import takes_sparse
 from hybridtrain.update.merge import merge_mixed
 from hybridtrain.update.pool import Pool
@@ -230,8 +231,9 @@ def test_clipping_counts_what_is_not_there_as_zero(clip: Clip) -> None:
         packed = {0: pack(0, given, place)} if given.is_sparse else {}
         if not packed:
             place.copy_(given)
+        contributions = [Contribution(0, 1.0, packed=packed)]
         with torch.no_grad():
-            update.step([Contribution(0, 1.0, packed=packed)], clip)
+            for_sparse(update, contributions, store).step(contributions, clip)
         results.append(master.detach().clone())
     torch.testing.assert_close(results[0], results[1])
     assert results[0].abs().max() > 0.4
