@@ -1,10 +1,11 @@
 """The machine's own limit: how fast memory is read and written, by one core and by all.
 
-Two measures over arrays much larger than the last cache: *copy* (one read, one write) and *triad*
-(``a = b + s * c``, two reads, one write), as STREAM has them (McCalpin, 1995); the bytes a program
-asks for are counted, not those the cache fetches before it overwrites them. The third is the
-optimizer's own pattern: Adam reads gradient, parameter and two moments and writes three of them
-back, 28 bytes an element, in pieces small enough to be worked on in the cache.
+Over arrays much larger than the last cache: *copy* (one read, one write) and *triad*
+(``a = b + s * c``, two reads, one write), as STREAM has them (McCalpin, 1995); the bytes that a
+program asks for are counted, not those that the cache fetches before it overwrites them. *In place*
+(``a += b``, two reads, one write) has none of these, so it is the limit for what changes memory, as
+an optimizer does. *Update* is torch's fused Adam, which reads gradient, parameter and two moments
+and writes three of them back.
 """
 
 from __future__ import annotations
@@ -20,8 +21,7 @@ from benchmarks.rows import Row, Skipped
 from benchmarks.runs import Job
 from hybridtrain.update.pool import Pool
 
-BYTES = {"copy": 8, "triad": 12, "update": 28}  # an element
-_CHUNK = 1 << 16  # elements
+BYTES = {"copy": 8, "triad": 12, "in place": 12, "update": 28}  # an element
 
 
 def rows(frame: Frame) -> Iterator[Row | Skipped]:
@@ -40,7 +40,8 @@ def bandwidth(kind: str, elements: int, threads: int, tries: int = 7) -> float:
     """GB/s: the best of several passes, as what disturbs can only slow it down."""
     arrays = [torch.zeros(elements) for _ in range(4)]
     pool = Pool(threads)
-    parts = [slice(i, i + _CHUNK) for i in range(0, elements, _CHUNK)]
+    size = -(-elements // threads)  # each core has one stretch, so that no Python is in between
+    parts = [slice(i, i + size) for i in range(0, elements, size)]
     operation = _OPERATIONS[kind]
 
     def piece(lane: int, part: slice) -> None:
@@ -63,6 +64,10 @@ def _triad(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *_: torch.Tensor) 
     torch.add(b, c, alpha=3.0, out=a)
 
 
+def _in_place(a: torch.Tensor, b: torch.Tensor, *_: torch.Tensor) -> None:
+    a.add_(b)
+
+
 _STEP = torch.tensor(1.0)
 
 
@@ -79,4 +84,9 @@ def _update(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) 
     )
 
 
-_OPERATIONS: dict[str, Callable[..., None]] = {"copy": _copy, "triad": _triad, "update": _update}
+_OPERATIONS: dict[str, Callable[..., None]] = {
+    "copy": _copy,
+    "triad": _triad,
+    "in place": _in_place,
+    "update": _update,
+}

@@ -28,6 +28,7 @@ PARTS = {
     "bandwidth": Part(
         "bandwidth", "what the machine's memory gives: copy, triad, one and all cores"
     ),
+    "update": Part("update", "mean and Adam alone, against gloo, numba, DeepSpeed and the memory"),
     "step": Part(
         "step", "a whole training step inside Lightning, against ddp, raw DDP, one device"
     ),
