@@ -1,7 +1,7 @@
 """Ways to train a model, each a job: it returns the seconds of a step after the first ones.
 
 ``lightning``: Lightning's own loops under any strategy. ``ddp``: the loop one writes by hand around
-torch's DistributedDataParallel. ``prototype``: the same path as ours, bare.
+torch's DistributedDataParallel. ``hogwild``: torch's example of workers that never wait.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytorch_lightning as pl
 import torch
@@ -25,25 +25,28 @@ _FILE = "took.json"
 
 
 class Timer(pl.Callback):
-    """Worker 0 notes how long the steps took from the ``first`` one on.
+    """Worker 0 notes how long its steps took, from the ``first`` one on.
 
     Args:
         first: what comes before is warm-up.
-        last: the number of steps.
         tells: whether this process is to; worker 0 of those that Lightning knows does.
     """
 
-    def __init__(self, first: int, last: int, tells: bool = True) -> None:
-        self.first, self.last, self.tells = first, last, tells
+    def __init__(self, first: int, tells: bool = True) -> None:
+        self.first, self.tells, self.count = first, tells, 0
+        self.began = self.ended = 0.0
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
-    ) -> None:
-        """After the last, write."""
-        if i + 1 == self.first:
-            self.began = time.perf_counter()
-        if i + 1 == self.last and trainer.global_rank == 0 and self.tells:
-            note((time.perf_counter() - self.began) / (self.last - self.first))
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Look at the clock."""
+        self.count += 1
+        self.ended = time.perf_counter()
+        if self.count == self.first:
+            self.began = self.ended
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Workers that run freely have had as many steps as there was time for."""
+        if self.tells and trainer.global_rank == 0:
+            note((self.ended - self.began) / (self.count - self.first))
 
 
 def note(step_s: float) -> None:
@@ -66,7 +69,7 @@ def lightning(
 ) -> float:
     """Lightning's loop. ``strategy``: ``"single"``, ``"ddp"``, or a policy of ours."""
     steps = MODELS[model].steps(seconds)
-    fitting = trainer(_strategy(strategy), workers, Timer(warm_up(steps), steps))
+    fitting = trainer(_strategy(strategy), workers, Timer(warm_up(steps)))
     fitting.fit(Trained(model, fused), loader(model, steps, workers))
     return noted()
 
@@ -95,6 +98,14 @@ def _strategy(name: str) -> Any:
     return HybridStrategy(name, threads_per_worker=1)
 
 
+class Steps(Protocol):
+    """What the loop needs of an optimizer."""
+
+    def zero_grad(self) -> None: ...
+
+    def step(self) -> object: ...
+
+
 # ---- torch alone --------------------------------------------------------------------------------
 
 
@@ -110,10 +121,19 @@ def _rank(
 ) -> None:
     store = dist.FileStore(f"{folder}/store", workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
-    spec = MODELS[model]
     torch.manual_seed(0)
-    net = DistributedDataParallel(spec.make())
+    net = DistributedDataParallel(MODELS[model].make())
     optimizer = torch.optim.Adam(net.parameters(), lr=1e-4, fused=fused)
+    step_s = loop(net, optimizer, model, seconds)
+    if rank == 0:
+        note(step_s)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def loop(net: torch.nn.Module, optimizer: Steps, model: str, seconds: float) -> float:
+    """The loop one writes by hand; seconds of a step."""
+    spec = MODELS[model]
     steps = spec.steps(seconds)
     first = warm_up(steps)
     x, y = spec.samples(8 * spec.batch_size)
@@ -125,7 +145,23 @@ def _rank(
         optimizer.zero_grad()
         net(x[part], y[part]).backward()
         optimizer.step()
+    return (time.perf_counter() - began) / (steps - first)
+
+
+def hogwild(model: str, workers: int, seconds: float) -> float:
+    """The pattern of torch's ``examples/mnist_hogwild``: shared parameters, no lock, no waiting.
+
+    Each process has an optimizer of its own, with moments of its own.
+    """
+    net = MODELS[model].make().share_memory()
+    mp.start_processes(  # type: ignore[no-untyped-call]
+        _run_free, (net, model, seconds), nprocs=workers, start_method="fork"
+    )
+    return noted()
+
+
+def _run_free(rank: int, net: torch.nn.Module, model: str, seconds: float) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4, fused=True)
+    step_s = loop(net, optimizer, model, seconds)
     if rank == 0:
-        note((time.perf_counter() - began) / (steps - first))
-    dist.barrier()
-    dist.destroy_process_group()
+        note(step_s)

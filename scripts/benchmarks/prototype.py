@@ -12,7 +12,6 @@ Legend: P elements of the flat buffer, W workers.
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
-from benchmarks.loops import Timer, note, noted, trainer, warm_up
+from benchmarks.loops import Timer, loop, note, noted, trainer, warm_up
 from benchmarks.models import MODELS, Trained, loader
 from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.update.merge import merge
@@ -43,6 +42,7 @@ class Path:
     moments: list[torch.Tensor]
     counts: np.ndarray[Any, Any]
     worker: int = 0
+    parameters: list[torch.nn.Parameter] = field(default_factory=list)
     _turn: int = 0
     _steps: int = 0
     _scratch: torch.Tensor = field(default_factory=lambda: torch.empty(_CHUNK))
@@ -59,8 +59,8 @@ class Path:
     @torch.no_grad()
     def move_in(self, net: torch.nn.Module, worker: int) -> None:
         """Parameters become views of the masters; gradients go to the worker's row."""
-        self.worker = worker
-        for parameter, slot in zip(net.parameters(), self.store.layout.slots, strict=True):
+        self.worker, self.parameters = worker, list(net.parameters())
+        for parameter, slot in zip(self.parameters, self.store.layout.slots, strict=True):
             view = self.store.master(slot)
             if worker == 0:
                 view.copy_(parameter)
@@ -74,6 +74,11 @@ class Path:
         self.counts[self.worker] = self._turn
         while self.counts.min() < self._turn:
             os.sched_yield()
+
+    def zero_grad(self) -> None:
+        """As an optimizer does."""
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def step(self) -> None:
         """Once the row is full."""
@@ -150,22 +155,10 @@ def _worker(parent: int, body: Callable[..., None], path: Path, worker: int, *re
 
 
 def _bare(path: Path, module: Trained, model: str, seconds: float) -> None:
-    spec, net = MODELS[model], module.net
     path.move_in(module, path.worker)
-    steps = spec.steps(seconds)
-    first = warm_up(steps)
-    x, y = spec.samples(8 * spec.batch_size)
-    began = 0.0
-    for step in range(steps):
-        if step == first:
-            began = time.perf_counter()
-        part = slice((step % 8) * spec.batch_size, (step % 8 + 1) * spec.batch_size)
-        for parameter in net.parameters():
-            parameter.grad = None
-        net(x[part], y[part]).backward()
-        path.step()
+    step_s = loop(module.net, path, model, seconds)
     if path.worker == 0:
-        note((time.perf_counter() - began) / (steps - first))
+        note(step_s)
 
 
 class _Bare(SingleDeviceStrategy):
@@ -184,5 +177,5 @@ class _Bare(SingleDeviceStrategy):
 def _lightning(path: Path, module: Trained, model: str, seconds: float) -> None:
     path.move_in(module, path.worker)
     steps = MODELS[model].steps(seconds)
-    timer = Timer(warm_up(steps), steps, tells=path.worker == 0)
+    timer = Timer(warm_up(steps), tells=path.worker == 0)
     trainer(_Bare(path), 1, timer).fit(module, loader(model, steps, 1))

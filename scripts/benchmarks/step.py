@@ -39,6 +39,7 @@ def rows(frame: Frame) -> Iterator[Row | Skipped]:
             yield from together(frame, model, 4, four, all_ways=False)
         if mlp:
             yield from alone(frame, model)
+            yield from free(frame, model)
 
 
 def together(
@@ -66,6 +67,14 @@ def alone(frame: Frame, model: str) -> Iterator[Row | Skipped]:
     yield from frame.alternate(work, lightning(frame, "hybrid", model, 1, None), against)
 
 
+def free(frame: Frame, model: str) -> Iterator[Row | Skipped]:
+    """Workers that do not wait, against the pattern that is copied for it."""
+    work = f"{MODELS[model].about}, 2 workers that do not wait"
+    ours = [lightning(frame, name, model, 2, None) for name in ("hogwild", "async")]
+    pattern = raw(frame, "hogwild", "mnist_hogwild pattern, fused Adam", model, 2)
+    yield from frame.alternate(work, ours, [(pattern, NOTHING_ASKED)])
+
+
 _NAMES = {"ddp": "Lightning ddp", "single": "Lightning, single device"}
 
 
@@ -81,6 +90,6 @@ def lightning(frame: Frame, strategy: str, model: str, workers: int, fused: bool
 
 def raw(frame: Frame, way: str, label: str, model: str, workers: int) -> Job:
     """A run without Lightning."""
-    module = "loops" if way == "ddp" else "prototype"
+    module = "loops" if way in ("ddp", "hogwild") else "prototype"
     arguments = {"model": model, "workers": workers, "seconds": frame.options.seconds}
     return Job(label, f"benchmarks.{module}:{way}", arguments)
