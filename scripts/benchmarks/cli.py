@@ -56,7 +56,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="a smoke test: small, once, no verdict"
     )
     parser.add_argument("--only", default="", metavar="WORDS", help="works that name these")
-    parser.add_argument("--out", metavar="DIR", help="write DATE.json and DATE.png there")
+    parser.add_argument("--out", metavar="DIR", help="write DATE.json, .md and .png there")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
     parser.add_argument("--compare", metavar="OLD.json", help="show what has changed since")
     given = parser.parse_args(arguments)
@@ -154,6 +154,7 @@ def write(given: argparse.Namespace, content: dict[str, Any], rows: list[Row | S
     if given.out:
         stem = Path(given.out, content["machine"]["date"])
         stem.with_suffix(".json").write_text(text)
+        stem.with_suffix(".md").write_text(table(rows, in_short(content["machine"])) + "\n")
         from benchmarks.plot import draw
 
         draw(rows, in_short(content["machine"]), stem.with_suffix(".png"))
