@@ -123,7 +123,7 @@ def _rank(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
     torch.manual_seed(0)
     net = DistributedDataParallel(MODELS[model].make())
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4, fused=fused)
+    optimizer = MODELS[model].optimizer(net, fused)
     step_s = loop(net, optimizer, model, seconds)
     if rank == 0:
         note(step_s)
@@ -161,7 +161,7 @@ def hogwild(model: str, workers: int, seconds: float) -> float:
 
 
 def _run_free(rank: int, net: torch.nn.Module, model: str, seconds: float) -> None:
-    optimizer = torch.optim.Adam(net.parameters(), lr=1e-4, fused=True)
+    optimizer = MODELS[model].optimizer(net, True)
     step_s = loop(net, optimizer, model, seconds)
     if rank == 0:
         note(step_s)

@@ -51,23 +51,49 @@ class Speech(nn.Module):
         return ctc_loss(scores, y, lengths, torch.full((len(x),), LETTERS), blank=SYMBOLS - 1)
 
 
+class Bag(nn.Module):
+    """The mean of the embeddings of a sample's ids, whose gradient is sparse; squared error."""
+
+    def __init__(self, ids: int, width: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ids, width, sparse=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss of ids (B, n) and labels (B,)."""
+        return (self.table(x).mean(1) - y[:, None].float()).square().mean()
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
-    """``step_s``: about how long a step of the slowest way takes on 2 cores: for their number."""
+    """What is trained.
+
+    ``step_s``: about how long a step of the slowest way takes on 2 cores: for their number.
+    ``ids``: samples are so many different numbers; their gradients are sparse, and so is Adam.
+    """
 
     about: str
     make: Callable[[], nn.Module]
     features: tuple[int, ...]  # the shape of a sample
     batch_size: int
     step_s: float
+    ids: int = 0
 
     def samples(self, n: int) -> tuple[Tensor, Tensor]:
         """Random features (n, ...) and labels, the same in every run."""
         draw = torch.Generator().manual_seed(1)
+        if self.ids:
+            x = torch.randint(self.ids, (n, *self.features), generator=draw)
+            return x, torch.randint(CLASSES, (n,), generator=draw)
         x = torch.randn(n, *self.features, generator=draw)
         speech = len(self.features) > 1
         high, shape = (SYMBOLS - 1, (n, LETTERS)) if speech else (CLASSES, (n,))
         return x, torch.randint(high, shape, generator=draw)
+
+    def optimizer(self, net: nn.Module, fused: bool | None) -> torch.optim.Optimizer:
+        """Adam; ``fused`` is its argument, ``None`` what a user gets who says nothing."""
+        if self.ids:
+            return torch.optim.SparseAdam(net.parameters(), lr=1e-4)
+        return torch.optim.Adam(net.parameters(), lr=1e-4, fused=fused)
 
     def steps(self, seconds: float, fewest: int = 10) -> int:
         """How many fill so much time, in the slowest way."""
@@ -85,6 +111,18 @@ MODELS = {
     "mlp-10m": Model("MLP 10.5 M, batch 32", lambda: Mlp(1024, 2048, 3), (1024,), 32, 0.080),
     "speech-short": speech(40, 2, 0.12),
     "speech-long": speech(100, 8, 0.7),
+    "embedding": Model(
+        "embedding 1 M × 64, 1,000 rows a worker",
+        lambda: Bag(1_000_000, 64),
+        *((32,), 32, 0.012),
+        ids=1_000_000,
+    ),
+    "embedding-small": Model(
+        "embedding 10 k × 16, 1,000 rows a worker",
+        lambda: Bag(10_000, 16),
+        *((32,), 32, 0.012),
+        ids=10_000,
+    ),
     "tiny": Model("MLP 3 k, batch 32", lambda: Mlp(16, 48, 2), (16,), 32, 0.003),
 }
 
@@ -94,20 +132,20 @@ class Trained(pl.LightningModule):
 
     Args:
         model: a key of :data:`MODELS`.
-        fused: Adam's argument; ``None`` is what a user gets who says nothing.
+        fused: see :meth:`Model.optimizer`.
     """
 
     def __init__(self, model: str, fused: bool | None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.net = MODELS[model].make()
-        self.fused = fused
+        self.model, self.fused = model, fused
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.net(*batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=1e-4, fused=self.fused)
+        return MODELS[self.model].optimizer(self, self.fused)
 
 
 class InMemory(Dataset[Any]):

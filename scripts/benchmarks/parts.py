@@ -35,5 +35,6 @@ PARTS = {
     "job": Part("job", "a whole task, from the command to a metric, against ddp"),
     "straggler": Part("straggler", "one of 2 workers 3 times slower: waiting for all against not"),
     "scaling": Part("scaling", "an exchange and update of 1e4 to 1e8 parameters, 1 to 8 workers"),
+    "sparse": Part("sparse", "an embedding of a million rows with sparse gradients, against ddp"),
     "startup": Part("startup", "from the command to the first step, 4 workers, against ddp"),
 }

@@ -81,7 +81,9 @@ _NAMES = {"ddp": "Lightning ddp", "single": "Lightning, single device"}
 def lightning(frame: Frame, strategy: str, model: str, workers: int, fused: bool | None) -> Job:
     """A run of Lightning's loop."""
     label = strategy
-    if strategy in _NAMES:
+    if strategy in _NAMES and MODELS[model].ids:
+        label = f"{_NAMES[strategy]}, SparseAdam"
+    elif strategy in _NAMES:
         label = _NAMES[strategy] + (", fused Adam" if fused else ", Adam by default")
     arguments = {"model": model, "strategy": strategy, "workers": workers, "fused": fused}
     seconds = {"seconds": frame.options.seconds}

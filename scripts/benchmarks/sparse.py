@@ -1,0 +1,27 @@
+"""Sparse gradients: an embedding of which a mini-batch touches one row in a thousand.
+
+``SparseAdam`` under ``strategy="hybrid"``, against Lightning's ``ddp`` and DistributedDataParallel
+in a loop of one's own, both over gloo, whose all-reduce takes sparse tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.frame import Frame
+from benchmarks.models import MODELS
+from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
+from benchmarks.step import lightning, raw
+
+
+def rows(frame: Frame) -> Iterator[Row | Skipped]:
+    """Workers that wait, and workers that do not."""
+    model = "embedding-small" if frame.options.quick else "embedding"
+    work = f"{MODELS[model].about}, 2 workers"
+    ddp = lightning(frame, "ddp", model, 2, None)
+    own_loop = raw(frame, "ddp", "torch DDP, SparseAdam", model, 2)
+    against = [(ddp, Goal(6, 10)), (own_loop, NOTHING_ASKED)][: 1 if frame.options.quick else 2]
+    yield from frame.alternate(work, lightning(frame, "hybrid", model, 2, None), against)
+    if not frame.options.quick:
+        free = lightning(frame, "async", model, 2, None)
+        yield from frame.alternate(f"{work} that do not wait", free, [(ddp, NOTHING_ASKED)])
