@@ -27,6 +27,7 @@ class Exchange(Protocol):
     """The worker's side of one optimizer step."""
 
     packed: tuple[Packed, ...]  # the sparse gradients that were collected last
+    adding: bool  # what backward makes only adds up: nothing is to leave yet
 
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Bring these parameters' gradients to the row; returns the numbers that have none."""
@@ -53,6 +54,10 @@ class Exchange(Protocol):
 
     def refresh(self) -> None:
         """The masters have moved: bring what follows up to date. Comes after ``writes``."""
+        ...
+
+    def close(self) -> None:
+        """There will be no further step."""
         ...
 
 
@@ -104,6 +109,7 @@ class HostExchange:
         self._copied: set[int] = set()
         self._sparse: set[int] = set()
         self.packed: tuple[Packed, ...] = ()
+        self.adding = False
         self._eager = eager
         self._watched: set[int] = set()
         for number in range(len(slots)):
@@ -117,7 +123,7 @@ class HostExchange:
 
         def copy(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            if not parameter.grad.is_sparse:
+            if not self.adding and not parameter.grad.is_sparse:
                 row.copy_(parameter.grad)
                 copied.add(number)
 
@@ -132,7 +138,7 @@ class HostExchange:
             elif gradient.is_sparse and number in self._sparse:
                 packed.append(pack(number, gradient.detach().coalesce(), row))
             elif gradient.is_sparse:
-                row.zero_().add_(gradient)
+                row.copy_(gradient.to_dense())
             elif number not in self._copied or has_later_hooks(self._parameters[number]):
                 rows.append(row)
                 gradients.append(gradient)
@@ -179,3 +185,6 @@ class HostExchange:
 
     def refresh(self) -> None:
         self._window.refresh(self._following)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hybridtrain.arrivals import Arrived
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import Borrow, Lent, Turn
 from hybridtrain.memory.packed import Packed
@@ -204,7 +205,7 @@ class Described:
     said: Mapping[str, Any]
 
 
-Note = Paused | Resumed | Stopped | Described
+Note = Paused | Resumed | Stopped | Described | Arrived
 
 # ---- replies ------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
+from hybridtrain.arrivals import Arrived
 from hybridtrain.batch_queue import BatchQueue
 from hybridtrain.complaints import missed, stuck
 from hybridtrain.errors import UserError
@@ -52,7 +53,7 @@ from hybridtrain.messages import (
 )
 from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies, Rounds
-from hybridtrain.sharing import lend, shared_store
+from hybridtrain.sharing import lend, no_snapshot, shared_store
 from hybridtrain.update import OptimizerFailed, Optimizers, load_updates
 from hybridtrain.update.corrections import Correction
 from hybridtrain.update.late import LateGradients
@@ -134,6 +135,8 @@ class Server:
                 self.ledger.resume()
             case Stopped():
                 return self._stop_waiting_for(worker)
+            case Arrived() if not self._rounds.broken:
+                return self._guarded([], lambda: self._rounds.optimizers.arrived(worker, note))
         return []
 
     def finished(self, worker: int) -> Replies:
@@ -198,15 +201,12 @@ class Server:
             return self._refuse(workers, str(error))
 
     def _snapshot(self, worker: int, refresh: bool) -> Replies:
-        if self.failure is not None:
-            reason = f"an optimizer failed half-way through its step: {self.failure}"
+        optimizers = self._rounds.optimizers
+        if (reason := no_snapshot(self.failure, optimizers)) is not None:
             return [(worker, Refused(reason))]
-        if self._rounds.optimizers.under_way is not None:
-            return [(worker, Refused("an optimizer is in the middle of its step"))]
         if refresh:
             self._rounds.refresh(worker)
-        state = self._rounds.optimizers.dump()
-        return [(worker, State(state, self.ledger.version, self._queue.unseen()))]
+        return [(worker, State(optimizers.dump(), self.ledger.version, self._queue.unseen()))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
         """These workers and all who wait must end, with this reason."""
@@ -256,8 +256,7 @@ class Server:
         raise AssertionError(requests[0])
 
     def _share(self, shares: dict[int, Share]) -> Shared:
-        store = shared_store(shares, self.ledger.n_workers, self.regime)
-        self._rounds.store = store
+        self._rounds.store = store = shared_store(shares, self.ledger.n_workers, self.regime)
         return Shared(store.arena.n_bytes)
 
     def _install(self, workers: list[int], install: Install) -> Done:

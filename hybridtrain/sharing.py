@@ -42,3 +42,12 @@ def lend(store: Store | None, optimizers: Optimizers, request: Borrow) -> Lent |
     if request.arena is None:
         return optimizers.lent(request.optimizer)
     return Shared(store.lending.arenas[request.arena].n_bytes, request.arena)
+
+
+def no_snapshot(failure: BaseException | None, optimizers: Optimizers) -> str | None:
+    """Why the parameters and states are not those of any version, if so."""
+    if failure is not None:
+        return f"an optimizer failed half-way through its step: {failure}"
+    if optimizers.under_way is not None or optimizers.early.stepped:
+        return "an optimizer is in the middle of its step"
+    return None

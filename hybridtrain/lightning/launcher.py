@@ -76,6 +76,7 @@ class HybridLauncher(_Launcher):
         check_correction(strategy.correction, strategy.regime, strategy.policy)
         if strategy.regime.lock_free:
             check_lock_free(trainer, strategy.world_size, strategy.correction)
+        strategy.transport.check(strategy, trainer, strategy.regime)
         strategy.data_options.check_workers(strategy.world_size)
         check_parameters(trainer.lightning_module)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()

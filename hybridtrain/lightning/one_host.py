@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 
 
@@ -34,6 +35,8 @@ class OneHost:
     strategy_name: str
     _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
     _lightning_module = TakesCompiled()
+    _client: Client | None = None  # of a worker
+    _final_stats: dict[str, Any] | None = None
 
     @property
     @abstractmethod
@@ -83,3 +86,15 @@ class OneHost:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    # ---- figures --------------------------------------------------------------------------------
+
+    def run_stats(self) -> dict[str, Any]:
+        """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run."""
+        if self._client is not None:
+            return self._client.stats()
+        return self._final_stats or {}
+
+    def remember_stats(self, stats: dict[str, Any]) -> None:
+        """The launcher's last word on a run."""
+        self._final_stats = stats

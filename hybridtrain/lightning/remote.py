@@ -80,6 +80,11 @@ class RemoteStep:
         self.pushed = False  # since the mini-batch began
         self.count = 0  # pushes so far
 
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that the server knows of, group by group."""
+        return self._parameters
+
     def __call__(self, closure: Closure | None = None) -> Any:
         """Run the closure, push, wait for the release; with the optimizer's own step hooks."""
         optimizer: Any = self._optimizer
@@ -109,7 +114,7 @@ class RemoteStep:
             self.number,
             weight,
             absent,
-            self._changed_groups(whole=members is not None),
+            self.changed_groups(whole=members is not None),
             self.clip,
             self.averaged,
             samples=self.samples if weight > 0 else 0.0,
@@ -191,7 +196,8 @@ class RemoteStep:
         self._exchange.admit(self.numbers, takes_sparse(self._optimizer))
         return members_of(self._optimizer, self.numbers)
 
-    def _changed_groups(self, whole: bool) -> Groups | None:
+    def changed_groups(self, whole: bool) -> Groups | None:
+        """The hyper-parameters that have changed since they were sent; they count as sent now."""
         groups = plain(self._optimizer)
         changed = groups if whole else differences(self._sent, groups)
         self._sent = groups

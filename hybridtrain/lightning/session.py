@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.client import Client
-from hybridtrain.exchange_cuda import open_exchange
+from hybridtrain.exchange_cuda import CudaExchange, open_exchange
 from hybridtrain.finite import FiniteCheck
 from hybridtrain.lightning.accumulation import Accumulation
 from hybridtrain.lightning.buffers import SharedBuffers, room_for, shared
@@ -21,6 +21,7 @@ from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
 from hybridtrain.lightning.in_place import InPlace
 from hybridtrain.lightning.looking import gradients_are_final
+from hybridtrain.lightning.overlap import Overlap
 from hybridtrain.lightning.parameters import (
     dumped,
     ordered_parameters,
@@ -29,6 +30,7 @@ from hybridtrain.lightning.parameters import (
 )
 from hybridtrain.lightning.progress import set_global_step
 from hybridtrain.lightning.remote import RemoteStep
+from hybridtrain.lightning.transport import Transport
 from hybridtrain.memory import Layout, unpack
 from hybridtrain.policies import Regime
 from hybridtrain.sharing import made_store
@@ -44,6 +46,7 @@ class Session:
         optimizers: as configured by the user.
         regime: what the policy lets everybody rely on.
         on_fault: what to do where there is no contribution to make.
+        transport: how gradients and parameters travel.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Session:
         optimizers: Sequence[torch.optim.Optimizer],
         regime: Regime,
         on_fault: OnFault,
+        transport: Transport,
     ) -> None:
         self._client, self._module, self._optimizers = client, module, list(optimizers)
         check_parameters(module)  # again: configure_model may have made some
@@ -61,11 +65,12 @@ class Session:
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
         self._regime, private = regime, not regime.lockstep
         buffers = [] if private or client.n_workers == 1 else shared(module)
-        layout = Layout.of(named, room_for(buffers))
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
         # Without a lock a worker's own gradient is what counts, as it is when the optimizer steps.
         self.final = not regime.lock_free and gradients_are_final(module.trainer)
         self.averages = not self.final and regime.lockstep and client.n_workers > 1
+        narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
+        layout = Layout.of(named, room_for(buffers), narrow)
         arena = client.share(layout, self.averages)
         self._store = made_store(layout, client.n_workers, regime, self.averages, arena)
         self._publish()
@@ -77,6 +82,9 @@ class Session:
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
         check = FiniteCheck(self._store, client.worker)
         self.guard = Guard(on_fault, check, layout, module.trainer)
+        self._overlap: Overlap | None = None
+        if transport.overlap and isinstance(self._exchange, CudaExchange):
+            self._overlap = Overlap(self._exchange, client, check, self.guard, module)
         self._batch = Accumulation()
         self.steps: list[RemoteStep] = []
 
@@ -101,6 +109,8 @@ class Session:
         self._exchange.refresh()
         self._exchange.follow(n for each in numbers for n in each)
         self._exchange.keep_sparse(sparse_numbers(self._optimizers, numbers))
+        if self._overlap is not None:
+            self._overlap.begin()
 
     def _hand_over(self, version: int) -> list[tuple[int, ...]]:
         """Put remote controls into the optimizers; returns their slot numbers.
@@ -141,6 +151,9 @@ class Session:
         """Training is over: Lightning will move states to the CPU, which lie there already."""
         for step in self.steps:
             step.state.close()
+        if self._overlap is not None:
+            self._overlap.close()
+        self._exchange.close()
 
     def _replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The user has put other optimizers into the trainer, in the same step of all workers."""
@@ -269,6 +282,9 @@ class Session:
         """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
         for step in self.steps if self._regime.watches_loss else ():
             step.loss = loss.detach()
+        self._exchange.adding = adding = self.accumulates()
+        if self._overlap is not None:
+            self._overlap.begin_backward(self.steps, self.final and not adding)
         try:
             return run()
         except Exception as error:

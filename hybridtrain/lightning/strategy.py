@@ -35,6 +35,7 @@ from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.progress import UpdateCount, precede
 from hybridtrain.lightning.recording import Recording
 from hybridtrain.lightning.session import Session
+from hybridtrain.lightning.transport import Transport
 from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Regime, Spec, make_policy
 from hybridtrain.update.corrections import CorrectionSpec, make_correction
@@ -60,6 +61,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
         correction: what is done about late gradients: nothing, or one of
             ``hybridtrain.update.corrections.CORRECTIONS``, given like a policy.
+        transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
+        overlap_update: on GPUs, update what has arrived while backward still runs.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
@@ -81,6 +84,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         on_oom: str = "raise",
         batch_size_per_worker: Sequence[int] | None = None,
         correction: CorrectionSpec = None,
+        transport_dtype: str | None = None,
+        overlap_update: bool = False,
         record: str | Path | None = None,
         **lightning: Any,
     ) -> None:
@@ -92,11 +97,11 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.start_method = start_method
         self.threads_per_worker = threads_per_worker
         self.stop_grace_s = stop_grace_s
-        self._on_fault = OnFault(on_nonfinite, on_oom)
+        self.on_fault = OnFault(on_nonfinite, on_oom)
+        self.transport = Transport.of(transport_dtype, overlap_update)
         self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
         self.recording = Recording.at(record)
         self.interrupted_by: int | None = None  # the signal that ended the last run
-        self._final_stats: dict[str, Any] | None = None
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
         self._client: Client | None = None
@@ -156,8 +161,9 @@ class HybridStrategy(OneHost, ParallelStrategy):
         super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
+            module, fault = self.lightning_module, self.on_fault
             self._session = Session(
-                self.client, self.lightning_module, self.optimizers, self.regime, self._on_fault
+                self.client, module, self.optimizers, self.regime, fault, self.transport
             )
             take_over(self._session, self.precision_plugin)
 
@@ -281,15 +287,3 @@ class HybridStrategy(OneHost, ParallelStrategy):
         """As Lightning does it, but the state stays in host memory."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
-
-    # ---- figures --------------------------------------------------------------------------------
-
-    def run_stats(self) -> dict[str, Any]:
-        """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run."""
-        if self._client is not None:
-            return self._client.stats()
-        return self._final_stats or {}
-
-    def remember_stats(self, stats: dict[str, Any]) -> None:
-        """The launcher's last word on a run."""
-        self._final_stats = stats

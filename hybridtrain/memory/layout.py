@@ -36,14 +36,24 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All slots, in the order in which parameters are numbered, and the buffers' sizes."""
+    """All slots, in the order in which parameters are numbered, and the buffers' sizes.
+
+    ``transport``: what gradients of float32 parameters travel as, rounded to nearest even; masters
+    and the optimizer's state stay what they are.
+    """
 
     slots: tuple[Slot, ...]
     sizes: dict[torch.dtype, int] = field(default_factory=dict)  # dtype -> P
     state_bytes: int = 0  # room for what else worker 0 shows to the others, twice
+    transport: torch.dtype | None = None
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, torch.Tensor]], state_bytes: int = 0) -> Layout:
+    def of(
+        cls,
+        named: Iterable[tuple[str, torch.Tensor]],
+        state_bytes: int = 0,
+        transport: torch.dtype | None = None,
+    ) -> Layout:
         """Lay the tensors out one behind the other, each dtype in its own buffer."""
         sizes: dict[torch.dtype, int] = {}
         slots = []
@@ -53,7 +63,11 @@ class Layout:
             slots.append(Slot(name, tensor.dtype, offset, tensor.numel(), shape, stride))
             step = ALIGNMENT_BYTES // tensor.element_size()
             sizes[tensor.dtype] = offset + -(-tensor.numel() // step) * step
-        return cls(tuple(slots), sizes, state_bytes)
+        return cls(tuple(slots), sizes, state_bytes, transport)
+
+    def travels_as(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of the rows that hold gradients of parameters of this one."""
+        return self.transport or dtype if dtype == torch.float32 else dtype
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

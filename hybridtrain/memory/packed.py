@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridtrain.errors import UserError
+
 _INDEX = torch.int64
 
 
@@ -35,7 +37,17 @@ def pack(
     gradient: torch.Tensor,  # sparse, coalesced
     place: torch.Tensor,  # host, shared, in the parameter's shape
 ) -> Packed:
-    """Copy the values to the place; the caller waits for the copy if it comes from a device."""
+    """Copy the values to the place; the caller waits for the copy if it comes from a device.
+
+    Raises:
+        UserError: if the place is narrower than the gradient.
+    """
+    if place.dtype != gradient.dtype:
+        raise UserError(
+            f"transport_dtype={str(place.dtype).removeprefix('torch.')} was given, but a parameter "
+            f"of shape {tuple(place.shape)} has a sparse gradient, which travels as it is; leave "
+            "transport_dtype out, or use sparse=False"
+        )
     values, indices = gradient.values(), gradient.indices().cpu()
     _flat(place)[: values.numel()].copy_(values.reshape(-1), non_blocking=True)
     return Packed(number, gradient.sparse_dim(), indices.contiguous().numpy().tobytes())

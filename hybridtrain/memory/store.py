@@ -69,23 +69,31 @@ class Store:
                 self._regions[kind, row] = end
                 for dtype, size in self.layout.sizes.items():
                     self._starts[kind, dtype, row] = end
-                    end = align(end + size * dtype.itemsize)
+                    end = align(end + size * self._stored(kind, row, dtype).itemsize)
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         self._state = end
         return end + 2 * align(self.layout.state_bytes)
 
+    def _stored(self, kind: str, row: int, dtype: torch.dtype) -> torch.dtype:
+        """What workers send may be narrower; sums and means are not."""
+        sent = kind == "gradients" and row < self.n_workers
+        return self.layout.travels_as(dtype) if sent else dtype
+
     def _flat(self, kind: str, row: int) -> dict[torch.dtype, torch.Tensor]:
         return {
-            dtype: self.arena.tensor(self._starts[kind, dtype, row], size, dtype)
+            dtype: self.arena.tensor(
+                self._starts[kind, dtype, row], size, self._stored(kind, row, dtype)
+            )
             for dtype, size in self.layout.sizes.items()
         }
 
     def _place(self, kind: str, row: int, slot: Slot) -> int:
-        return self._starts[kind, slot.dtype, row] + slot.offset * slot.dtype.itemsize
+        size = self._stored(kind, row, slot.dtype).itemsize
+        return self._starts[kind, slot.dtype, row] + slot.offset * size
 
     def _view(self, kind: str, row: int, slot: Slot) -> torch.Tensor:
-        start = self._place(kind, row, slot)
-        return slot.view(self.arena.tensor(start, slot.numel, slot.dtype))
+        start, stored = self._place(kind, row, slot), self._stored(kind, row, slot.dtype)
+        return slot.view(self.arena.tensor(start, slot.numel, stored))
 
     def master(self, slot: Slot) -> torch.Tensor:
         """The master parameter, in its own shape."""
@@ -109,9 +117,18 @@ class Store:
 
     def region_of_parameters(self, worker: int) -> tuple[int, int]:
         """The whole pages of the arena, in bytes, that hold all of a worker's parameters."""
-        row = self._row_of_parameters(worker)
-        n_bytes = sum(align(size * dtype.itemsize) for dtype, size in self.layout.sizes.items())
-        start = self._regions[row]
+        return self._region(*self._row_of_parameters(worker))
+
+    def region_of_gradients(self, worker: int) -> tuple[int, int]:
+        """The whole pages of the arena, in bytes, that hold a worker's row."""
+        return self._region("gradients", worker)
+
+    def _region(self, kind: str, row: int) -> tuple[int, int]:
+        n_bytes = sum(
+            align(size * self._stored(kind, row, dtype).itemsize)
+            for dtype, size in self.layout.sizes.items()
+        )
+        start = self._regions[kind, row]
         return start, start + -(-n_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def _row_of_parameters(self, worker: int) -> tuple[str, int]:

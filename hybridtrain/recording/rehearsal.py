@@ -15,6 +15,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hybridtrain.arrivals import Arrived
 from hybridtrain.errors import UserError
 from hybridtrain.messages import Average, Described, Note, Paused, Push, Request, Resumed, Stopped
 from hybridtrain.recording.witness import Stamp
@@ -78,7 +79,7 @@ class Rehearsal:
         match said:
             case Ended(error):
                 self._end(worker, error)
-            case Paused() | Resumed() | Stopped() | Described():
+            case Paused() | Resumed() | Stopped() | Described() | Arrived():
                 self._deliver(self._server.note(worker, said))
                 self._go_on(worker)
             case _:

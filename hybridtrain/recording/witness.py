@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+from hybridtrain.arrivals import Arrived
 from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
 from hybridtrain.messages import (
@@ -114,6 +115,8 @@ class Witness:
 
     def note(self, worker: int, note: Note) -> Replies:
         """See :class:`hybridtrain.server.Server`."""
+        if isinstance(note, Arrived):  # it changes when arithmetic is done, and no bit of it
+            return self.server.note(worker, note)
         now_s = self._tick()
         match note:
             case Paused():

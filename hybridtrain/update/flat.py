@@ -58,6 +58,7 @@ class FlatUpdate:
     """
 
     under_way = False  # a step takes one round
+    elementwise = True
     news: Groups | None = None  # nor does it change hyper-parameters
 
     def __init__(

@@ -57,7 +57,7 @@ class Held:
             if self._present:
                 held.add_(row, alpha=weight)
             else:
-                torch.mul(row, weight, out=held)
+                held.copy_(row).mul_(weight)  # the row may be narrower
 
     def _add_one(self, worker: int, number: int, packed: Packed | None, weight: float) -> None:
         slot = self.store.layout.slots[number]

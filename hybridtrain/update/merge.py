@@ -15,10 +15,17 @@ def merge(
     shares: Sequence[float],
     out: torch.Tensor,  # (n,) scratch
 ) -> torch.Tensor:
-    """Σ share · row, added in the order given. A lone full share returns its row, not a copy."""
-    if len(rows) == 1 and shares[0] == 1.0:
+    """Σ share · row, added in the order given, in ``out``'s dtype (rows may be narrower).
+
+    A lone full share of that dtype returns its row, not a copy.
+    """
+    narrow = rows[0].dtype != out.dtype
+    if len(rows) == 1 and shares[0] == 1.0 and not narrow:
         return rows[0]
-    torch.mul(rows[0], shares[0], out=out)
+    if narrow:
+        out.copy_(rows[0]).mul_(shares[0])
+    else:
+        torch.mul(rows[0], shares[0], out=out)
     for row, share in zip(rows[1:], shares[1:], strict=True):
         out.add_(row, alpha=share)
     return out

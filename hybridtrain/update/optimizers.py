@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hybridtrain.arrivals import Arrived
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import Lent, Turn
-from hybridtrain.messages import Push
+from hybridtrain.messages import Push, Reply
 from hybridtrain.update.build import for_sparse
 from hybridtrain.update.contribution import Contribution
+from hybridtrain.update.early import Early
 from hybridtrain.update.evaluation import Again, Evaluation
 from hybridtrain.update.groups import Groups, Members
 from hybridtrain.update.held import Held, check_held
@@ -62,6 +64,7 @@ class Optimizers:
         self._left: list[States] = [{} for _ in self._updates]
         self._held: dict[int, Held] = {}  # by optimizer
         self.late = LateGradients()
+        self.early = Early(store.n_workers if store is not None else 0)
 
     @property
     def updates(self) -> tuple[Update, ...]:
@@ -117,6 +120,21 @@ class Optimizers:
         """The optimizers for which something is put aside."""
         return tuple(self._held)
 
+    # ---- before the round -----------------------------------------------------------------------
+
+    def arrived(self, worker: int, arrived: Arrived) -> list[tuple[int, Reply]]:
+        """Step what has arrived of all, if the optimizer goes element by element; frees nobody."""
+        number = arrived.optimizer
+        with torch.no_grad(), self._naming(number):
+            update = self._updates[number]
+            if arrived.groups is not None:
+                update.set_groups(arrived.groups)
+            if update.elementwise and self._place is not None:
+                slots = self._place[0].layout.slots
+                for contributions in self.early.arrived(worker, arrived, update.members, slots):
+                    update.step(contributions, None)
+        return []
+
     # ---- one round ------------------------------------------------------------------------------
 
     def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
@@ -129,7 +147,7 @@ class Optimizers:
         number = next(iter(pushes.values())).optimizer if number is None else number
         vetoed = any(push.veto for push in pushes.values()) and self.under_way is None
         counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
-        with torch.no_grad(), self._naming(number):
+        with torch.no_grad(), self._naming(number), self.early.ending(pushes):
             for worker, push in pushes.items():
                 self._hear(worker, push)
             update = self._updates[number]
@@ -144,8 +162,10 @@ class Optimizers:
                 return Stepped(())
             if self._place is not None:
                 update = self._updates[number] = for_sparse(update, contributions, self._place[0])
+            again = None
             with self.late.watch(contributions, update.members):
-                again = update.step(contributions, clip, evaluation_of(counted), rate)
+                for portion in self.early.portions(contributions):
+                    again = update.step(portion, clip, evaluation_of(counted), rate)
         turn = Turn(update.lent.edition) if isinstance(update, LentOptimizer) else None
         return Stepped(tuple(counted), again, update.news, turn)
 

@@ -15,7 +15,7 @@ from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
 from hybridtrain.update.groups import Groups, differences, members_of, plain, slowed
-from hybridtrain.update.kinds import is_torchs
+from hybridtrain.update.kinds import is_torchs, needs_closure
 from hybridtrain.update.merge import merge_mixed
 from hybridtrain.update.saved import Saved
 from hybridtrain.update.update import clip_factor
@@ -47,6 +47,8 @@ class WholeParameters:
         ]  # W (and the held one) × parameters, each in the parameter's shape
         self._means: dict[int, torch.Tensor] = {}
         self._keeps_figures_in_groups = not is_torchs(optimizer)
+        # A user's may keep figures of all parameters together; torch's, but for L-BFGS, of each.
+        self.elementwise = is_torchs(optimizer) and not needs_closure(optimizer)
 
     def step(
         self,

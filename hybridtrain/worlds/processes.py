@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from hybridtrain.arrivals import Arrived
 from hybridtrain.messages import Described, Paused, Resumed, Shared, Stop, Stopped
 from hybridtrain.rounds import Replies
 from hybridtrain.serving import Serving
@@ -176,7 +177,7 @@ class ProcessWorld:
             case Failed():
                 worker.ended = True
                 self._fail(worker, message.rebuild(worker.number))
-            case Paused() | Resumed() | Stopped() | Described():
+            case Paused() | Resumed() | Stopped() | Described() | Arrived():
                 worker.ended = worker.ended or isinstance(message, Stopped)
                 self._send(self.server.note(worker.number, message))
             case _:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
-from hybridtrain import exchange_cuda
+from hybridtrain.device import outgoing
 from hybridtrain.exchange import HostExchange
 from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.memory import Layout, Store, unpack
+from tests.core.fake_device import FakeStreams
 
 
 class Net(nn.Module):
@@ -43,25 +43,6 @@ FROZEN = NAMES.index("frozen")
 TRAINED = [n for n in range(len(NAMES)) if n != FROZEN]
 
 
-class Streams:
-    """Copies happen at once; who waits and what is pinned is written down."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.pinned: list[torch.Tensor] = []
-
-    @contextmanager
-    def after_compute(self) -> Iterator[None]:
-        self.log.append("bucket")
-        yield
-
-    def wait_for_copies(self) -> None:
-        self.log.append("wait")
-
-    def pin(self, tensor: torch.Tensor) -> None:
-        self.pinned.append(tensor)
-
-
 Exchange = HostExchange | CudaExchange
 Make = Callable[[Net, Store], Exchange]
 
@@ -71,7 +52,14 @@ def host(eager: bool) -> Make:
 
 
 def cuda(eager: bool) -> Make:
-    return lambda net, store: CudaExchange(list(net.parameters()), store, 1, eager, Streams())
+    """On a device that copies late, in an order drawn by chance."""
+
+    def open(net: Net, store: Store) -> CudaExchange:
+        streams = FakeStreams(seed=int(eager))
+        streams.observe(net.parameters())
+        return CudaExchange(list(net.parameters()), store, 1, eager, streams)
+
+    return open
 
 
 KINDS = [
@@ -248,48 +236,34 @@ def test_eager_copies_are_made_while_backward_runs() -> None:
     assert all(map(torch.equal, rows(store, dense), expected(net, dense)))
 
 
-# ---- across the bus -----------------------------------------------------------------------------
+# ---- across the bus; tests/core/test_device.py has the rest -------------------------------------
 
 
 def test_buckets_leave_while_backward_runs_and_each_gradient_leaves_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange_cuda, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(outgoing, "BUCKET_BYTES", 64)
     net, store, exchange = set_up(cuda(True))
     assert isinstance(exchange, CudaExchange)
-    streams = exchange._streams
-    assert isinstance(streams, Streams)
-    sent: list[int] = []
-    send = exchange._send
-    monkeypatch.setattr(exchange, "_send", lambda numbers: (sent.extend(numbers), send(numbers)))
+    log = exchange._streams.log
+    log.clear()
     net(1, spare=True).backward()
-    during = len(streams.log)
-    assert during >= 2
-    assert "wait" not in streams.log, "backward is never held up"
+    assert log.count("out") >= 2
+    assert "synchronise" not in log, "backward is never held up"
     exchange.collect(TRAINED)
-    assert streams.log[-1] == "wait", "nothing may still be on its way when the server is told"
-    assert sorted(sent) == TRAINED
+    assert log[-1] == "synchronise", "nothing may still be on its way when the server is told"
+    assert log.count("out") == len(TRAINED)
     assert all(map(torch.equal, rows(store), expected(net)))
-
-
-@pytest.mark.parametrize("private", [False, True])
-def test_what_crosses_the_bus_is_page_locked(private: bool) -> None:
-    _, store, exchange = set_up(cuda(True), private)
-    assert isinstance(exchange, CudaExchange)
-    streams = exchange._streams
-    assert isinstance(streams, Streams)
-    source = store.copies[1] if private else store.masters
-    pinned = {tensor.data_ptr() for tensor in streams.pinned}
-    assert pinned == {t.data_ptr() for t in (*store.gradients[1].values(), *source.values())}
 
 
 @pytest.mark.parametrize("private", [False, True])
 def test_refreshing_copies_parameters_to_the_device(private: bool) -> None:
     net, store, exchange = set_up(cuda(True), private)
+    exchange.writes()
     for slot, parameter in zip(store.layout.slots, net.parameters(), strict=True):
         assert parameter.data_ptr() != store.parameter(1, slot).data_ptr()
         store.master(slot).fill_(0.25)
     store.refresh(1)
-    assert not all(bool((p == 0.25).all()) for p in net.parameters())
+    assert not any(bool((p == 0.25).all()) for p in net.parameters())
     exchange.refresh()
     assert all(bool((p == 0.25).all()) for p in net.parameters())

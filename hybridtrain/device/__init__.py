@@ -1,0 +1,11 @@
+"""Beside a device's computation: copies on streams of their own, in the right order.
+
+``streams`` says what is needed of a device, ``cuda`` does it; gradients go ``outgoing``, parameters
+``incoming``, and nothing reads what it has not waited for (tests bring a device that sees to that).
+"""
+
+from hybridtrain.device.incoming import Incoming
+from hybridtrain.device.outgoing import Outgoing
+from hybridtrain.device.streams import Lane, Streams
+
+__all__ = ["Incoming", "Lane", "Outgoing", "Streams"]

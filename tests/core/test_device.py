@@ -1,0 +1,340 @@
+"""Beside the computation, on a device that does everything as late and as oddly as it may."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from hybridtrain.device import Incoming, Lane, Outgoing, incoming, outgoing
+from hybridtrain.device.incoming import Watch, await_in_forward
+from hybridtrain.exchange_cuda import CudaExchange
+from hybridtrain.memory import Layout, Store
+from tests.core.fake_device import FakeStreams
+
+SEEDS = range(5)
+
+
+@pytest.fixture(autouse=True)
+def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (incoming, outgoing):
+        monkeypatch.setattr(module, "BUCKET_BYTES", 64)
+
+
+def numbers(n: int) -> torch.Tensor:
+    return torch.arange(1.0, n + 1)
+
+
+# ---- the device of the tests notices what a real one would do at some other time --------------
+
+
+def test_who_reads_before_its_mark_reads_nothing_sensible() -> None:
+    streams = FakeStreams(eagerness=0.0)
+    row = torch.zeros(3)
+    streams.copy(Lane.OUT, row, numbers(3))
+    mark = streams.record(Lane.OUT)
+    assert row.isnan().all() and not streams.reached(mark)
+    streams.synchronise(mark)
+    assert torch.equal(row, numbers(3))
+
+
+def test_who_changes_the_source_before_its_mark_changes_what_arrives() -> None:
+    streams = FakeStreams(eagerness=0.0)
+    row, source = torch.zeros(3), numbers(3)
+    streams.copy(Lane.OUT, row, source)
+    source.zero_()
+    streams.synchronise(streams.record(Lane.OUT))
+    assert torch.equal(row, torch.zeros(3))
+
+
+def test_a_gradient_that_is_copied_without_waiting_for_it_is_lost() -> None:
+    streams, weight = FakeStreams(), nn.Parameter(numbers(3))
+    streams.observe([weight])
+    before = streams.record(Lane.COMPUTE)
+    weight.square().sum().backward()
+    assert weight.grad is not None
+    rows = [torch.zeros(3), torch.zeros(3)]
+    streams.wait(Lane.OUT, before)
+    streams.copy(Lane.OUT, rows[0], weight.grad)
+    streams.wait(Lane.OUT, streams.record(Lane.COMPUTE))
+    streams.copy(Lane.OUT, rows[1], weight.grad)
+    streams.synchronise(streams.record(Lane.OUT))
+    assert rows[0].isnan().all()
+    assert torch.equal(rows[1], 2 * numbers(3))
+
+
+# ---- gradients ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_buckets_arrive_in_their_order_and_each_is_whole(seed: int) -> None:
+    streams = FakeStreams(seed)
+    rows = [torch.zeros(10) for _ in range(9)]
+    going = Outgoing(streams, rows)
+    arrived: list[int] = []
+    for number in range(9):
+        going.add(number, numbers(10) * number)
+        while (bucket := going.arrived()) is not None:
+            arrived += bucket.numbers
+            assert all(torch.equal(rows[n], numbers(10) * n) for n in bucket.numbers)
+    going.close()
+    while (bucket := going.arrived(wait=True)) is not None:
+        arrived += bucket.numbers
+        assert all(torch.equal(rows[n], numbers(10) * n) for n in bucket.numbers)
+    assert arrived == list(range(9))
+
+
+def test_a_narrow_row_gets_what_is_nearest() -> None:
+    streams, row = FakeStreams(), torch.zeros(2, dtype=torch.bfloat16)
+    going = Outgoing(streams, [row])
+    going.add(0, torch.tensor([1.0 + 2**-9, 1.0 + 3 * 2**-9]))
+    going.close()
+    assert going.arrived(wait=True) is not None
+    assert row.tolist() == [1.0, 1.0 + 2**-7]
+
+
+# ---- parameters ---------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Reads the weights of a child without calling it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, x, x)[0]
+
+
+class Tied(nn.Module):
+    """One parameter in two modules; another that only this module's own code uses; a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.last.weight = self.first.weight
+        self.scale = nn.Parameter(torch.ones(8))
+        self.spare = nn.Linear(8, 8)
+        self.list = [self.spare.bias]
+        self.view = self.spare.weight.data[2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = functional.linear(x, self.spare.weight) * self.scale + self.list[0] + self.view
+        return self.last(self.first(hidden))
+
+
+class Recurrent(nn.Module):
+    """Hands a list of weights over that it keeps beside the parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 8, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x)[0]
+
+
+class Deep(nn.Sequential):
+    """As usual."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8))
+
+
+NETS = [Attention, Tied, Recurrent, Deep]
+X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+@contextmanager
+def lazily(net: nn.Module, coming: Incoming) -> Iterator[None]:
+    coming.lazily = True
+    hooks = await_in_forward(net, coming)
+    try:
+        with Watch(coming):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def coming_to(net: nn.Module, seed: int) -> tuple[Incoming, list[torch.Tensor], FakeStreams]:
+    parameters = list(net.parameters())
+    sources = [torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for p in parameters]
+    streams = FakeStreams(seed)
+    return Incoming(streams, parameters, sources), sources, streams
+
+
+def as_it_should_be(kind: type[nn.Module], sources: list[torch.Tensor]) -> torch.Tensor:
+    net = kind()
+    with torch.no_grad():
+        for parameter, source in zip(net.parameters(), sources, strict=True):
+            parameter.copy_(source)
+    return net(X)
+
+
+@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_forward_waits_for_each_parameter_before_it_reads_it(
+    kind: type[nn.Module], seed: int
+) -> None:
+    net = kind()
+    coming, sources, _ = coming_to(net, seed)
+    with lazily(net, coming):
+        for _ in range(3):
+            coming.start(range(len(sources)))
+            assert torch.equal(net(X), as_it_should_be(kind, sources))
+            coming.settle()
+            for source in sources:
+                source.mul_(0.9)
+
+
+READERS: list[Callable[[nn.Linear], Any]] = [
+    lambda net: net.weight.sum(),
+    lambda net: torch.stack([net.bias, net.bias]).sum(),
+    lambda net: net.weight.data[1:].detach().clone().sum(),
+    lambda net: torch.nn.utils.parameters_to_vector(net.parameters()).sum(),
+    lambda net: sum(value.sum() for value in net.state_dict().values()),
+    lambda net: torch.tensor(net.bias.tolist()).sum(),
+    lambda net: torch._foreach_add([net.weight], 1.0)[0].sum(),
+    lambda net: torch.add(input=net.bias, other=0.0).sum(),
+]
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_whoever_reads_a_parameter_between_steps_waits_for_it(
+    read: Callable[[nn.Linear], Any],
+) -> None:
+    for seed in SEEDS:
+        net = nn.Linear(4, 4)
+        coming, sources, _ = coming_to(net, seed)
+        with lazily(net, coming):
+            coming.start(range(2))
+            value = read(net)
+        for parameter, source in zip(net.parameters(), sources, strict=True):
+            parameter.data = source
+        assert torch.equal(value, read(net))
+
+
+def test_the_first_layer_does_not_wait_for_the_last_and_the_next_time_comes_first() -> None:
+    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    net_in_use = nn.Sequential(*reversed(net))  # used in the other order than laid out
+    coming, _, streams = coming_to(net, 0)
+    streams.eagerness = 0.0
+    with lazily(net, coming):
+        coming.start(range(12))
+        net_in_use[0](X)
+        assert streams.n_queued == 0, "it was laid out last"
+        net_in_use[1:](X)
+        coming.start(range(12))
+        net_in_use[0](X)
+        assert streams.n_queued > 12, "now it has come first, and the others are still coming"
+        assert coming.pending
+        net_in_use[1:](X)
+        assert not coming.pending
+
+
+def test_sources_may_change_once_it_has_settled() -> None:
+    for seed in SEEDS:
+        net = Deep()
+        coming, sources, streams = coming_to(net, seed)
+        coming.lazily = True
+        coming.start(range(len(sources)))
+        values = [source.clone() for source in sources]
+        coming.settle()
+        for source in sources:
+            source.zero_()
+        assert all(map(torch.equal, net.parameters(), values))
+        assert streams.n_queued == 0
+
+
+# ---- page-locked memory -------------------------------------------------------------------------
+
+
+def open_one(streams: FakeStreams, private: bool = False) -> tuple[CudaExchange, Store, nn.Module]:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    store = Store(Layout.of(net.named_parameters()), 2, private)
+    return CudaExchange(list(net.parameters()), store, 1, True, streams), store, net
+
+
+def inside(tensor: torch.Tensor, regions: list[torch.Tensor]) -> bool:
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return any(r.data_ptr() <= begin and end <= r.data_ptr() + r.nbytes for r in regions)
+
+
+@pytest.mark.parametrize("private", [False, True])
+def test_what_crosses_the_bus_is_page_locked_once_and_let_go_at_the_end(private: bool) -> None:
+    streams = FakeStreams()
+    exchange, store, _ = open_one(streams, private)
+    sources = store.copies[1] if private else store.masters
+    for flat in (*store.gradients[1].values(), *sources.values()):
+        assert inside(flat, streams.locked)
+    assert not any(inside(flat, streams.locked) for flat in store.gradients[0].values())
+    begins = sorted((r.data_ptr(), r.data_ptr() + r.nbytes) for r in streams.locked)
+    assert all(a[1] <= b[0] for a, b in pairwise(begins)), "none twice"
+    assert len(streams.locked) == 2
+    exchange.close()
+    assert streams.locked == []
+    exchange.close()
+
+
+def test_where_memory_cannot_be_page_locked_it_is_said_and_works_all_the_same() -> None:
+    with pytest.warns(UserWarning, match=r"could not be page-locked.*the limit is reached.*ulimit"):
+        exchange, store, net = open_one(FakeStreams(lockable_bytes=1.0))
+    x = torch.ones(1, 4)
+    net[1](net[0](x).double()).sum().backward()
+    assert exchange.collect(range(4)) == ()
+    for slot, parameter in zip(store.layout.slots, net.parameters(), strict=True):
+        assert torch.equal(store.gradient(1, slot), parameter.grad)
+    exchange.close()
+
+
+# ---- a worker's steps ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_many_steps_equal_those_of_one_process(seed: int, set_to_none: bool, lazy: bool) -> None:
+    torch.manual_seed(0)
+    net, alone = Tied(), Tied()
+    alone.load_state_dict(net.state_dict())
+    alone.list, alone.view = [alone.spare.bias], alone.spare.weight.data[2]
+    store = Store(Layout.of(net.named_parameters()), 1, False)
+    for slot, parameter in zip(store.layout.slots, net.parameters(), strict=True):
+        store.master(slot).copy_(parameter.detach())
+    streams = FakeStreams(seed)
+    streams.observe(net.parameters())
+    exchange = CudaExchange(list(net.parameters()), store, 0, True, streams)
+    exchange.writes()
+    masters = [store.master(slot) for slot in store.layout.slots]
+    rows = [store.gradient(0, slot) for slot in store.layout.slots]
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in range(4):
+            for each in (net, alone):
+                each.zero_grad(set_to_none=set_to_none)
+                each(X + step).square().mean().backward()
+            assert exchange.collect(range(len(rows))) == ()
+            assert exchange.writes() == {}, "nobody has written to a parameter"
+            optimizer.step()
+            torch._foreach_add_(masters, rows, alpha=-0.1)
+            exchange.refresh()
+            assert all(map(torch.equal, net.parameters(), alone.parameters()))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if not lazy:
+            train()
+        else:
+            with lazily(net, exchange.incoming):
+                train()
+    exchange.close()
