@@ -108,7 +108,7 @@ def speech(frames: int, batch_size: int, step_s: float) -> Model:
 
 MODELS = {
     "mlp-100k": Model("MLP 100 k, batch 32", lambda: Mlp(64, 280, 2), (64,), 32, 0.003),
-    "mlp-10m": Model("MLP 10.5 M, batch 32", lambda: Mlp(1024, 2048, 3), (1024,), 32, 0.080),
+    "mlp-10m": Model("MLP 10.5 M, batch 32", lambda: Mlp(1024, 2048, 3), (1024,), 32, 0.060),
     "speech-short": speech(40, 2, 0.12),
     "speech-long": speech(100, 8, 0.7),
     "embedding": Model(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import cli, frame, rows, runs, shown
+from benchmarks import cli, exchange, frame, peers, rows, runs, shown
 from benchmarks.parts import PARTS
 
 from hybridtrain.errors import UserError
@@ -139,6 +139,17 @@ def test_a_small_part_runs_by_the_real_command(tmp_path: Path) -> None:
     assert row["ours"] > 0 and row["theirs"] > 0 and row["baseline"].startswith("Lightning ddp")
     assert content["machine"]["cores"] and str(ROOT) not in out.read_text()
     assert "| MLP 3 k" in done.stdout and list((tmp_path / "d").glob("*.json"))
+
+
+def test_what_does_not_fit_into_memory_is_left_out_with_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(exchange, "available_bytes", lambda: 2 << 30)
+    exchange.room_for(1 << 30)
+    with pytest.raises(UserError, match=r"needs 4\.1 GiB of memory, and 2\.0 are free"):
+        exchange.hybrid(10**8, 8, 0.1)
+    with pytest.raises(UserError, match=r"numba_of_old cannot be imported .*benchmark\]"):
+        peers.optional("numba_of_old.more")
 
 
 def test_every_part_says_what_it_is(capsys: pytest.CaptureFixture[str]) -> None:
