@@ -26,6 +26,7 @@ from hybridtrain.errors import UserError
 
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"), "1")
 _LAST_LINES = 12
+_TO_TIDY_UP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,9 @@ class Runner:
             process.start()
             there.close()
             try:
-                return self._await(job, here, log)
+                found = self._await(job, here, log)
+                process.join(_TO_TIDY_UP_S)
+                return found
             finally:
                 with suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid or 0, signal.SIGKILL)
