@@ -64,8 +64,12 @@ def changes(former: Sequence[Row | Skipped], rows: Sequence[Row | Skipped]) -> s
         before = old[row.key].ratio or 0.0
         change = row.ratio / before - 1 if before else 0.0
         better = (change > 0) == (row.goal.of == "speed")
-        apart = _apart(old[row.key].ratios, row.ratios) and abs(change) > _MOVED
-        word = ("better" if better else "WORSE") if apart else "within the spread"
+        spreads = (old[row.key].ratios, row.ratios)
+        word = "better" if better else "WORSE"
+        if not _apart(*spreads) or abs(change) <= _MOVED:
+            word = "within the spread"
+        elif min(map(len, spreads)) < 2:
+            word += "? (single pairs)"
         what = f"{row.work}: {row.method} against {row.baseline}"
         figures = (f"{_short(before)}×", f"{_short(row.ratio)}×", f"{100 * change:+.0f} %")
         found.append((row.part, what, *figures, word))
