@@ -39,7 +39,7 @@ class FiniteCheck:
         """
         sparse = {each.number: used(each, self._row(each.number)) for each in packed}
         for number, values in sparse.items():
-            if not torch.isfinite(values).all():
+            if not _has_finite_sum(values) and not torch.isfinite(values).all():
                 return number
         dense = tuple(n for n in numbers if n not in sparse)
         if all(map(_has_finite_sum, self._stretches(dense))):

@@ -5,14 +5,17 @@ from hybridtrain.memory.layout import Layout, Slot
 from hybridtrain.memory.overlap import overlapping
 from hybridtrain.memory.packed import Packed, pack, unpack
 from hybridtrain.memory.store import Store
+from hybridtrain.memory.table import Rows, Table
 from hybridtrain.memory.window import Window, open_window
 
 __all__ = [
     "Arena",
     "Layout",
     "Packed",
+    "Rows",
     "Slot",
     "Store",
+    "Table",
     "Window",
     "open_window",
     "overlapping",

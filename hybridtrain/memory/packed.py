@@ -11,9 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.memory.table import Rows
 
 _INDEX = torch.int64
 
@@ -72,6 +74,11 @@ def indices_of(packed: Packed) -> torch.Tensor:
     if not packed.indices:
         return torch.empty(packed.sparse_dim, 0, dtype=_INDEX)
     return torch.frombuffer(bytearray(packed.indices), dtype=_INDEX).view(packed.sparse_dim, -1)
+
+
+def rows_of(packed: Packed) -> Rows:
+    """The touched rows, (n,), in ascending order; where there is one sparse dimension."""
+    return np.frombuffer(packed.indices, dtype=np.int64)
 
 
 def _flat(place: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from hybridtrain.memory.arena import Arena, align
 from hybridtrain.memory.layout import Layout, Slot
 from hybridtrain.memory.lending import Lending
+from hybridtrain.memory.moves import Moves
 
 
 class Store:
@@ -57,6 +58,7 @@ class Store:
         self.copies = (
             [self._flat("copies", w) for w in range(n_workers)] if private_parameters else []
         )  # W × dtype -> (P,), or nothing
+        self.moves = Moves(layout, self.masters, self.copies)
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
 
     def _place_buffers(self) -> int:
@@ -145,6 +147,7 @@ class Store:
             worker: whose.
             writes: the number of a slot -> its elements, in the order of its shape.
         """
+        self.moves.all_of(writes)
         for number, elements in writes.items():
             slot = self.layout.slots[number]
             value = torch.frombuffer(bytearray(elements), dtype=slot.dtype).view(slot.shape)
@@ -163,8 +166,7 @@ class Store:
     def refresh(self, worker: int) -> None:
         """Copy the masters to the worker's own parameters; nothing to do when it reads in place."""
         if self.private_parameters:
-            for dtype, masters in self.masters.items():
-                self.copies[worker][dtype].copy_(masters)
+            self.moves.bring(worker)
 
     def descriptor(self, lent: int | None) -> int:
         """Of the arena, or of one that is lent."""

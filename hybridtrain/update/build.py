@@ -8,6 +8,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
+from hybridtrain.update.by_row import ByRow
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.driven import Driven
 from hybridtrain.update.flat import FlatUpdate
@@ -16,6 +17,7 @@ from hybridtrain.update.kinds import calls_closure, needs_closure
 from hybridtrain.update.lent import LentOptimizer
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.portable import load
+from hybridtrain.update.row_kernels import row_kernel
 from hybridtrain.update.update import Update
 from hybridtrain.update.whole import WholeParameters
 
@@ -61,6 +63,8 @@ def build_update(
         return LentOptimizer(optimizer, numbers, store)
     if (kernel := kernel_for(optimizer)) is not None:
         return FlatUpdate(optimizer, numbers, store, pool, kernel)
+    if (rows := row_kernel(optimizer)) is not None:
+        return ByRow(optimizer, numbers, store, pool, rows)
     if not calls_closure(optimizer):
         return WholeParameters(optimizer, numbers, store)
     if not store.private_parameters and not store.lock_free:
@@ -74,8 +78,10 @@ def build_update(
     return WholeParameters(optimizer, numbers, store)
 
 
-def for_sparse(update: Update, contributions: Sequence[Contribution], store: Store) -> Update:
-    """The optimizer itself instead of the flat pass, once a sparse gradient has come.
+def for_sparse(
+    update: Update, contributions: Sequence[Contribution], store: Store, pool: Pool
+) -> Update:
+    """Another update instead of the flat pass, once a sparse gradient has come.
 
     The flat pass would have to make it dense.
     """
@@ -83,4 +89,6 @@ def for_sparse(update: Update, contributions: Sequence[Contribution], store: Sto
         return update
     optimizer, parameters = update.hand_over()
     update.close()
+    if (rows := row_kernel(optimizer)) is not None:
+        return ByRow(optimizer, list(parameters), store, pool, rows)
     return WholeParameters(optimizer, list(parameters), store)

@@ -15,15 +15,16 @@ Legend: P elements of the buffer (padding included), n elements of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 
-from hybridtrain.memory import Arena, Store
+from hybridtrain.memory import Arena, Rows, Store
 from hybridtrain.memory.arena import align
 from hybridtrain.messages import Clip
 from hybridtrain.update.cohorts import Cohort, Cohorts, scalar
@@ -60,6 +61,7 @@ class FlatUpdate:
     under_way = False  # a step takes one round
     elementwise = True
     news: Groups | None = None  # nor does it change hyper-parameters
+    moved: Mapping[int, Rows] = MappingProxyType({})  # and it moves all rows
 
     def __init__(
         self,
@@ -102,7 +104,8 @@ class FlatUpdate:
                 kept = {name: value for name, value in state.items() if value is not None}
                 for name in self._kernel.names(group):
                     if name in kept:
-                        self._part(name, len(found)).copy_(kept[name])
+                        # Torch's momentum of sparse gradients is sparse.
+                        self._part(name, len(found)).copy_(kept[name].to_dense())
                 names = self._kernel.figures
                 figures = {name: scalar(kept.get(name, 0.0), dtype) for name in names}
                 found.append((number, figures, bool(kept)))

@@ -161,13 +161,19 @@ class Optimizers:
             if rate == 0.0:
                 return Stepped(())
             if self._place is not None:
-                update = self._updates[number] = for_sparse(update, contributions, self._place[0])
+                update = self._updates[number] = for_sparse(update, contributions, *self._place)
             again = None
             with self.late.watch(contributions, update.members):
                 for portion in self.early.portions(contributions):
                     again = update.step(portion, clip, evaluation_of(counted), rate)
+                    self._note_moves(update)
         turn = Turn(update.lent.edition) if isinstance(update, LentOptimizer) else None
         return Stepped(tuple(counted), again, update.news, turn)
+
+    def _note_moves(self, update: Update) -> None:
+        """What the update has just moved, workers with parameters of their own lack."""
+        if self._place is not None:
+            self._place[0].moves.note(_numbers(update.members), update.moved)
 
     def _ticket(self, worker: int, push: Push, update: Update) -> Stepped:
         """The worker steps; here the step is only counted."""

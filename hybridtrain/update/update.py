@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from hybridtrain.memory import Rows
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
@@ -20,7 +21,8 @@ class Update(Protocol):
     ``name`` is that of its class, ``members`` who belongs to which of its groups, ``news`` which
     hyper-parameters its last step has changed by itself; ``under_way``: it waits for one more
     evaluation to end its step. ``elementwise``: parameters may be stepped at different moments,
-    each once, as if it were one step.
+    each once, as if it were one step; ``moved``: of which parameters, by slot number, its last step
+    has moved only these rows.
     """
 
     name: str
@@ -28,6 +30,7 @@ class Update(Protocol):
     news: Groups | None
     under_way: bool
     elementwise: bool
+    moved: Mapping[int, Rows]
 
     def step(
         self,

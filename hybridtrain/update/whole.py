@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.memory import Store, unpack
+from hybridtrain.memory import Rows, Store, unpack
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
@@ -45,6 +45,7 @@ class WholeParameters:
         self._rows = [
             [store.gradient(row, slot) for slot in slots] for row in range(len(store.gradients))
         ]  # W (and the held one) × parameters, each in the parameter's shape
+        self.moved: Mapping[int, Rows] = {}
         self._means: dict[int, torch.Tensor] = {}
         self._keeps_figures_in_groups = not is_torchs(optimizer)
         # A user's may keep figures of all parameters together; torch's, but for L-BFGS, of each.
@@ -59,7 +60,7 @@ class WholeParameters:
     ) -> Again | None:
         for index, parameter in enumerate(self._parameters):
             parameter.grad = self._mean(index, contributions)
-        self._clip(clip)
+        clip_gradients([p.grad for p in self._parameters if p.grad is not None], clip)
         before = plain(self._optimizer) if self._keeps_figures_in_groups else ()
         with slowed(self._optimizer.param_groups, rate):
             again = self._advance(evaluation or Evaluation())
@@ -91,18 +92,6 @@ class WholeParameters:
             self._means[index] = torch.zeros_like(self._parameters[index])
         return self._means[index]
 
-    def _clip(self, clip: Clip | None) -> None:
-        found = [p.grad for p in self._parameters if p.grad is not None]
-        gradients = [g._values() if g.is_sparse else g for g in found]  # what is not there is zero
-        if clip is None or not gradients:
-            return
-        if clip.algorithm == "value":
-            torch._foreach_clamp_min_(gradients, -clip.limit)
-            torch._foreach_clamp_max_(gradients, clip.limit)
-            return
-        factor = clip_factor(torch.nn.utils.get_total_norm(gradients), clip.limit)
-        torch._foreach_mul_(gradients, factor)
-
     # ---- groups and state -----------------------------------------------------------------------
 
     def set_groups(self, groups: Groups) -> None:
@@ -129,3 +118,16 @@ class WholeParameters:
 
     def close(self) -> None:
         """Nothing is held."""
+
+
+def clip_gradients(found: Sequence[torch.Tensor], clip: Clip | None) -> None:
+    """Clip these in place, as one; what a sparse one does not hold is zero."""
+    gradients = [g._values() if g.is_sparse else g for g in found]
+    if clip is None or not gradients:
+        return
+    if clip.algorithm == "value":
+        torch._foreach_clamp_min_(gradients, -clip.limit)
+        torch._foreach_clamp_max_(gradients, clip.limit)
+        return
+    factor = clip_factor(torch.nn.utils.get_total_norm(gradients), clip.limit)
+    torch._foreach_mul_(gradients, factor)

@@ -233,7 +233,7 @@ def test_clipping_counts_what_is_not_there_as_zero(clip: Clip) -> None:
             place.copy_(given)
         contributions = [Contribution(0, 1.0, packed=packed)]
         with torch.no_grad():
-            for_sparse(update, contributions, store).step(contributions, clip)
+            for_sparse(update, contributions, store, Pool(1)).step(contributions, clip)
         results.append(master.detach().clone())
     torch.testing.assert_close(results[0], results[1])
     assert results[0].abs().max() > 0.4
