@@ -47,8 +47,7 @@ def trained(
 def assert_same(one: Any, other: Any, tolerance: float, where: str = "") -> None:
     """Equal structure, numbers within the tolerance."""
     if isinstance(one, torch.Tensor):
-        if one.is_sparse and other.is_sparse:  # coalesced or not
-            one, other = one.to_dense(), other.to_dense()
+        one, other = (t.to_dense() if t.is_sparse else t for t in (one, other))  # of one meaning
         torch.testing.assert_close(
             one,
             other,
