@@ -36,5 +36,6 @@ PARTS = {
     "straggler": Part("straggler", "one of 2 workers 3 times slower: waiting for all against not"),
     "scaling": Part("scaling", "an exchange and update of 1e4 to 1e8 parameters, 1 to 8 workers"),
     "sparse": Part("sparse", "an embedding of a million rows with sparse gradients, against ddp"),
+    "gpu": Part("gpu", "one GPU, 1.2 G parameters, against fused AdamW there and offload's peers"),
     "startup": Part("startup", "from the command to the first step, 4 workers, against ddp"),
 }
