@@ -17,6 +17,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Arena, Layout, Packed
 from hybridtrain.memory.lending import Borrow, Lent
+from hybridtrain.memory.scratch import Scratch
 from hybridtrain.messages import (
     Average,
     Averaged,
@@ -146,10 +147,16 @@ class Client:
 
         With ``refresh``, own parameters are brought to the same version.
         """
-        reply, _ = self._ask(Snapshot(refresh), State)
-        self.unseen = reply.unseen
-        # From the parent over an inherited socket, so not a stranger's pickle.
-        return reply.version, torch.load(io.BytesIO(reply.payload), weights_only=False)
+        scratch = Scratch()
+        try:
+            reply, _ = self._ask(Snapshot(refresh, scratch.path), State)
+            self.unseen = reply.unseen
+            # From the parent over an inherited socket, so not a stranger's pickle.
+            payload = io.BytesIO(reply.payload)
+            saved = torch.load(payload, weights_only=False) if reply.payload else scratch.load()
+        finally:
+            scratch.close()
+        return reply.version, saved
 
     def stats(self) -> dict[str, Any]:
         """See :meth:`hybridtrain.ledger.Ledger.stats`."""

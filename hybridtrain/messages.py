@@ -157,9 +157,10 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state of all optimizers; with ``refresh``, bring my own parameters to its version."""
+    """The optimizers' states, if need be in a file; ``refresh``: my parameters of that version."""
 
     refresh: bool = True
+    place: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +267,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The optimizers' states as ``torch.save`` writes them, after update number ``version``, and
-    what of the shared queue is not behind them."""
+    """The optimizers' states after update ``version``; what of the queue is not behind them."""
 
     payload: bytes
     version: int

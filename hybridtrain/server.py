@@ -119,8 +119,8 @@ class Server:
                 self._rounds.take(worker, writes)
                 self._rounds.refresh(worker)
                 return [(worker, Released(self.ledger.version))]
-            case Snapshot(refresh):
-                return self._snapshot(worker, refresh)
+            case Snapshot():
+                return self._snapshot(worker, request)
             case Borrow():
                 return [(worker, lend(self.store, self.optimizers, request))]
             case ReadStats():
@@ -200,13 +200,14 @@ class Server:
         except UserError as error:
             return self._refuse(workers, str(error))
 
-    def _snapshot(self, worker: int, refresh: bool) -> Replies:
+    def _snapshot(self, worker: int, request: Snapshot) -> Replies:
         optimizers = self._rounds.optimizers
         if (reason := no_snapshot(self.failure, optimizers)) is not None:
             return [(worker, Refused(reason))]
-        if refresh:
+        if request.refresh:
             self._rounds.refresh(worker)
-        return [(worker, State(optimizers.dump(), self.ledger.version, self._queue.unseen()))]
+        state = optimizers.dump(request.place)
+        return [(worker, State(state, self.ledger.version, self._queue.unseen()))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
         """These workers and all who wait must end, with this reason."""

@@ -31,6 +31,7 @@ from hybridtrain.lightning.lock_free import check_lock_free
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
+from hybridtrain.lightning.saving import save_in_background
 from hybridtrain.lightning.sending import check_sending
 from hybridtrain.messages import Stopped
 from hybridtrain.worlds.processes import Interrupted, ProcessWorld
@@ -188,6 +189,8 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
     trainer.strategy.enter_worker(client, trainer)
+    if trainer.strategy.saving == "background":
+        save_in_background(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -77,6 +77,13 @@ def _filling(name: str) -> Callable[..., Any]:
 
 for _name in (*_READERS, *_WRITERS):
     setattr(RemoteState, _name, _filling(_name))
+
+
+def without_fetching(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Its ``state_dict()``, with what is here already."""
+    state: Any = optimizer.state
+    with state.left_alone() if isinstance(state, RemoteState) else nullcontext():
+        return optimizer.state_dict()
 
 
 def _print_of(value: Any) -> Any:

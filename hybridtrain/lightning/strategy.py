@@ -34,7 +34,9 @@ from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.progress import UpdateCount, precede
 from hybridtrain.lightning.recording import Recording
+from hybridtrain.lightning.saving import choice
 from hybridtrain.lightning.session import Session
+from hybridtrain.lightning.state import without_fetching
 from hybridtrain.lightning.transport import Transport
 from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Regime, Spec, make_policy
@@ -63,6 +65,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
             ``hybridtrain.update.corrections.CORRECTIONS``, given like a policy.
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
         overlap_update: on GPUs, update what has arrived while backward still runs.
+        checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
@@ -87,6 +90,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         transport_dtype: str | None = None,
         overlap_update: bool = False,
         record: str | Path | None = None,
+        checkpoint: str = "blocking",
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
@@ -100,7 +104,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.on_fault = OnFault(on_nonfinite, on_oom)
         self.transport = Transport.of(transport_dtype, overlap_update)
         self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
-        self.recording = Recording.at(record)
+        self.recording, self.saving = Recording.at(record), choice(checkpoint)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
@@ -278,7 +282,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         """Moments from the server, hyper-parameters from this worker's optimizer."""
         optimizer = getattr(optimizer, "_optimizer", optimizer)
         if self._session is None or not self._session.steps or not self.is_global_zero:
-            return optimizer.state_dict()
+            return without_fetching(optimizer)  # only worker 0's is saved
         if self._snapshot is None:
             _, self._snapshot = self._session.snapshot()
         return self._snapshot[self.optimizers.index(optimizer)]

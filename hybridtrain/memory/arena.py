@@ -52,7 +52,7 @@ class Arena:
             UserError: if the machine has not that much memory.
         """
         n_bytes = max(align(n_bytes), ALIGNMENT_BYTES)
-        fd = _anonymous_descriptor()
+        fd = anonymous_descriptor()
         try:
             _reserve(fd, n_bytes)
             return cls(fd, n_bytes)
@@ -74,7 +74,7 @@ class Arena:
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
 
-def _anonymous_descriptor() -> int:
+def anonymous_descriptor() -> int:
     """A descriptor of an empty file that no path leads to."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("hybridtrain", os.MFD_CLOEXEC)

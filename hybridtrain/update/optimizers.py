@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +12,7 @@ from hybridtrain.arrivals import Arrived
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import Lent, Turn
+from hybridtrain.memory.scratch import fill
 from hybridtrain.messages import Push, Reply
 from hybridtrain.update.build import for_sparse
 from hybridtrain.update.contribution import Contribution
@@ -257,11 +257,9 @@ class Optimizers:
 
     # ---- state ----------------------------------------------------------------------------------
 
-    def dump(self) -> bytes:
-        """What each optimizer would save, for ``torch.load``."""
-        buffer = io.BytesIO()
-        torch.save([update.state() for update in self._updates], buffer)
-        return buffer.getvalue()
+    def dump(self, place: str = "") -> bytes:
+        """What each optimizer would save, for ``torch.load``; nothing, if it lies in ``place``."""
+        return fill(place, [update.state() for update in self._updates])
 
     def close(self) -> None:
         """End what the updates hold."""
