@@ -66,7 +66,7 @@ def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     n_bytes = tensor.numel() * tensor.element_size()
     if n_bytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros_like(tensor)
-    memory = mmap.mmap(-1, n_bytes + _HUGE)
+    memory = mmap.mmap(-1, n_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     flat = torch.frombuffer(
