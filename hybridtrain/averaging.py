@@ -18,7 +18,10 @@ from hybridtrain.events import Apply, Fact, Joined, Left, Parked, Pushed, Releas
 from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.messages import Average, Averaged
 from hybridtrain.policies import All
-from hybridtrain.update.merge import merge_mixed
+from hybridtrain.update.merge import merge, merge_mixed
+from hybridtrain.update.pool import Pool
+
+_CHUNK = 256 * 1024  # elements: one thread is enough for less
 
 
 class Averaging:
@@ -26,10 +29,11 @@ class Averaging:
 
     Args:
         workers: all that are there.
+        pool: who does the arithmetic.
     """
 
-    def __init__(self, workers: Iterable[int]) -> None:
-        self._rule = All()
+    def __init__(self, workers: Iterable[int], pool: Pool) -> None:
+        self._rule, self._pool = All(), pool
         self._asked: dict[int, Average] = {}
         for worker in workers:
             self._rule.on(Joined(worker))
@@ -69,14 +73,14 @@ class Averaging:
                 case Apply(workers):
                     assert store is not None, "gradients lie in a store"
                     asked = {w: self._asked[w] for w in workers if w in self._asked}
-                    reply = average(asked, store)
+                    reply = average(asked, store, self._pool)
                 case Release(workers):
                     freed += [w for w in workers if self._asked.pop(w, None) is not None]
         return [(worker, reply) for worker in freed]
 
 
 @torch.no_grad()
-def average(asked: dict[int, Average], store: Store) -> Averaged:
+def average(asked: dict[int, Average], store: Store, pool: Pool) -> Averaged:
     """Write the mean, weighted by samples, to its row."""
     total = sum(request.weight for request in asked.values())
     shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
@@ -84,11 +88,28 @@ def average(asked: dict[int, Average], store: Store) -> Averaged:
     nobody = tuple(sorted(set.intersection(*absent))) if absent else ()
     if any(asked[worker].packed for worker in shares):
         return Averaged(nobody, _average_one_by_one(asked, shares, store))
-    for dtype, mean in store.means.items():  # (P,)
-        mean.zero_()
-        for worker, share in shares.items():
-            mean.add_(store.gradients[worker][dtype], alpha=share)
+    for dtype in store.means:
+        _average_rows(shares, store, dtype, pool)
     return Averaged(nobody)
+
+
+def _average_rows(shares: dict[int, float], store: Store, dtype: torch.dtype, pool: Pool) -> None:
+    """All of one dtype at once, in chunks that idle cores share."""
+    mean = store.means[dtype]  # (P,)
+    rows = [store.gradients[worker][dtype] for worker in shares]
+    counts = list(shares.values())
+
+    def piece(lane: int, start: int) -> None:
+        part = slice(start, start + _CHUNK)
+        out = mean[part]
+        merged = merge([row[part] for row in rows], counts, out)
+        if merged is not out:  # a lone row
+            out.copy_(merged)
+
+    if rows:
+        pool.map(piece, range(0, mean.numel(), _CHUNK))
+    else:
+        mean.zero_()
 
 
 def _average_one_by_one(

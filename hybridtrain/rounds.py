@@ -32,10 +32,9 @@ from hybridtrain.memory import Store
 from hybridtrain.messages import Average, Cover, Push, Released, Reply, Writes
 from hybridtrain.policies import Policy, Regime
 from hybridtrain.update import Optimizers, Stepped
+from hybridtrain.update.pool import Pool
 
 Replies = list[tuple[int, Reply]]
-
-
 _NOTHING = Stepped(())
 
 
@@ -48,6 +47,7 @@ class Rounds:
         ledger: counts.
         queue: where mini-batches come from.
         workers: all that are there from the start.
+        pool: who does the arithmetic.
     """
 
     def __init__(
@@ -57,19 +57,19 @@ class Rounds:
         ledger: Ledger,
         queue: BatchQueue,
         workers: Iterable[int],
+        pool: Pool,
     ) -> None:
-        workers = sorted(workers)
         self.store: Store | None = None
         self.optimizers = Optimizers()
         self.broken = False  # somebody has stopped: no round can be a whole one any more
         self.wake_at_s: float | None = None  # when the policy wants to be told the time
         self._policy, self._regime, self._ledger, self._queue = policy, regime, ledger, queue
-        self._averaging = Averaging(workers)
+        self._averaging = Averaging(workers, pool)
         self._pushes: dict[int, Push] = {}  # of those who wait
         self._ready: set[int] = set()  # who waits to begin
         self._held: list[tuple[int, int, tuple[Cover, ...]]] = []  # worker, age, mini-batches
         self._stepped = Stepped(())  # in the round that ends
-        for worker in workers:
+        for worker in sorted(workers):
             policy.on(Joined(worker))
             ledger.clocks.join(worker)
 

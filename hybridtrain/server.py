@@ -83,11 +83,11 @@ class Server:
         self.regime = policy.begin(n_workers)
         self.ledger = Ledger(n_workers, clock)
         self.failure: BaseException | None = None  # what an optimizer has raised
-        self._members = set(range(n_workers))
+        members = self._members = set(range(n_workers))
         self._meeting: Meeting[Request] = Meeting(set(self._members))
         self._pool, self._late = Pool(threads), LateGradients(correction, self.ledger.age)
         self._queue = BatchQueue(self._members)
-        self._rounds = Rounds(policy, self.regime, self.ledger, self._queue, self._members)
+        self._rounds = Rounds(policy, self.regime, self.ledger, self._queue, members, self._pool)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 

@@ -24,8 +24,8 @@ from typing import TypeVar
 
 import torch
 
-from hybridtrain.memory import Arena, Rows, Store
-from hybridtrain.memory.arena import align
+from hybridtrain.memory import Rows, Store
+from hybridtrain.memory.private import private
 from hybridtrain.messages import Clip
 from hybridtrain.update.cohorts import Cohort, Cohorts, scalar
 from hybridtrain.update.contribution import Contribution
@@ -33,7 +33,8 @@ from hybridtrain.update.evaluation import Evaluation
 from hybridtrain.update.groups import Groups, members_of, plain, slowed
 from hybridtrain.update.kernels import Figures, Kernel, StepChunk, scalar_dtype
 from hybridtrain.update.merge import merge
-from hybridtrain.update.plan import Absent, Chunk, Plan, make_plan, present_in, stretches
+from hybridtrain.update.norms import Piece, pieces, total
+from hybridtrain.update.plan import Absent, Chunk, Plan, make_plan, present_in
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.saved import Saved
 from hybridtrain.update.update import clip_factor
@@ -41,6 +42,7 @@ from hybridtrain.update.update import clip_factor
 # gradient (n,), scratch (n,) -> what is to be stepped with
 Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+T = TypeVar("T")
 R = TypeVar("R")
 
 _ALONE = 256 * 1024  # elements that one thread steps as soon as two would
@@ -88,11 +90,8 @@ class FlatUpdate:
         needed = {name: None for group in self._groups for name in self._kernel.names(group)}
         size = self._store.layout.sizes[torch.float32]
         missing = [name for name in needed if name not in self._flats]
-        stride = align(size * 4)
-        arena = Arena.create(stride * len(missing)) if missing else None
-        for place, name in enumerate(missing):
-            assert arena is not None
-            self._flats[name] = arena.tensor(place * stride, size, torch.float32)
+        made = private(len(missing), size, torch.float32)
+        self._flats |= dict(zip(missing, made, strict=True))
 
     def _taken_over(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, Figures, bool]]:
         """Move the state that the user's optimizer brings along (a resumed run) to its place."""
@@ -137,11 +136,11 @@ class FlatUpdate:
         # The last chunks that a norm was taken of are still in the cache.
         self._map(plan, work, plan.backwards if transform else plan.chunks)
 
-    def _map(self, plan: Plan, work: Callable[[int, Chunk], R], chunks: list[Chunk]) -> list[R]:
+    def _map(self, plan: Plan, work: Callable[[int, T], R], tasks: list[T]) -> list[R]:
         """Waking a thread takes as long as stepping some ten thousand elements."""
         if plan.size <= _ALONE:
-            return [work(0, chunk) for chunk in chunks]
-        return self._pool.map(work, chunks)
+            return [work(0, task) for task in tasks]
+        return self._pool.map(work, tasks)
 
     def _begin(self, cohort: Cohort) -> StepChunk:
         """Count its step; what is kept for it begins with the first."""
@@ -201,8 +200,7 @@ class FlatUpdate:
             cohort: tuple([self._flats[n] for n in self._kernel.names(self._groups[cohort.group])])
             for cohort in {self._cohorts.of[index] for index in moving}
         }
-        pieces = list(stretches(places, self._store))
-        return make_plan(pieces, self._store, state, self._kernel.chunk)
+        return make_plan(places, self._store, state, self._kernel.chunk)
 
     # ---- clipping: the global norm needs all chunks before the first may be stepped -------------
 
@@ -212,12 +210,18 @@ class FlatUpdate:
         limit = clip.limit
         if clip.algorithm == "value":
             return lambda gradient, out: torch.clamp(gradient, -limit, limit, out=out)
-        partial_norms = self._map(plan, partial(self._norm, mean), plan.chunks)
-        factor = clip_factor(torch.linalg.vector_norm(torch.stack(partial_norms)), limit)
+        factor = clip_factor(self._norm(plan, mean), limit)
         return None if factor == 1.0 else lambda gradient, out: torch.mul(gradient, factor, out=out)
 
-    def _norm(self, mean: _Mean, lane: int, chunk: Chunk) -> torch.Tensor:
-        return torch.linalg.vector_norm(mean.of(chunk, self._scratch_of(lane, chunk.size)[0]))
+    def _norm(self, plan: Plan, mean: _Mean) -> torch.Tensor:
+        """That of the mean gradient, ()."""
+        if not plan.pieces:
+            plan.pieces = pieces(plan.places, self._store, self._kernel.chunk)
+
+        def norms(lane: int, piece: Piece) -> list[torch.Tensor]:
+            return piece.norms(mean.of, lane, self._scratch_of(lane, piece.size)[0])
+
+        return total(plan.pieces, self._map(plan, norms, plan.pieces))
 
     # ---- groups and state -----------------------------------------------------------------------
 
@@ -259,7 +263,7 @@ class _Mean:
     workers: list[int]
     shares: list[float]
 
-    def of(self, chunk: Chunk, out: torch.Tensor) -> torch.Tensor:
+    def of(self, chunk: Chunk | Piece, out: torch.Tensor) -> torch.Tensor:
         """That of a chunk, (n,): in ``out``, or a lone row itself.
 
         Those without a gradient count as zeros.

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from hybridtrain.memory import Store
 from hybridtrain.memory.arena import ALIGNMENT_BYTES, align
 from hybridtrain.update.cohorts import Cohort
+
+if TYPE_CHECKING:
+    from hybridtrain.update.norms import Piece
 
 _VECTOR = ALIGNMENT_BYTES // 4  # elements of a cache line
 
@@ -46,10 +50,12 @@ class Chunk:
 class Plan:
     """The cohorts that move, and their chunks."""
 
+    places: list[tuple[int, Present]]  # the slot number of each parameter that moves
     cohorts: list[Cohort] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     backwards: list[Chunk] = field(default_factory=list)
     size: int = 0  # elements of all chunks
+    pieces: list[Piece] = field(default_factory=list)  # for a norm, once one is asked for
 
 
 def present_in(absent: Absent, number: int) -> Present:
@@ -87,22 +93,23 @@ def cut(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
 
 
 def make_plan(
-    pieces: Sequence[Stretch],
+    places: Sequence[tuple[int, Cohort, Present]],  # as for stretches
     store: Store,
     state: dict[Cohort, tuple[torch.Tensor, ...]],  # (P,) each
     chunk: int,
 ) -> Plan:
-    """Cut these stretches into chunks of at most so many elements."""
-    plan, dtype = Plan(), torch.float32
-    number: dict[Cohort, int] = {}
+    """Join what moves alike, and cut it into chunks of at most so many elements."""
+    plan = Plan([(number, present) for number, _, present in places])
+    dtype = torch.float32
+    numbers: dict[Cohort, int] = {}
     flats = [store.masters[dtype], *(row[dtype] for row in store.gradients)]
-    for stretch in pieces:
-        cohort = number.setdefault(stretch.cohort, len(number))
+    for stretch in stretches(places, store):
+        cohort = numbers.setdefault(stretch.cohort, len(numbers))
         for start, stop in cut(stretch.start, stretch.stop, chunk):
             own = tuple([flat[start:stop] for flat in state[stretch.cohort]])
             parameter, *rows = [flat[start:stop] for flat in flats]
             made = Chunk(cohort, stop - start, parameter, own, tuple(rows), stretch.present)
             plan.chunks.append(made)
-    plan.cohorts, plan.backwards = list(number), plan.chunks[::-1]
+    plan.cohorts, plan.backwards = list(numbers), plan.chunks[::-1]
     plan.size = sum(made.size for made in plan.chunks)
     return plan

@@ -266,7 +266,28 @@ def test_chunks_are_even_in_number_and_nearly_in_size(size: int, pieces: int) ->
 def test_clipping_by_norm_is_that_of_the_mean_gradient(limit: float) -> None:
     pair = pair_of(shares=THIRDS)
     run(pair, steps=5, clip=Clip("norm", limit))
-    pair.assert_equal(rtol=2e-6)  # the norm is summed in another order
+    pair.assert_equal()
+
+
+def test_clipping_parameters_of_odd_sizes_by_norm_takes_each_as_torch_does() -> None:
+    pair, generator = pair_of(shapes=RAGGED), torch.Generator().manual_seed(0)
+    for holes in ([], [(0, 1), (1, 1)], [(0, 0), (1, 4)], []):
+        gradients = without(pair.gradients(generator), *holes)
+        pair.step(gradients, Clip("norm", 0.3))
+        pair.assert_equal(rtol=2e-6)
+
+
+def test_the_norm_of_a_parameter_larger_than_a_chunk_is_summed_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(FusedAdam, "chunk", 64)
+    pairs = [pair_of(shapes=RAGGED, lanes=lanes) for lanes in (1, 3)]
+    for pair in pairs:
+        monkeypatch.setattr(flat, "_ALONE", 0)
+        run(pair, steps=3, clip=Clip("norm", 0.3))
+        pair.assert_equal(rtol=2e-6)
+    masters = [pair.masters() for pair in pairs]
+    assert all(map(torch.equal, *masters)), "in the same order, in however many threads"
 
 
 def test_clipping_by_value_equals_torch_to_the_bit() -> None:

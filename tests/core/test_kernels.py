@@ -129,6 +129,14 @@ def test_neither_chunks_nor_lanes_change_a_bit(name: str, monkeypatch: pytest.Mo
     pair.assert_equal()
 
 
+@pytest.mark.parametrize("shares", [(1.0,), THIRDS])
+def test_clipping_by_norm_is_torchs_to_the_bit(shares: tuple[float, ...]) -> None:
+    pair, generator = pair_of("SGD momentum", shares), torch.Generator().manual_seed(0)
+    for step in range(6):
+        pair.step(holed(pair, generator, step), Clip("norm", 0.5))
+    pair.assert_equal()
+
+
 @EVERY
 def test_a_run_that_is_resumed_half_way_goes_on_to_the_bit(name: str) -> None:
     pair, generator = pair_of(name), torch.Generator().manual_seed(0)
