@@ -57,7 +57,7 @@ class CudaExchange:
         eager: bool,
         streams: Streams,
     ) -> None:
-        self._parameters, self._streams = list(parameters), streams
+        self._parameters, self.streams = list(parameters), streams
         slots = store.layout.slots
         self._locked = _lock(streams, store, worker)
         self._rows = [store.gradient(worker, slot) for slot in slots]  # host, page-locked
@@ -117,7 +117,7 @@ class CudaExchange:
         self._outgoing.close()
         self._tell(wait=True)
         if packed:
-            self._streams.synchronise(self._streams.record(Lane.COMPUTE))
+            self.streams.synchronise(self.streams.record(Lane.COMPUTE))
         self._sent.clear()
         self.packed = tuple(packed)
         return tuple(n for n in numbers if own[n].grad is None)
@@ -172,7 +172,7 @@ class CudaExchange:
 
     def _take_fingerprints_on_the_way(self, numbers: list[int]) -> None:
         """The same behind the copies; torch has counted these when they were queued."""
-        self._streams.do(Lane.BACK, partial(self._take_norms, numbers))
+        self.streams.do(Lane.BACK, partial(self._take_norms, numbers))
         self._take_counts(numbers)
 
     def _take_norms(self, numbers: list[int]) -> None:
@@ -190,7 +190,7 @@ class CudaExchange:
         self._outgoing.close()
         self._tell(wait=True)
         for region in self._locked:
-            self._streams.unlock(region)
+            self.streams.unlock(region)
         self._locked = []
 
 

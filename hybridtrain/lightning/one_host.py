@@ -7,6 +7,7 @@ from typing import Any
 
 from hybridtrain.client import Client
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.ahead import Ahead
 
 
 class TakesCompiled:
@@ -37,6 +38,7 @@ class OneHost:
     _lightning_module = TakesCompiled()
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
+    _ahead: Ahead | None = None  # where workers compute on devices of their own
 
     @property
     @abstractmethod
@@ -86,6 +88,13 @@ class OneHost:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning does it, unless it has been done already."""
+        moved = None if self._ahead is None else self._ahead.take(batch)
+        if moved is not None:
+            return moved
+        return super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
 
     # ---- figures --------------------------------------------------------------------------------
 

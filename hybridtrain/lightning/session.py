@@ -78,13 +78,13 @@ class Session:
         self._store.refresh(client.worker)
         self._buffers = SharedBuffers(buffers, self._store, client) if buffers else None
         self.share_buffers()
-        self._exchange = open_exchange(self._parameters, self._store, client.worker, self.final)
+        self.exchange = open_exchange(self._parameters, self._store, client.worker, self.final)
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
         check = FiniteCheck(self._store, client.worker)
         self.guard = Guard(on_fault, check, layout, module.trainer)
         self._overlap: Overlap | None = None
-        if transport.overlap and isinstance(self._exchange, CudaExchange):
-            self._overlap = Overlap(self._exchange, client, check, self.guard, module)
+        if transport.overlap and isinstance(self.exchange, CudaExchange):
+            self._overlap = Overlap(self.exchange, client, check, self.guard, module)
         self._batch = Accumulation()
         self.steps: list[RemoteStep] = []
 
@@ -105,10 +105,10 @@ class Session:
         """Training begins: the server takes the optimizers over, with the state they have now."""
         self._publish()  # a hook may have loaded weights
         numbers = self._hand_over(self.trainer.global_step)
-        self._exchange.writes()  # published already
-        self._exchange.refresh()
-        self._exchange.follow(n for each in numbers for n in each)
-        self._exchange.keep_sparse(sparse_numbers(self._optimizers, numbers))
+        self.exchange.writes()  # published already
+        self.exchange.refresh()
+        self.exchange.follow(n for each in numbers for n in each)
+        self.exchange.keep_sparse(sparse_numbers(self._optimizers, numbers))
         if self._overlap is not None:
             self._overlap.begin()
 
@@ -134,7 +134,7 @@ class Session:
         step = vars(optimizer).get("step")
         if not isinstance(step, RemoteStep) or step not in self.steps:
             step = RemoteStep(
-                optimizer, self._number_of, self._exchange, self._client, self.guard, self._regime
+                optimizer, self._number_of, self.exchange, self._client, self.guard, self._regime
             )
             step.buffers = self._buffers
             step.in_place = InPlace(optimizer, self._client) if self._regime.lock_free else None
@@ -153,14 +153,14 @@ class Session:
             step.state.close()
         if self._overlap is not None:
             self._overlap.close()
-        self._exchange.close()
+        self.exchange.close()
 
     def _replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The user has put other optimizers into the trainer, in the same step of all workers."""
         self._optimizers = list(optimizers)
         numbers = self._hand_over(max(step.version for step in self.steps))
         for optimizer, inside in zip(self._optimizers, numbers, strict=True):
-            self._exchange.admit(inside, takes_sparse(optimizer))
+            self.exchange.admit(inside, takes_sparse(optimizer))
 
     @property
     def trainer(self) -> Trainer:
@@ -172,16 +172,16 @@ class Session:
 
         Unless user code has changed them (averaged weights, swapped in): those are to be saved.
         """
-        changed = bool(self._exchange.writes())
+        changed = bool(self.exchange.writes())
         version, saved = self._client.snapshot(refresh=not changed)
         if not changed:
-            self._exchange.refresh()
+            self.exchange.refresh()
         return version, [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
 
     def pull(self) -> int:
         """Bring the module's parameters up to date; their version."""
-        version = self._client.pull(self._exchange.writes())
-        self._exchange.refresh()
+        version = self._client.pull(self.exchange.writes())
+        self.exchange.refresh()
         return version
 
     def begin_batch(self, batch: Any, samples: float, together: float | None) -> None:
@@ -221,8 +221,8 @@ class Session:
 
     def await_turn(self) -> int:
         """Wait until no other worker computes, and the parameters are the newest; their version."""
-        version = self._client.begin(self._exchange.writes())
-        self._exchange.refresh()
+        version = self._client.begin(self.exchange.writes())
+        self.exchange.refresh()
         return version
 
     def accumulates(self) -> bool:
@@ -235,8 +235,8 @@ class Session:
         """Every worker's ``.grad`` becomes the mean of all, weighted by samples."""
         trained = {n: p for n, p in enumerate(self._parameters) if p.requires_grad}
         slots, worker = self._store.layout.slots, self._client.worker
-        absent = self._exchange.collect(tuple(trained))
-        packed = self._exchange.packed
+        absent = self.exchange.collect(tuple(trained))
+        packed = self.exchange.packed
         trying = any(step.trying for step in self.steps)
         if not trying and not self.guard.accepts(tuple(trained), absent, packed):
             self._weigh_nothing()
@@ -282,7 +282,7 @@ class Session:
         """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
         for step in self.steps if self._regime.watches_loss else ():
             step.loss = loss.detach()
-        self._exchange.adding = adding = self.accumulates()
+        self.exchange.adding = adding = self.accumulates()
         if self._overlap is not None:
             self._overlap.begin_backward(self.steps, self.final and not adding)
         try:

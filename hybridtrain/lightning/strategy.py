@@ -23,6 +23,7 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
 from hybridtrain.client import Client
+from hybridtrain.lightning.ahead import ahead
 from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
@@ -170,6 +171,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
                 self.client, module, self.optimizers, self.regime, fault, self.transport
             )
             take_over(self._session, self.precision_plugin)
+            self._ahead = ahead(self._session.exchange, trainer)
 
     def model_to_device(self) -> None:
         assert self.lightning_module is not None
@@ -206,7 +208,10 @@ class HybridStrategy(OneHost, ParallelStrategy):
         assert self._session is not None
         scaled = self._session.scaled(closure_loss)
         run = partial(super().backward, scaled, optimizer, *args, **kwargs)
-        return self._session.backward(run, closure_loss)
+        loss = self._session.backward(run, closure_loss)
+        if self._ahead is not None:
+            self._ahead.fetch()
+        return loss
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None

@@ -245,7 +245,7 @@ def test_buckets_leave_while_backward_runs_and_each_gradient_leaves_once(
     monkeypatch.setattr(outgoing, "BUCKET_BYTES", 64)
     net, store, exchange = set_up(cuda(True))
     assert isinstance(exchange, CudaExchange)
-    log = exchange._streams.log
+    log = exchange.streams.log
     log.clear()
     net(1, spare=True).backward()
     assert log.count("out") >= 2

@@ -20,6 +20,7 @@ from hybridtrain.lightning import session, transport
 from hybridtrain.memory import Store
 from hybridtrain.update.early import Early
 from tests.core.fake_device import FakeStreams
+from tests.lightning import toys
 from tests.lightning.test_equality import OPTIMIZERS
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
 
@@ -182,6 +183,55 @@ def test_overlap_with_what_cannot_be_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=what):
         device(2, 6, strategy=strategy | {"overlap_update": True})
+
+
+class CountsTaken(Regression):
+    """Each mini-batch but the first of an epoch was on the device before it was asked for."""
+
+    taken: int = 0
+    expected: int = 9
+
+    def on_train_start(self) -> None:
+        ahead = self.trainer.strategy._ahead
+        take = ahead.take
+
+        def count(batch: Any) -> Any:
+            moved = take(batch)
+            self.taken += moved is not None
+            assert moved is None or moved[0].device == self.device
+            return moved
+
+        ahead.take = count
+
+    def on_train_end(self) -> None:
+        assert self.taken == self.expected
+
+
+class Transforms(CountsTaken):
+    """What is changed on the device is changed when it is its turn."""
+
+    expected = 0
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [2 * batch[0], batch[1]]
+
+
+@pytest.mark.parametrize("module", [CountsTaken, Transforms])
+def test_the_next_mini_batch_is_on_the_device_before_the_step_has_ended(
+    device: Fit, module: type[CountsTaken], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = partial(toys.DataLoader, num_workers=1)
+    monkeypatch.setattr(toys, "DataLoader", loader)
+    found, _ = device(2, 6, module)
+    monkeypatch.undo()
+    assert distance(found, fit("hybrid", 2, 6, Plain[module])[0]) < 1e-5
+
+
+class Doubles(Regression):
+    on_after_batch_transfer = Transforms.on_after_batch_transfer
+
+
+Plain = {CountsTaken: Regression, Transforms: Doubles}
 
 
 def test_on_a_cpu_parameters_must_not_move_during_backward() -> None:
