@@ -80,7 +80,8 @@ def test_so_many_bytes_are_allocated(
     expected = int(table()[name][column]) * P
     assert expected <= allocated(served) <= expected + 2**16
     mine = 8 * P  # the test's own tensors of this size: what it begins with, and a copy
-    mine += 12 * P * (name == "hogwild")  # temporaries of torch's step, which malloc may keep
+    # There torch's own step makes temporaries, and a state that moves away: malloc may keep both.
+    mine += 20 * P * (name == "hogwild")
     assert resident() - before <= expected + mine + 8 * 2**20, "nothing more is kept"
 
 
