@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from benchmarks.frame import Frame, Options, tell
 from benchmarks.machine import in_short, machine
 from benchmarks.parts import PARTS
-from benchmarks.rows import Row, Skipped, row_of
+from benchmarks.results import Result, read
+from benchmarks.rows import Row, Skipped
 from benchmarks.runs import Runner
 from benchmarks.shown import changes, table
 from hybridtrain.errors import UserError
@@ -31,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{name:<10} {part.about}")
         return 0
     try:
-        former = read(given.compare) if given.compare else None
+        former = read(Path(given.compare)).rows if given.compare else None
         chosen = check(given.parts)
         check_places(given)
     except UserError as error:
@@ -56,7 +55,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--quick", action="store_true", help="a smoke test: small, once, no verdict"
     )
     parser.add_argument("--only", default="", metavar="WORDS", help="works that name these")
-    parser.add_argument("--out", metavar="DIR", help="write DATE.json, .md and .png there")
+    parser.add_argument(
+        "--out", metavar="DIR", help="write DATE.json, .md, .png there; parts not run stay"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file")
     parser.add_argument("--compare", metavar="OLD.json", help="show what has changed since")
     given = parser.parse_args(arguments)
@@ -96,20 +97,6 @@ def check_places(given: argparse.Namespace) -> None:
             raise UserError(f"{folder} cannot be written to ({error.strerror})") from None
 
 
-def read(file: str) -> list[Row | Skipped]:
-    """An earlier result.
-
-    Raises:
-        UserError: if the file is none.
-    """
-    try:
-        return [row_of(row) for row in json.loads(Path(file).read_text())["rows"]]
-    except OSError as error:
-        raise UserError(f"--compare {file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"--compare {file}: this is no result of benchmark.py --json") from None
-
-
 def measure(
     chosen: list[str], given: argparse.Namespace, former: list[Row | Skipped] | None
 ) -> int:
@@ -130,7 +117,11 @@ def measure(
     print(table(rows, in_short(about)))
     if former is not None:
         print("\n" + changes(former, rows))
-    write(given, {"machine": about, "rows": [row.as_dict() for row in rows]}, rows)
+    result = Result(rows, dict.fromkeys(chosen, about))
+    if given.json:
+        result.write(Path(given.json))
+    if given.out:
+        result.publish(Path(given.out))
     return code
 
 
@@ -144,17 +135,3 @@ def options_of(given: argparse.Namespace) -> Options:
         given.quick,
         given.only,
     )
-
-
-def write(given: argparse.Namespace, content: dict[str, Any], rows: list[Row | Skipped]) -> None:
-    """JSON, and a plot where matplotlib is there."""
-    text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
-    if given.json:
-        Path(given.json).write_text(text)
-    if given.out:
-        stem = Path(given.out, content["machine"]["date"])
-        stem.with_suffix(".json").write_text(text)
-        stem.with_suffix(".md").write_text(table(rows, in_short(content["machine"])) + "\n")
-        from benchmarks.plot import draw
-
-        draw(rows, in_short(content["machine"]), stem.with_suffix(".png"))

@@ -95,7 +95,7 @@ class Model:
             return torch.optim.SparseAdam(net.parameters(), lr=1e-4)
         return torch.optim.Adam(net.parameters(), lr=1e-4, fused=fused)
 
-    def steps(self, seconds: float, fewest: int = 10) -> int:
+    def steps(self, seconds: float, fewest: int = 8) -> int:
         """How many fill so much time, in the slowest way."""
         return max(fewest, round(seconds / self.step_s))
 

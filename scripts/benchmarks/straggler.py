@@ -24,19 +24,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.frame import Frame
-from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
+from benchmarks.rows import Goal, Row, Skipped
 from benchmarks.runs import Job
 from hybridtrain.app.compose import compose_config
 
 
 def rows(frame: Frame) -> Iterator[Row | Skipped]:
-    """Free-running and lock-free workers against those who wait; ``ddp`` waits, too."""
+    """Workers that run freely against those who wait."""
     slower = 3.0
     work = f"one of 2 workers {slower:g}x slower (it sleeps; 50 ms a mini-batch elsewhere)"
     goal = Goal(1.7, 1.95)
     against = [(_job(frame, "hybrid", slower), goal)]
-    if not frame.options.quick:
-        against.append((_job(frame, "ddp", slower), NOTHING_ASKED))
     ours = _job(frame, "async", slower)
     yield from frame.alternate(work, ours, against, unit="ms/mini-batch", note="ideal 2")
 

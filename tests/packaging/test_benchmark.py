@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import cli, exchange, frame, peers, rows, runs, shown
+from benchmarks import cli, exchange, frame, peers, results, rows, runs, shown
 from benchmarks.parts import PARTS
 
 from hybridtrain.errors import UserError
@@ -79,8 +79,8 @@ def test_what_is_written_is_what_is_read_and_changes_are_told_from_noise(tmp_pat
 
     old = [result(2.0, 2.1), result(1.0, of="time"), rows.Skipped("gpu", "all", "no GPU")]
     file = tmp_path / "old.json"
-    file.write_text(json.dumps({"rows": [row.as_dict() for row in old]}))
-    assert cli.read(str(file)) == old
+    results.Result(old, {"step": {}}).write(file)
+    assert results.read(file).rows == old
     assert told(old[0], result(2.5, 2.6)) == "better"
     assert told(old[0], result(1.5, 1.6)) == "WORSE"
     assert told(old[0], result(1.5, 2.6)) == "within the spread"
@@ -92,8 +92,8 @@ def test_what_is_written_is_what_is_read_and_changes_are_told_from_noise(tmp_pat
     [
         (["stap"], "there is no part 'stap' (did you mean step?)"),
         (["--repeats", "0"], "--repeats 0 was given; at least 1 is needed"),
-        (["--compare", "nowhere.json"], "--compare nowhere.json: No such file"),
-        (["--compare", str(SCRIPT)], "this is no result of benchmark.py --json"),
+        (["--compare", "nowhere.json"], "nowhere.json: No such file"),
+        (["--compare", str(SCRIPT)], "is no result of benchmark.py --json"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(
@@ -137,8 +137,23 @@ def test_a_small_part_runs_by_the_real_command(tmp_path: Path) -> None:
     content = json.loads(out.read_text())
     (row,) = content["rows"]
     assert row["ours"] > 0 and row["theirs"] > 0 and row["baseline"].startswith("Lightning ddp")
-    assert content["machine"]["cores"] and str(ROOT) not in out.read_text()
+    assert content["machines"]["step"]["cores"] and str(ROOT) not in out.read_text()
     assert "| MLP 3 k" in done.stdout and list((tmp_path / "d").glob("*.json"))
+
+
+def test_a_part_that_is_measured_again_replaces_its_rows_and_leaves_the_others() -> None:
+    def row(part: str, ours: float) -> rows.Row:
+        return rows.Row(part, "work", "hybrid", ours, "s")
+
+    before = results.Result(
+        [row("step", 2.0), row("job", 3.0)], {"step": {"n": 1}, "job": {"n": 1}}
+    )
+    now = results.Result(
+        [row("step", 1.0), row("update", 4.0)], {"update": {"n": 2}, "step": {"n": 2}}
+    )
+    whole = now.over(before)
+    assert [(x.part, x.ours) for x in whole.rows] == [("update", 4.0), ("step", 1.0), ("job", 3.0)]
+    assert whole.machines == {"update": {"n": 2}, "step": {"n": 2}, "job": {"n": 1}}
 
 
 def test_what_does_not_fit_into_memory_is_left_out_with_its_size(
