@@ -46,6 +46,8 @@ def run_worker(
     """The main function of a worker process: run ``body``, report how it ended."""
     for other in inherited:
         other.close()  # or this worker would keep its siblings' lines open
+    if inherited:
+        atexit._clear()  # forked: what is registered is the parent's
     _prepare_process(birth)
     channel = Channel(sock)
     client = Client(birth.worker, birth.n_workers, channel)
@@ -92,7 +94,6 @@ def _run_exit_functions() -> None:
 
 
 def _prepare_process(birth: Birth) -> None:
-    atexit._clear()
     die_with_parent(birth.parent_pid)
     # Ctrl-C reaches the whole process group, a service manager's SIGTERM often too. The parent
     # decides what follows; a worker that dies on its own would tear the run apart.

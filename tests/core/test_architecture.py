@@ -178,3 +178,17 @@ print(*sorted({'hybrid', 'async'} & set(StrategyRegistry.available_strategies())
 )
 def test_strategies_are_registered_in_whatever_order_packages_are_imported(imports: str) -> None:
     assert python(imports + NAMES) == "async hybrid"
+
+
+def test_a_strategy_costs_no_import_beyond_lightnings_and_the_command_hydras() -> None:
+    code = """
+import sys, pytorch_lightning
+before = set(sys.modules)
+def fresh():
+    return {name.partition(".")[0] for name in set(sys.modules) - before} - {"hybridtrain"}
+import hybridtrain.lightning.strategy
+print(sorted(fresh() - sys.stdlib_module_names))
+import hybridtrain.app.cli, hybridtrain.app.run
+print(sorted(fresh() & {"matplotlib", "tensorboard", "scipy", "sklearn", "soundfile", "jiwer"}))
+"""
+    assert python(code).splitlines() == ["[]", "[]"]
