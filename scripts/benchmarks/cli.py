@@ -100,27 +100,29 @@ def check_places(given: argparse.Namespace) -> None:
 def measure(
     chosen: list[str], given: argparse.Namespace, former: list[Row | Skipped] | None
 ) -> int:
-    """Run the parts; what is there is shown and written even after Ctrl-C."""
+    """Run the parts; what is there after Ctrl-C is shown, and whole parts are written."""
     about, began = machine(), time.monotonic()
     options, runner = options_of(given), Runner()
     rows: list[Row | Skipped] = []
+    done: list[str] = []
     code = 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         for name in chosen:
             rows += PARTS[name].rows(Frame(name, options, runner))
+            done.append(name)
     except (KeyboardInterrupt, SystemExit) as stop:
         code = stop.code if isinstance(stop, SystemExit) and isinstance(stop.code, int) else 130
         tell(f"stopped after {len(rows)} rows")
     about |= {"repeats": options.repeats, "seconds_per_run": options.seconds}
-    about |= {"took_s": round(time.monotonic() - began)}
+    about |= {"took_s": round(time.monotonic() - began), "only": options.only}
     print(table(rows, in_short(about)))
     if former is not None:
         print("\n" + changes(former, rows))
-    result = Result(rows, dict.fromkeys(chosen, about))
+    result = Result([row for row in rows if row.part in done], dict.fromkeys(done, about))
     if given.json:
         result.write(Path(given.json))
-    if given.out:
+    if given.out and done:
         result.publish(Path(given.out))
     return code
 

@@ -39,9 +39,13 @@ class Result:
         draw(whole.rows, whole.where(), stem.with_suffix(".png"))
 
     def over(self, former: Result) -> Result:
-        """These rows, and those of the former result that were not measured again."""
+        """These rows, and those of the former result that were not measured again.
+
+        A part that was measured as a whole has no other rows than these.
+        """
         again = {_key(row) for row in self.rows}
-        kept = [row for row in former.rows if _key(row) not in again]
+        whole = {name for name, machine in self.machines.items() if not machine.get("only")}
+        kept = [row for row in former.rows if row.part not in whole and _key(row) not in again]
         machines = former.machines | self.machines
         order = [name for name in PARTS if name in machines]
         rows = [row for name in order for row in [*self.rows, *kept] if row.part == name]

@@ -145,15 +145,15 @@ def test_a_part_that_is_measured_again_replaces_its_rows_and_leaves_the_others()
     def row(part: str, ours: float) -> rows.Row:
         return rows.Row(part, "work", "hybrid", ours, "s")
 
-    before = results.Result(
-        [row("step", 2.0), row("job", 3.0)], {"step": {"n": 1}, "job": {"n": 1}}
-    )
-    now = results.Result(
-        [row("step", 1.0), row("update", 4.0)], {"update": {"n": 2}, "step": {"n": 2}}
-    )
-    whole = now.over(before)
-    assert [(x.part, x.ours) for x in whole.rows] == [("update", 4.0), ("step", 1.0), ("job", 3.0)]
-    assert whole.machines == {"update": {"n": 2}, "step": {"n": 2}, "job": {"n": 1}}
+    old = [row("step", 2.0), row("job", 3.0), row("sparse", 5.0)]
+    before = results.Result(old, {key: {"n": 1} for key in ["step", "job", "sparse"]})
+    again = [row("step", 1.0), row("update", 4.0)]
+    machines: dict[str, dict[str, Any]] = {key: {"n": 2} for key in ["update", "step"]}
+    whole = results.Result(again, machines | {"sparse": {"only": "another"}}).over(before)
+    found = [(each.part, each.ours) for each in whole.rows if isinstance(each, rows.Row)]
+    assert found == [("update", 4.0), ("step", 1.0), ("job", 3.0), ("sparse", 5.0)]
+    assert [whole.machines[name].get("n") for name in ("update", "step", "job")] == [2, 2, 1]
+    assert results.Result([], machines).over(before).rows == [row("job", 3.0), row("sparse", 5.0)]
 
 
 def test_what_does_not_fit_into_memory_is_left_out_with_its_size(
