@@ -14,6 +14,7 @@ Legend: P elements of one dtype's buffer, W workers.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -108,6 +109,8 @@ class HostExchange:
             parameter.data = view
         self._copied: set[int] = set()
         self._sparse: set[int] = set()
+        self._made_dense: set[int] = set()
+        self._worker = worker
         self.packed: tuple[Packed, ...] = ()
         self.adding = False
         self._eager = eager
@@ -138,6 +141,7 @@ class HostExchange:
             elif gradient.is_sparse and number in self._sparse:
                 packed.append(pack(number, gradient.detach().coalesce(), row))
             elif gradient.is_sparse:
+                self._warn_of_dense(number)
                 row.copy_(gradient.to_dense())
             elif number not in self._copied or has_later_hooks(self._parameters[number]):
                 rows.append(row)
@@ -147,6 +151,19 @@ class HostExchange:
         self._copied.clear()
         self.packed = tuple(packed)
         return tuple(absent)
+
+    def _warn_of_dense(self, number: int) -> None:
+        """Say once what could be spared; worker 0 does, for all."""
+        if self._worker != 0 or number in self._made_dense:
+            return
+        self._made_dense.add(number)
+        warnings.warn(
+            f"a parameter of shape {tuple(self._rows[number].shape)} has a sparse gradient, which "
+            "is made dense at every step because its optimizer takes only dense ones; give it one "
+            "of its own (torch.optim.SparseAdam, or SGD or Adagrad without weight_decay), or use "
+            "sparse=False",
+            stacklevel=2,
+        )
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:
         self._sparse = set(numbers)

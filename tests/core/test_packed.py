@@ -96,11 +96,11 @@ def test_who_takes_sparse_gradients_is_what_torch_says(
 # ---- a worker -----------------------------------------------------------------------------------
 
 
-def worker(eager: bool = True) -> tuple[torch.nn.Embedding, Store, HostExchange]:
+def worker(eager: bool = True, number: int = 1) -> tuple[torch.nn.Embedding, Store, HostExchange]:
     embedding = torch.nn.Embedding(6, 2, sparse=True)
     store = Store(Layout.of(embedding.named_parameters()), 2, False)
     store.master(store.layout.slots[0]).copy_(embedding.weight.detach())
-    return embedding, store, HostExchange(list(embedding.parameters()), store, 1, eager)
+    return embedding, store, HostExchange(list(embedding.parameters()), store, number, eager)
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -128,6 +128,15 @@ def test_an_optimizer_that_wants_it_dense_gets_it_dense() -> None:
     assert embedding.weight.grad is not None
     place = store.gradient(1, store.layout.slots[0])
     assert torch.equal(place, embedding.weight.grad.to_dense())
+
+
+def test_it_is_said_once_what_a_dense_gradient_costs_and_what_to_do() -> None:
+    embedding, _, exchange = worker(number=0)
+    embedding(torch.tensor([4, 1, 4])).sum().backward()
+    with pytest.warns(UserWarning, match=r"shape \(6, 2\).*made dense.*SparseAdam") as said:
+        for _ in range(3):
+            exchange.collect([0])
+    assert len(said) == 1
 
 
 def test_what_lies_behind_the_values_is_not_looked_at() -> None:

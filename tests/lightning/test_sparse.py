@@ -56,6 +56,19 @@ class Mixed(Bag):
         return (self.last(self.words(batch[0]).mean(dim=1)) - batch[1]).pow(2).mean()
 
 
+class Padded(Bag):
+    """Bags of words of which one means that there is none: its row has no gradient."""
+
+    def __init__(self, make: Any = SGD) -> None:
+        super().__init__(make)
+        self.words = torch.nn.EmbeddingBag(WORDS, 4, sparse=True, mode="sum", padding_idx=0)
+
+    def loss(self, batch: Any) -> Any:
+        # Whole mini-batches of some worker are nothing but padding: no row is touched.
+        words = torch.where(batch[1] > 0, batch[0], 0)
+        return (self.words(words).mean(dim=1) - batch[1][:, 0]).pow(2).mean()
+
+
 class Both(Mixed):
     """SparseAdam for the embedding, Adam for the rest, by hand."""
 
@@ -91,6 +104,8 @@ KINDS: dict[str, Any] = {
     "SGD": Mixed,
     "momentum": partial(Mixed, partial(OPTIM.SGD, lr=0.5, momentum=0.9)),
     "Adagrad": partial(Mixed, partial(OPTIM.Adagrad, lr=0.1)),
+    "nesterov": partial(Mixed, partial(OPTIM.SGD, lr=0.2, momentum=0.9, nesterov=True)),
+    "padding": partial(Padded, partial(OPTIM.SparseAdam, lr=0.05)),
     "two optimizers": Both,
     "hooks": Looking,
 }
