@@ -10,13 +10,9 @@ import torch
 
 from hybridtrain.update.kernels.kernel import Figures, Group, Kernel, StepChunk, Tensors
 
-_CHUNK = 128 * 1024  # elements: only the merged gradient is read twice
-
 
 class FusedAdam(Kernel):
     """Adam and AdamW; the bits of ``fused=True``."""
-
-    chunk = _CHUNK
 
     def names(self, group: Group) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"])
@@ -53,7 +49,6 @@ class FusedAdam(Kernel):
 class FusedSgd(Kernel):
     """SGD, perhaps with momentum; its bits do not depend on ``fused``."""
 
-    chunk = _CHUNK
     figures = ()
 
     def names(self, group: Group) -> tuple[str, ...]:
@@ -86,8 +81,6 @@ class FusedSgd(Kernel):
 
 class FusedAdagrad(Kernel):
     """Adagrad with ``fused=True``, which rounds otherwise than Adagrad without."""
-
-    chunk = _CHUNK
 
     def names(self, group: Group) -> tuple[str, ...]:
         return ("sum",)
