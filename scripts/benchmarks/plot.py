@@ -30,7 +30,7 @@ def draw(rows: Sequence[Row | Skipped], machine: str, file: Path) -> None:
     heights += [_LINES_INCHES] * bool(scaling)
     if not heights:
         return
-    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    figure = Figure(figsize=(12, sum(heights)), layout="constrained")
     axes = list(figure.subplots(len(heights), squeeze=False, height_ratios=heights)[:, 0])
     if bars:
         _ratios(axes.pop(0), bars)
@@ -71,7 +71,7 @@ def _ratios(axes: Any, rows: Sequence[Row]) -> None:
     axes.margins(y=0.01)
     _plain(axes)
     note = "bar: median of pairs; thin line: their spread; upright mark: the goal, bold if missed"
-    axes.set_title(f"How many times faster than the baseline\n({note})", fontsize=9)
+    axes.figure.suptitle(f"How many times faster than the baseline ({note})", fontsize=9)
 
 
 def _speed(row: Row, ratio: float) -> float:
@@ -105,7 +105,7 @@ def _lines(axes: Any, rows: Sequence[Row]) -> None:
         axes.plot(*zip(*sorted(line.items()), strict=True), "o-", ms=3, label=label, **look)
         axes.lines[-1].set_dashes(dashes) if dashes else None
     axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="ms an exchange and update")
-    axes.legend(frameon=False, fontsize=8, ncols=2)
+    axes.legend(frameon=False, fontsize=7, loc="center right", bbox_to_anchor=(-0.15, 0.5))
     axes.set_title("scaling: what one exchange and update costs", fontsize=9)
     _plain(axes)
 
