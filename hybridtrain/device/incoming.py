@@ -57,7 +57,12 @@ class Incoming:
 
     def start(self, numbers: Iterable[int], after: Callable[[list[int]], Any] = len) -> None:
         """The masters have moved: copy these. ``after``: what follows each bucket's copies."""
-        chosen = set(numbers)
+        with torch._C.DisableTorchFunction():  # what is done here is no use of a parameter
+            self._start(set(numbers), after)
+        if not self.lazily:
+            self.need_all()
+
+    def _start(self, chosen: set[int], after: Callable[[list[int]], Any]) -> None:
         self._settle_order()
         self._streams.wait(Lane.BACK, self._streams.record(Lane.COMPUTE))  # the old are in use
         self._coming, self._waited, self._bucket_of = [], 0, {}
@@ -67,8 +72,6 @@ class Incoming:
                 self._bucket_of[self._address[number]] = len(self._coming)
             after(bucket)
             self._coming.append(self._streams.record(Lane.BACK))
-        if not self.lazily:
-            self.need_all()
 
     def _buckets(self, numbers: Iterable[int]) -> Iterable[list[int]]:
         bucket, n_bytes = [], 0

@@ -149,7 +149,18 @@ class Deep(nn.Sequential):
         super().__init__(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 8))
 
 
-NETS = [Attention, Tied, Recurrent, Deep]
+class Unseen(nn.Linear):
+    """A kernel that shows its arguments to nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch._C.DisableTorchFunction():
+            return functional.linear(x, self.weight, self.bias)
+
+
+NETS = [Attention, Tied, Recurrent, Deep, Unseen]
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
 
 
@@ -253,6 +264,22 @@ def test_sources_may_change_once_it_has_settled() -> None:
             source.zero_()
         assert all(map(torch.equal, net.parameters(), values))
         assert streams.n_queued == 0
+
+
+def test_after_a_push_a_worker_reads_what_it_had_though_the_masters_move() -> None:
+    for seed in SEEDS:
+        net = Deep()
+        store = Store(Layout.of(net.named_parameters()), 2, False)
+        exchange = CudaExchange(list(net.parameters()), store, 1, True, FakeStreams(seed, 0.0))
+        masters = [store.master(slot) for slot in store.layout.slots]
+        for master in masters:
+            master.fill_(0.25)
+        with lazily(net, exchange.incoming):
+            exchange.refresh()
+            exchange.writes()  # part of every push; nothing has been used so far
+            for master in masters:
+                master.fill_(0.5)
+            assert all(bool((p == 0.25).all()) for p in net.parameters())
 
 
 # ---- page-locked memory -------------------------------------------------------------------------
