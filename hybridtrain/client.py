@@ -1,14 +1,16 @@
 """The worker's side of the conversation: requests as method calls.
 
-A request blocks until its answer is there. ``Stop`` may come at any time; it is remembered and
-acted upon at the next boundary between mini-batches (``check_stop``), unless it says that the
-answer will never come.
+A request blocks until its answer is there, but a push may be *offered*: the worker goes on with
+what needs no parameters, and settles before anything that does. ``Stop`` may come at any time; it
+is remembered and acted upon at the next boundary between mini-batches (``check_stop``), unless it
+says that the answer will never come.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -83,6 +85,7 @@ class Client:
         self.solo = False  # the others have ended: meetings are with oneself
         self._line = line
         self._stop: Stop | None = None
+        self._release: Callable[[Released], object] | None = None  # takes it, when it comes
         self._covers: list[Cover] = []
         self.unseen: dict[Lap, Spans] = {}  # of the shared queue, at the last snapshot
 
@@ -106,12 +109,30 @@ class Client:
         averaged: Averaged = self._ask(Average(weight, absent, packed), Averaged)[0]
         return averaged
 
-    def push(self, push: Push) -> Released:
-        """Offer the gradient in the row; returns the version to go on from."""
+    def offer(self, push: Push, then: Callable[[Released], object]) -> None:
+        """Offer the gradient in the row; ``then`` is called once, with the release, by ``settle``.
+
+        Until then neither the row nor the parameters belong to this worker.
+        """
+        self.settle()
         covers, self._covers = tuple(self._covers), []
-        released: Released = self._ask(replace(push, covers=covers), Released)[0]
-        self.version = released.version
-        return released
+        self._line.send(replace(push, covers=covers) if covers else push)
+        self._release = then
+
+    def settle(self) -> None:
+        """Wait for the release of what was offered, if that is still under way."""
+        if self._release is not None:
+            then, self._release = self._release, None
+            released: Released = self._answer(Released)[0]
+            self.version = released.version
+            then(released)
+
+    def push(self, push: Push) -> Released:
+        """Offer the gradient in the row, and wait; returns the version to go on from."""
+        released: list[Released] = []
+        self.offer(push, released.append)
+        self.settle()
+        return released[0]
 
     def begin(self, writes: Writes) -> int:
         """Wait for this worker's turn; returns the version to begin from."""
@@ -187,6 +208,8 @@ class Client:
         Raises:
             StopRequested: if the server has asked for it.
         """
+        if not self.solo:
+            self.settle()
         while self._stop is None and not self.solo and self._line.ready():
             reply, _ = self._line.receive()
             assert isinstance(reply, Stop), reply
@@ -195,7 +218,11 @@ class Client:
             raise StopRequested
 
     def _ask(self, request: Request, kind: type[Any]) -> tuple[Any, int | None]:
+        self.settle()
         self._line.send(request)
+        return self._answer(kind)
+
+    def _answer(self, kind: type[Any]) -> tuple[Any, int | None]:
         while True:
             reply, fd = self._line.receive()
             match reply:

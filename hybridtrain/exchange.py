@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 
 from hybridtrain.memory import Packed, Store, open_window, pack
+from hybridtrain.memory.pieces import Pieces, worth_cutting
 from hybridtrain.messages import Writes
 
 
@@ -29,6 +30,7 @@ class Exchange(Protocol):
 
     packed: tuple[Packed, ...]  # the sparse gradients that were collected last
     adding: bool  # what backward makes only adds up: nothing is to leave yet
+    finite: frozenset[int]  # of the others: those that are known to be finite
 
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
         """Bring these parameters' gradients to the row; returns the numbers that have none."""
@@ -83,6 +85,11 @@ def has_later_hooks(parameter: torch.Tensor) -> bool:
     return hooks is not None and len(hooks) > 1
 
 
+# Elements from which on a gradient is copied as soon as autograd has made it. Smaller ones stay in
+# the cache until the step, and are then copied together.
+EAGER = 32 * 1024
+
+
 class HostExchange:
     """Parameters that live in shared memory.
 
@@ -108,21 +115,24 @@ class HostExchange:
         for parameter, view in zip(self._parameters, self._views, strict=True):
             parameter.data = view
         self._copied: set[int] = set()
+        self._seen: set[int] = set()  # of these: were found to be finite on the way
         self._sparse: set[int] = set()
         self._made_dense: set[int] = set()
         self._worker = worker
         self.packed: tuple[Packed, ...] = ()
         self.adding = False
+        self.finite: frozenset[int] = frozenset()
         self._eager = eager
         self._watched: set[int] = set()
-        for number in range(len(slots)):
+        for number in range(len(slots) if eager else 0):
             self._watch(number)
 
     def _watch(self, number: int) -> None:
-        if not self._eager or number in self._watched or not self._parameters[number].requires_grad:
+        small = self._rows[number].numel() < EAGER
+        if small or number in self._watched or not self._parameters[number].requires_grad:
             return
         self._watched.add(number)
-        row, copied = self._rows[number], self._copied
+        row, copied, seen = self._rows[number], self._copied, self._seen
 
         def copy(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
@@ -130,10 +140,22 @@ class HostExchange:
                 row.copy_(parameter.grad)
                 copied.add(number)
 
-        self._parameters[number].register_post_accumulate_grad_hook(copy)
+        def copy_and_look(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            if not pieces.fits(parameter.grad):
+                seen.discard(number)
+                copy(parameter)
+                return
+            copied.add(number)
+            (seen.add if pieces.copy(parameter.grad) else seen.discard)(number)
+
+        pieces = Pieces(row)
+        take = copy_and_look if worth_cutting(row) else copy
+        self._parameters[number].register_post_accumulate_grad_hook(take)
 
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
         absent, rows, gradients, packed = [], [], [], []
+        seen = self._seen.intersection(numbers)
         for number in numbers:
             gradient, row = self._parameters[number].grad, self._rows[number]
             if gradient is None:
@@ -146,10 +168,12 @@ class HostExchange:
             elif number not in self._copied or has_later_hooks(self._parameters[number]):
                 rows.append(row)
                 gradients.append(gradient)
+                seen.discard(number)
         if rows:
             torch._foreach_copy_(rows, gradients)
         self._copied.clear()
-        self.packed = tuple(packed)
+        self._seen.clear()
+        self.finite, self.packed = frozenset(seen.difference(absent)), tuple(packed)
         return tuple(absent)
 
     def _warn_of_dense(self, number: int) -> None:
@@ -180,7 +204,7 @@ class HostExchange:
                 self._views[number] = parameter.data = view
 
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
-        for number in numbers:
+        for number in numbers if self._eager else ():
             self._watch(number)
         self._sparse = self._sparse | set(numbers) if sparse else self._sparse - set(numbers)
         known = {self._number_of[slot] for slot in self._following}

@@ -73,6 +73,7 @@ class CudaExchange:
         self.packed: tuple[Packed, ...] = ()
         self.adding = False
         self.announce: Announce | None = None
+        self.finite: frozenset[int] = frozenset()  # looked at once they are on the host
         self._eager = eager
         self._watched: set[int] = set()
         for number in range(len(slots)):

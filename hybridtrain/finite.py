@@ -30,18 +30,22 @@ class FiniteCheck:
         self._known: dict[tuple[int, ...], list[torch.Tensor]] = {}
 
     def offender(
-        self, numbers: tuple[int, ...], absent: Collection[int], packed: Collection[Packed] = ()
+        self,
+        numbers: tuple[int, ...],
+        absent: Collection[int],
+        packed: Collection[Packed] = (),
+        known: Collection[int] = (),
     ) -> int | None:
         """The first of these parameters with a gradient that is not finite.
 
         Places of ``absent`` parameters hold something old and do not count, nor what lies behind
-        the values of ``packed`` ones.
+        the values of ``packed`` ones. Those that are ``known`` to be finite need no look.
         """
         sparse = {each.number: used(each, self._row(each.number)) for each in packed}
         for number, values in sparse.items():
             if not _has_finite_sum(values) and not torch.isfinite(values).all():
                 return number
-        dense = tuple(n for n in numbers if n not in sparse)
+        dense = tuple([n for n in numbers if n not in sparse and n not in known])
         if all(map(_has_finite_sum, self._stretches(dense))):
             return None
         gone = set(absent)

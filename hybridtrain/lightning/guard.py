@@ -75,9 +75,13 @@ class Guard:
             self.veto = False
 
     def accepts(
-        self, numbers: tuple[int, ...], absent: Collection[int], packed: Collection[Packed] = ()
+        self,
+        numbers: tuple[int, ...],
+        absent: Collection[int],
+        packed: Collection[Packed] = (),
+        finite: Collection[int] = (),
     ) -> bool:
-        """Whether the gradients in the row may count.
+        """Whether the gradients in the row may count, of which some are known to be finite.
 
         Raises:
             NotFinite: if they may not, and the user wants to end there.
@@ -86,7 +90,7 @@ class Guard:
             return True
         if self._scaled:  # an overflow is the scaler's daily bread, and it skips the step itself
             return True
-        offender = self._check.offender(numbers, absent, packed)
+        offender = self._check.offender(numbers, absent, packed, finite)
         if offender is None:
             return True
         what = self._describe(offender)

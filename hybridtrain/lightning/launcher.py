@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -237,12 +237,13 @@ def _save_interrupted(trainer: pl.Trainer) -> None:
     """One checkpoint of the last whole update, where the others lie. Needs no other worker."""
     checkpoint = trainer.checkpoint_callback
     folder = getattr(checkpoint, "dirpath", None)
-    if not trainer.is_global_zero or not folder or trainer.global_step == 0:
+    if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
         return
-    if trainer.state.fn != "fit":
-        return
-    path = Path(folder) / INTERRUPTED_CHECKPOINT
+    path, strategy = Path(folder) / INTERRUPTED_CHECKPOINT, cast(Any, trainer.strategy)
     try:
+        strategy.before_checkpoint()  # others may have made updates that this one has not
+        if trainer.global_step == 0:
+            return
         trainer.save_checkpoint(path)
         print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
     except Exception as error:

@@ -10,6 +10,7 @@ a gradient. ``p.grad`` in a compiled function is the name ``grad``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -69,7 +70,7 @@ def _looks(function: FunctionType, seen: set[CodeType]) -> bool:
     if any(_NAMES & {*code.co_names, *_strings(code)} for code in codes):
         return True
     called = [function.__globals__.get(name) for code in codes for name in code.co_names]
-    called += [_content(cell) for cell in function.__closure__ or ()]
+    called += filled_cells(function)
     return any(_looks(each, seen) for each in called if isinstance(each, FunctionType))
 
 
@@ -86,8 +87,8 @@ def _strings(code: CodeType) -> set[str]:
     return {constant for constant in code.co_consts if isinstance(constant, str)}
 
 
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled yet
-        return None
+def filled_cells(function: FunctionType) -> Iterator[Any]:
+    """What the function has kept of the one that made it."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # not filled yet
+            yield cell.cell_contents

@@ -10,35 +10,25 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.ahead import Ahead
 
 
-class TakesCompiled:
-    """The attribute of a strategy that holds its module, be it given as it is or compiled.
-
-    When Lightning puts it there, the steps of a module that was given as ``torch.compile(module)``
-    are compiled already, and work under any strategy that calls them. Only a mark on the module
-    makes Lightning refuse all strategies but its own, because some wrap or replace modules.
-    """
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._key = f"{name}_itself"
-
-    def __get__(self, strategy: Any, owner: type | None = None) -> Any:
-        return self if strategy is None else vars(strategy).get(self._key)
-
-    def __set__(self, strategy: Any, module: Any) -> None:
-        vars(strategy)[self._key] = module
-        if module is not None:
-            module._compiler_ctx = None
-
-
 class OneHost:
     """Mixed into a strategy that says its own ``world_size`` and ``global_rank``."""
 
     strategy_name: str
     _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
-    _lightning_module = TakesCompiled()
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
     _ahead: Ahead | None = None  # where workers compute on devices of their own
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Take a module that was given as ``torch.compile(module)``.
+
+        When Lightning puts it here its steps are compiled already, and work under any strategy that
+        calls them. Only a mark on the module makes Lightning refuse all strategies but its own,
+        because some wrap or replace modules.
+        """
+        if name == "_lightning_module" and value is not None:
+            value._compiler_ctx = None
+        super().__setattr__(name, value)
 
     @property
     @abstractmethod

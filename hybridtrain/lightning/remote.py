@@ -7,30 +7,34 @@ sends the gradient to the server, where the masters and the optimizer's state li
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from operator import is_
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.client import Client
 from hybridtrain.exchange import Exchange
+from hybridtrain.lightning.between_steps import is_unwatched
 from hybridtrain.lightning.buffers import SharedBuffers
+from hybridtrain.lightning.closures import Closure, as_float, is_empty, run
 from hybridtrain.lightning.guard import Guard
 from hybridtrain.lightning.in_place import InPlace
 from hybridtrain.lightning.parameters import parameters_of, slot_numbers
-from hybridtrain.lightning.state import RemoteState
+from hybridtrain.lightning.state import RemoteState, is_theirs, moved
 from hybridtrain.memory import Packed
 from hybridtrain.messages import Clip, Push, Released
 from hybridtrain.policies import Regime
 from hybridtrain.update import Saved
-from hybridtrain.update.groups import Groups, Members, differences, members_of, plain, same
+from hybridtrain.update.groups import (
+    Groups,
+    Members,
+    differences,
+    members_of,
+    plain,
+    untouched,
+)
 from hybridtrain.update.kinds import calls_closure, takes_sparse
-
-Closure = Callable[[], Any]
 
 
 class RemoteStep:
@@ -79,6 +83,8 @@ class RemoteStep:
         self.averaged = False  # the gradients are the mean of all already
         self.pushed = False  # since the mini-batch began
         self.count = 0  # pushes so far
+        self.lazy = False  # nobody looks at parameters before the next mini-batch begins
+        self._released: Released | None = None  # the last
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
@@ -98,17 +104,29 @@ class RemoteStep:
     def _step(self, closure: Closure | None) -> Any:
         if self._driven and closure is not None and not is_empty(closure):
             return self._step_driven(closure)
-        loss = _run(closure) if closure is not None else None
-        self.push(self.weight)
+        loss = run(closure) if closure is not None else None
+        self._offer(self.weight)
+        if not (self.lazy and is_unwatched(self._optimizer)):
+            self._client.settle()
         return loss
 
     def push(self, weight: float, loss: Any = None, repeatable: bool = False) -> Released:
-        """Offer the gradients with this weight; 0 abstains, so that nobody waits in vain."""
+        """Offer the gradients with this weight, and wait until the server lets this worker go on.
+
+        0 abstains, so that nobody waits in vain.
+        """
+        self._offer(weight, loss, repeatable)
+        self._client.settle()
+        assert self._released is not None, "settled"
+        return self._released
+
+    def _offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> None:
         members, state = self._changed_members(), self._changed_state()
         own = weight > 0 and members is None and state is None and self._can_step()
         absent, packed = self._gathered(weight, own)
         looks = weight > 0 and not self.trying and not own
-        if looks and not self._guard.accepts(self.numbers, absent, packed):
+        finite = self._exchange.finite
+        if looks and not self._guard.accepts(self.numbers, absent, packed, finite):
             weight, absent, packed = 0.0, (), ()
         push = Push(
             self.number,
@@ -130,7 +148,13 @@ class RemoteStep:
         )
         if self.buffers is not None:
             self.buffers.publish()
-        released = self._client.push(push)
+        self._client.offer(push, self._take)
+        self.pushed, self.clip = True, None
+        self.count += 1
+        vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
+
+    def _take(self, released: Released) -> None:
+        """The server has let this worker go on: parameters, and all that follows them, are new."""
         if self.in_place is not None:
             self.in_place.released(released, self.number)
         self._exchange.refresh()
@@ -138,15 +162,12 @@ class RemoteStep:
         if self.buffers is not None:
             self.buffers.adopt()
         self._take_news(released.groups)
-        self.trying = released.again
-        self.version, self.pushed, self.clip = released.version, True, None
-        self.count += 1
-        vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
-        return released
+        self.trying, self.version = released.again, released.version
+        self._released = released
 
     def _told_loss(self, evaluated: Any) -> float | None:
         """What the optimizer, or else the policy, is to know of the loss."""
-        return _as_float(evaluated if self._driven else self.loss)
+        return as_float(evaluated if self._driven else self.loss)
 
     def _gathered(self, weight: float, own: bool) -> tuple[tuple[int, ...], tuple[Packed, ...]]:
         """Who has no gradient, and which are sparse, once the others lie in the row."""
@@ -172,13 +193,13 @@ class RemoteStep:
         if self.manual and any(p.grad is not None for p in self._parameters):
             released = self.push(self.weight, repeatable=True)
         else:
-            first = _run(closure)
+            first = run(closure)
             released = self.push(self.weight, first, repeatable=True)
         while self.trying:
             if released.cleared:
                 for parameter in self._parameters:
                     parameter.grad = None
-            loss = _run(closure)
+            loss = run(closure)
             first = loss if first is None else first
             released = self.push(self.weight, loss, repeatable=True)
         return first
@@ -198,6 +219,9 @@ class RemoteStep:
 
     def changed_groups(self, whole: bool) -> Groups | None:
         """The hyper-parameters that have changed since they were sent; they count as sent now."""
+        now = self._optimizer.param_groups
+        if not whole and len(now) == len(self._sent) and untouched(now, self._sent):
+            return None
         groups = plain(self._optimizer)
         changed = groups if whole else differences(self._sent, groups)
         self._sent = groups
@@ -237,7 +261,7 @@ class RemoteStep:
         saved = self._client.snapshot(refresh=False)[1][self.number]
         parameters = dict(zip(self.numbers, self._parameters, strict=True))
         states = {
-            parameters[number]: _moved(state, parameters[number].device)
+            parameters[number]: moved(state, parameters[number].device)
             for number, state in saved.parameters.items()
             if number in parameters
         }
@@ -262,34 +286,7 @@ class RemoteStep:
         if "param_groups" in mine and len(mine["param_groups"]) == len(saved.groups):
             sent = self._sent if len(self._sent) == len(saved.groups) else saved.groups
             mine["param_groups"] = [
-                group | {k: v for k, v in theirs.items() if _is_theirs(k, group, old)}
+                group | {k: v for k, v in theirs.items() if is_theirs(k, group, old)}
                 for group, old, theirs in zip(mine["param_groups"], sent, saved.groups, strict=True)
             ]
         return mine
-
-
-def _moved(state: Any, device: torch.device) -> Any:
-    return apply_to_collection(state, torch.Tensor, lambda t: t.to(device) if t.ndim else t)
-
-
-def _is_theirs(key: str, group: dict[str, Any], sent: dict[str, Any]) -> bool:
-    """Whether the server's value is at least as new; ``capturable`` is a matter of the device."""
-    return key != "capturable" and key in sent and same(group.get(key), sent[key])
-
-
-def is_empty(closure: Closure) -> bool:
-    """Whether it is what Lightning gives where the user has given none."""
-    while isinstance(closure, partial):  # how precision plugins wrap it: the last argument
-        closure = closure.args[-1]
-    return closure is do_nothing_closure
-
-
-def _run(closure: Closure) -> Any:
-    with torch.enable_grad():
-        return closure()
-
-
-def _as_float(loss: Any) -> float | None:
-    if isinstance(loss, torch.Tensor):
-        return float(loss.detach()) if loss.numel() == 1 else None
-    return float(loss) if isinstance(loss, int | float) else None

@@ -16,11 +16,13 @@ from hybridtrain.client import Client
 from hybridtrain.exchange_cuda import CudaExchange, open_exchange
 from hybridtrain.finite import FiniteCheck
 from hybridtrain.lightning.accumulation import Accumulation
+from hybridtrain.lightning.between_steps import parameters_rest
 from hybridtrain.lightning.buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.checks import check_parameters
 from hybridtrain.lightning.guard import Guard, OnFault
 from hybridtrain.lightning.in_place import InPlace
 from hybridtrain.lightning.looking import gradients_are_final
+from hybridtrain.lightning.means import take_means
 from hybridtrain.lightning.overlap import Overlap
 from hybridtrain.lightning.parameters import (
     dumped,
@@ -31,7 +33,7 @@ from hybridtrain.lightning.parameters import (
 from hybridtrain.lightning.progress import set_global_step
 from hybridtrain.lightning.remote import RemoteStep
 from hybridtrain.lightning.transport import Transport
-from hybridtrain.memory import Layout, unpack
+from hybridtrain.memory import Layout
 from hybridtrain.policies import Regime
 from hybridtrain.sharing import made_store
 from hybridtrain.update.kinds import takes_sparse
@@ -139,6 +141,7 @@ class Session:
             step.buffers = self._buffers
             step.in_place = InPlace(optimizer, self._client) if self._regime.lock_free else None
             step.manual = not self._module.automatic_optimization
+            step.lazy = self.final and self._regime.lockstep and parameters_rest(self.trainer)
             if self.steps:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
                 step.samples = self.steps[0].samples
@@ -172,6 +175,7 @@ class Session:
 
         Unless user code has changed them (averaged weights, swapped in): those are to be saved.
         """
+        self._client.settle()
         changed = bool(self.exchange.writes())
         version, saved = self._client.snapshot(refresh=not changed)
         if not changed:
@@ -180,6 +184,7 @@ class Session:
 
     def pull(self) -> int:
         """Bring the module's parameters up to date; their version."""
+        self._client.settle()
         version = self._client.pull(self.exchange.writes())
         self.exchange.refresh()
         return version
@@ -238,20 +243,14 @@ class Session:
         absent = self.exchange.collect(tuple(trained))
         packed = self.exchange.packed
         trying = any(step.trying for step in self.steps)
-        if not trying and not self.guard.accepts(tuple(trained), absent, packed):
+        if not trying and not self.guard.accepts(
+            tuple(trained), absent, packed, self.exchange.finite
+        ):
             self._weigh_nothing()
         for number in absent:
             self._store.gradient(worker, slots[number]).zero_()
         averaged = self._client.average(self.steps[0].weight, absent, packed)
-        sparse = {each.number: each for each in averaged.packed}
-        for number in trained.keys() - set(averaged.absent):
-            parameter, mean = trained[number], self._means[number]
-            if number in sparse:
-                parameter.grad = unpack(sparse[number], mean).to(parameter.device, copy=True)
-            elif parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = mean.to(parameter.device, copy=True)
-            else:
-                parameter.grad.copy_(mean)
+        take_means(trained, self._means, averaged)
 
     def _abstain(self) -> None:
         """This mini-batch has no gradient (``training_step`` returned ``None``).

@@ -13,6 +13,9 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from hybridtrain.update.groups import same
 
 Fetch = Callable[[], Mapping[Any, Any]]
 
@@ -100,3 +103,13 @@ def _print_of(value: Any) -> Any:
 def _is_empty(value: Any) -> bool:
     """What a mere look at ``state[parameter]`` leaves behind."""
     return isinstance(value, Mapping) and not value
+
+
+def moved(state: Any, device: torch.device) -> Any:
+    """On the device; numbers, such as step counts, stay on the host."""
+    return apply_to_collection(state, torch.Tensor, lambda t: t.to(device) if t.ndim else t)
+
+
+def is_theirs(key: str, group: dict[str, Any], sent: dict[str, Any]) -> bool:
+    """Whether the server's value is at least as new; ``capturable`` is a matter of the device."""
+    return key != "capturable" and key in sent and same(group.get(key), sent[key])

@@ -238,6 +238,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def align(self) -> None:
         """All workers meet, at the same parameters. In lock-step they always are."""
+        self.client.settle()
         self.collectives.local = False
         if self._count is not None and self._session is not None:
             self.barrier("end of the epoch")
@@ -278,6 +279,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def before_checkpoint(self) -> None:
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
+        self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
         if self._count is not None and self._session is not None and self.is_global_zero:
             version, self._snapshot = self._session.snapshot()

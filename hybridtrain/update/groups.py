@@ -32,6 +32,20 @@ def members_of(optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> Memb
     return tuple(tuple(next(remaining) for _ in g["params"]) for g in optimizer.param_groups)
 
 
+def untouched(groups: Iterable[dict[str, Any]], known: Groups) -> bool:
+    """Whether every hyper-parameter is still the very object that is known.
+
+    A quick look before ``differences``. What may change in place was copied, so it never is.
+    """
+    for group, old in zip(groups, known, strict=True):
+        if len(group) != len(old) + 1:  # the parameters themselves
+            return False
+        for key, value in old.items():
+            if group.get(key) is not value:
+                return False
+    return True
+
+
 def differences(before: Groups, after: Groups) -> Groups | None:
     """What is new in each group; ``None`` where nothing is in any."""
     found = tuple(

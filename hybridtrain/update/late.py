@@ -39,6 +39,11 @@ class LateGradients:
             self._store = store
         return self
 
+    @property
+    def active(self) -> bool:
+        """Whether contributions count for more or less than they weigh."""
+        return self._correction is not None and self._store is not None
+
     def correct(self, contribution: Contribution, members: Members) -> float:
         """Change the gradient in its row; returns the factor that it counts with."""
         if self._correction is None or self._store is None:

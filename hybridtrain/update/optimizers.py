@@ -63,6 +63,7 @@ class Optimizers:
         self._told: dict[tuple[int, int], Members] = {}  # (worker, optimizer) -> its groups
         self._left: list[States] = [{} for _ in self._updates]
         self._held: dict[int, Held] = {}  # by optimizer
+        self._usual: tuple[Update | None, dict[int, float], list[Contribution]] = (None, {}, [])
         self.late = LateGradients()
         self.early = Early(store.n_workers if store is not None else 0)
 
@@ -208,6 +209,7 @@ class Optimizers:
         """Take over what the worker says of groups and hyper-parameters."""
         number = push.optimizer
         if push.members is not None:
+            self._usual = (None, {}, [])
             self._told[worker, number] = push.members
             if push.members != self._updates[number].members:
                 self._regroup(number, push.groups or (), push.members)
@@ -231,6 +233,8 @@ class Optimizers:
         less. Shares sum to 1, so that an optimizer which does not care how long a gradient is
         makes a shorter step, too.
         """
+        if held is None and not self.late.active and all(map(is_usual, pushes.values())):
+            return self._usual_contributions(pushes, update), 1.0
         made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
         if pushes and all(push.averaged for push in pushes.values()):
             return [next(iter(made.values()))], 1.0
@@ -243,6 +247,18 @@ class Optimizers:
         aside = [held.contribution(total)] if held else []
         shared = [replace(each, share=counts[w] / total) for w, each in made.items()]
         return aside + shared, total / weight
+
+    def _usual_contributions(
+        self, pushes: Mapping[int, Push], update: Update
+    ) -> list[Contribution]:
+        """Where gradients are all that was pushed, and most rounds are like the one before."""
+        weights = {worker: push.weight for worker, push in pushes.items()}
+        if (update, weights) != self._usual[:2]:
+            total = sum(weights.values())
+            made = [(w, self._contribution(w, push, update)) for w, push in pushes.items()]
+            shared = [replace(each, share=weights[w] / total) for w, each in made]
+            self._usual = (update, weights, shared if total else [])
+        return self._usual[2]
 
     def _contribution(self, worker: int, push: Push, update: Update) -> Contribution:
         packed = {each.number: each for each in push.packed}
@@ -269,6 +285,11 @@ class Optimizers:
 
 def _numbers(members: Members) -> frozenset[int]:
     return frozenset(number for group in members for number in group)
+
+
+def is_usual(push: Push) -> bool:
+    """Whether the whole gradient lies in the worker's row, and counts for what the push weighs."""
+    return not (push.absent or push.packed or push.averaged)
 
 
 def evaluation_of(pushes: Mapping[int, Push]) -> Evaluation:

@@ -3,19 +3,31 @@
 No port, no name, no address: only the two processes that inherited the pair can speak, which is why
 reading pickles from it is no more dangerous than the ``fork`` that made them. A frame is an 8-byte
 length and a pickle; a file descriptor may ride on the length.
+
+Whoever waits does not wait for the socket but for a *bell* (an ``eventfd``), which is rung once the
+message is there. Linux takes it that whoever writes to a socket is about to wait, and wakes the
+reader on the writer's own core; but a worker that has offered its gradient goes on, and would only
+be held up. A bell wakes the reader on a core that has nothing to do. Without bells (not Linux)
+sockets do.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import select
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
+_SEND_BYTES = (
+    1 << 16
+)  # at a time; less than a socket holds, so that a bell is rung before it is full
 
 
 class ChannelClosed(ConnectionError):
@@ -32,10 +44,32 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._inbox = bytearray()
+        self._hears: int | None = None  # the bell that the other side rings
+        self._rings: int | None = None
 
     def fileno(self) -> int:
-        """For ``select``."""
-        return self._socket.fileno()
+        """For ``select``: readable when something may have arrived."""
+        return self._socket.fileno() if self._hears is None else self._hears
+
+    def give_bells(self) -> None:
+        """Make bells and send them to the other side, which must ``take_bells``."""
+        if hasattr(os, "eventfd"):
+            flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+            self._hears, self._rings = os.eventfd(0, flags), os.eventfd(0, flags)
+        bells = [] if self._rings is None or self._hears is None else [self._rings, self._hears]
+        socket.send_fds(self._socket, [b"b"], bells)
+
+    def take_bells(self) -> None:
+        """Those that the other side has made.
+
+        Raises:
+            ChannelClosed: if it is gone.
+        """
+        said, bells, _, _ = socket.recv_fds(self._socket, 1, 2)
+        if not said:
+            raise ChannelClosed("the other side is gone")
+        if bells:
+            self._hears, self._rings = bells
 
     def send(self, message: Any, fd: int | None = None) -> None:
         """Send one message, and a descriptor with it. Blocks while the other side's buffer is full.
@@ -48,11 +82,18 @@ class Channel:
         try:
             if fd is not None:
                 socket.send_fds(self._socket, [header], [fd])
-                self._socket.sendall(body)
+                self._send(body)
             else:
-                self._socket.sendall(header + body)
+                self._send(header + body)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
+
+    def _send(self, content: bytes) -> None:
+        """All of it; the other side is told often enough to make room."""
+        for start in range(0, len(content), _SEND_BYTES):
+            self._socket.sendall(content[start : start + _SEND_BYTES])
+            if self._rings is not None:
+                os.eventfd_write(self._rings, 1)
 
     def receive(self) -> tuple[Any, int | None]:
         """The next message and its descriptor, if any. Blocks.
@@ -61,11 +102,31 @@ class Channel:
             ChannelClosed: if the other side is gone.
         """
         try:
+            self._wait()
             header, fds = self._read_header()
             body = self._read_exactly(*_HEADER.unpack(header))
         except OSError as error:  # a reset, if the other side has gone without listening
             raise ChannelClosed(str(error)) from error
         return pickle.loads(body), (fds[0] if fds else None)
+
+    def _wait(self) -> None:
+        """Until something is there, or the other side is gone."""
+        while self._hears is not None and not self.ready():
+            self._poll.poll()
+            self._silence()
+
+    @cached_property
+    def _poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._socket, 0)  # only its end
+        poll.register(self.fileno(), select.POLLIN)
+        return poll
+
+    def _silence(self) -> None:
+        """The bell has been heard."""
+        if self._hears is not None:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._hears)
 
     def _read_header(self) -> tuple[bytes, list[int]]:
         header = b""
@@ -88,8 +149,14 @@ class Channel:
         return buffer
 
     def ready(self) -> bool:
-        """Whether something has arrived."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        """Whether something has arrived, be it the end."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
 
     def messages(self) -> Iterator[Any]:
         """What has arrived so far, whole messages only; never waits for the rest of one.
@@ -97,6 +164,7 @@ class Channel:
         Raises:
             ChannelClosed: if the other side is gone, once all its messages have been taken.
         """
+        self._silence()
         closed = not self._fill()
         while len(self._inbox) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._inbox)
@@ -127,6 +195,10 @@ class Channel:
     def close(self) -> None:
         """Close this end."""
         self._socket.close()
+        for bell in (self._hears, self._rings):
+            if bell is not None:
+                os.close(bell)
+        self._hears = self._rings = None
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:

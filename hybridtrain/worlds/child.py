@@ -50,6 +50,7 @@ def run_worker(
         atexit._clear()  # forked: what is registered is the parent's
     _prepare_process(birth)
     channel = Channel(sock)
+    channel.take_bells()
     client = Client(birth.worker, birth.n_workers, channel)
     try:
         outcome = _outcome(client, body)

@@ -31,6 +31,7 @@ from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.child import Birth, Body, run_worker
 from hybridtrain.worlds.nursery import Nursery
 from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied
+from hybridtrain.worlds.placement import stand_aside
 
 _POLL_S = 1.0
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
@@ -76,6 +77,7 @@ class ProcessWorld:
     _failure: BaseException | None = None
     _deadline_s: float | None = None
     _signals: list[int] = field(default_factory=list)
+    _look_at_s: float = 0.0  # when to see next who shares a core
 
     def run(self, body: Body) -> list[Any]:
         """Run ``body(client)`` in every worker; the results in the order of the workers.
@@ -128,6 +130,8 @@ class ProcessWorld:
         for number, process in enumerate(processes):
             worker = _Worker(number, Channel(pairs[number][0]), process, _sentinel(process))
             self._workers.append(worker)
+            with suppress(OSError):  # it has ended already: the sentinel will tell
+                worker.channel.give_bells()
             selector.register(worker.channel, selectors.EVENT_READ, ("message", worker))
             selector.register(worker.sentinel, selectors.EVENT_READ, ("exit", worker))
 
@@ -153,8 +157,15 @@ class ProcessWorld:
         if wake_at_s is not None and time.monotonic() >= wake_at_s:
             self._send(self.server.wake())
         self._react_to_signals()
+        self._stand_aside()
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self._kill_all()
+
+    def _stand_aside(self) -> None:
+        """Now and then: the scheduler moves processes about."""
+        if (now_s := time.monotonic()) > self._look_at_s:
+            self._look_at_s = now_s + _POLL_S
+            stand_aside(worker.process.pid or 0 for worker in self._workers if not worker.gone)
 
     def _timeout_s(self) -> float:
         due_s = [at_s for at_s in (self._deadline_s, self.server.wake_at_s) if at_s is not None]

@@ -36,8 +36,9 @@ class Timer(pl.Callback):
         self.first, self.tells, self.count = first, tells, 0
         self.began = self.ended = 0.0
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        """Look at the clock."""
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Look at the clock. At the end of a step a callback could look at parameters: ours would
+        wait there for what it otherwise does not need yet."""
         self.count += 1
         self.ended = time.perf_counter()
         if self.count == self.first:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import struct
 import threading
@@ -165,3 +166,68 @@ def test_pairs_have_no_address() -> None:
     assert all(sock.family == socket.AF_UNIX and not sock.getsockname() for sock in pair)
     for sock in pair:
         sock.close()
+
+
+@pytest.fixture
+def rung() -> Iterator[tuple[Channel, Channel]]:
+    """Two ends that wait for bells."""
+    mine, theirs = map(Channel, channel_pair())
+    mine.give_bells()
+    theirs.take_bells()
+    yield mine, theirs
+    mine.close()
+    theirs.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "eventfd"), reason="bells are eventfds, which Linux has")
+def test_a_bell_tells_both_ways_and_is_silent_once_heard(rung: tuple[Channel, Channel]) -> None:
+    for one, other in (rung, rung[::-1]):
+        one.send("a")
+        one.send("b")
+        assert select.select([other], [], [], 0)[0]
+        assert arrived(other) == ["a", "b"]
+        assert not select.select([other], [], [], 0)[0]
+
+
+def test_two_messages_with_one_bell_are_both_received(rung: tuple[Channel, Channel]) -> None:
+    mine, theirs = rung
+    for number in range(3):
+        mine.send(number)
+    assert [theirs.receive()[0] for _ in range(3)] == [0, 1, 2]
+    mine.send("later")
+    assert theirs.receive()[0] == "later"
+
+
+@pytest.mark.parametrize("polled", [False, True])
+def test_a_message_larger_than_any_buffer_arrives_by_bell(
+    rung: tuple[Channel, Channel], polled: bool
+) -> None:
+    mine, theirs = rung
+    message = os.urandom(3 << 20)
+    sender = threading.Thread(target=mine.send, args=(message,))
+    sender.start()
+    found: list[Any] = []
+    while polled and not found:
+        assert select.select([theirs], [], [], 10)[0], "nobody has rung"
+        found = arrived(theirs)
+    found = found or [theirs.receive()[0]]
+    sender.join(10)
+    assert found == [message]
+
+
+def test_who_waits_for_a_bell_hears_of_the_end(rung: tuple[Channel, Channel]) -> None:
+    mine, theirs = rung
+    closer = threading.Timer(0.1, mine.close)
+    closer.start()
+    with pytest.raises(ChannelClosed):
+        theirs.receive()
+    closer.join()
+
+
+def test_an_end_that_went_before_it_gave_bells_is_closed() -> None:
+    sock, theirs = channel_pair()
+    sock.close()
+    channel = Channel(theirs)
+    with pytest.raises(ChannelClosed):
+        channel.take_bells()
+    channel.close()

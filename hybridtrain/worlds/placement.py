@@ -1,0 +1,45 @@
+"""Keep the server off the cores that workers compute on, where there are cores enough.
+
+Linux wakes the server on the core of the worker that has rung for it, and, on a small machine, does
+not always look for an idle one: then the worker, which would go on computing, is held up while the
+server works, and the other core does nothing. Moved once, the server is woken where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+_PROCESSOR = 39 - 3  # field 39 of /proc/<pid>/stat, counted from the third (proc_pid_stat(5))
+
+
+def stand_aside(workers: Iterable[int]) -> bool:
+    """Move the calling thread to a core without a worker, if it shares one and there is another.
+
+    Args:
+        workers: process numbers.
+
+    Returns:
+        Whether it was moved.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    allowed = os.sched_getaffinity(0)
+    taken = {core for pid in workers if (core := last_core(pid)) is not None}
+    free = allowed - taken
+    if not free or last_core(os.getpid()) not in taken:
+        return False
+    os.sched_setaffinity(0, free)  # it takes effect before the call returns
+    os.sched_setaffinity(0, allowed)
+    return True
+
+
+def last_core(pid: int) -> int | None:
+    """The core that the process' first thread has run on last, or ``None`` if it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[_PROCESSOR])
+    except (OSError, IndexError, ValueError):
+        return None

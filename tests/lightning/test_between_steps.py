@@ -1,0 +1,238 @@
+"""A worker goes on before its release has come, unless somebody would look at parameters."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
+from torch.utils.data import DataLoader
+
+from hybridtrain.client import Client, StopRequested
+from hybridtrain.lightning.between_steps import holds_any, parameters_rest
+from hybridtrain.messages import Done, Gather, Gathered, Push, ReadStats, Released, Stats, Stop
+from tests.lightning.toys import Regression, flat, make_trainer, regression_data
+
+# ---- the client ---------------------------------------------------------------------------------
+
+
+class Script:
+    """A line on which replies come only after they were put there."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.replies: deque[Any] = deque()
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> tuple[Any, int | None]:
+        return self.replies.popleft(), None
+
+    def ready(self) -> bool:
+        return bool(self.replies)
+
+
+@pytest.fixture
+def line() -> Script:
+    return Script()
+
+
+def test_an_offer_does_not_wait_and_is_settled_once(line: Script) -> None:
+    client, taken = Client(0, 2, line), list[Released]()
+    client.offer(Push(0, 1.0), taken.append)
+    assert line.sent == [Push(0, 1.0)]
+    assert taken == []
+    line.replies.append(Released(7))
+    client.settle()
+    client.settle()
+    assert taken == [Released(7)]
+    assert client.version == 7
+
+
+def test_whatever_is_asked_next_settles_first(line: Script) -> None:
+    client, taken = Client(0, 2, line), list[Released]()
+    client.offer(Push(0, 1.0), taken.append)
+    line.replies += [Released(3), Stats({"updates": 3})]
+    assert client.stats() == {"updates": 3}
+    assert taken == [Released(3)]
+    assert line.sent == [Push(0, 1.0), ReadStats()]
+
+
+def test_a_second_offer_settles_the_first(line: Script) -> None:
+    client, taken = Client(0, 2, line), list[Released]()
+    client.offer(Push(0, 1.0), taken.append)
+    line.replies.append(Released(1))
+    client.offer(Push(0, 2.0), taken.append)
+    assert taken == [Released(1)]
+
+
+def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Script) -> None:
+    client, taken = Client(0, 2, line), list[Released]()
+    client.offer(Push(0, 1.0), taken.append)
+    line.replies.append(Stop(now=True))
+    with pytest.raises(StopRequested):
+        client.check_stop()
+    line.replies.append(Gathered((b"", b"")))
+    with pytest.raises(EOFError):  # what is asked afterwards is asked, not taken for the release
+        client.gather("a", None)
+    assert isinstance(line.sent[-1], Gather)
+    assert taken == []
+    line.replies.append(Done())
+    client.install(())
+
+
+# ---- who looks ----------------------------------------------------------------------------------
+
+
+def rests(module: Any = None, callbacks: Any = (), data: Any = None, **options: Any) -> bool:
+    """The answer inside a run with one worker, as ``step.lazy`` tells it."""
+    asked: list[bool] = []
+
+    class Ask(pl.Callback):
+        def on_train_start(self, trainer: Any, *_: Any) -> None:
+            asked.append(parameters_rest(trainer))
+
+    trainer = make_trainer("auto", 1, max_steps=1, callbacks=[Ask(), *callbacks], **options)
+    loader = data if data is not None else DataLoader(regression_data(), 8)
+    trainer.fit(module or Regression(), loader)
+    return asked[0]
+
+
+class AtTheEnd(pl.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Perhaps an average of the weights."""
+
+
+class Elsewhere(pl.Callback):
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """A checkpoint, say."""
+
+
+class Hooked(Regression):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Perhaps weights are clamped."""
+
+
+class Moving(Regression):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Mining:
+    """Chooses samples by what the module makes of them."""
+
+    def __init__(self, module: Any) -> None:
+        self.judge = module.net.forward
+
+    def __call__(self, samples: Any) -> Any:
+        return torch.utils.data.default_collate(samples)
+
+
+class OwnSchedule(torch.optim.lr_scheduler.LambdaLR):
+    """May look at anything."""
+
+
+def test_ordinary_training_does_not_look(tmp_path: Any) -> None:
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    assert rests(callbacks=[Elsewhere(), saving], enable_checkpointing=True)
+    assert rests(Regression(schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)))
+
+
+@pytest.mark.parametrize("module", [Hooked, Moving])
+def test_a_module_may_look(module: Any) -> None:
+    assert not rests(module())
+
+
+def test_a_callback_may_look() -> None:
+    assert not rests(callbacks=[AtTheEnd()])
+    assert not rests(callbacks=[LambdaCallback(on_train_batch_end=lambda *_: None)])
+    assert not rests(callbacks=[WeightAveraging()])
+
+
+def test_a_schedule_of_the_users_may_look() -> None:
+    assert not rests(Regression(schedule=lambda o: OwnSchedule(o, lambda step: 1.0)))
+
+
+def test_data_that_hold_the_module_may_look() -> None:
+    module = Regression()
+    loader = DataLoader(regression_data(), 8, collate_fn=Mining(module))
+    assert not rests(module, data=loader)
+
+
+@pytest.mark.parametrize("hidden", ["attribute", "closure", "list", "bound", "partial"])
+def test_a_module_is_found_wherever_data_sets_keep_one(hidden: str) -> None:
+    from functools import partial
+
+    module = Regression()
+
+    class Holder:
+        attribute: Any = None
+
+    def close(kept: Any) -> Any:
+        return lambda: kept
+
+    holder = Holder()
+    holder.attribute = {
+        "attribute": module,
+        "closure": close(module),
+        "list": [[module.net]],
+        "bound": module.forward,
+        "partial": partial(print, module),
+    }[hidden]
+    assert holds_any([holder], module.modules())
+    assert not holds_any([holder], Regression().modules())
+
+
+# ---- what is seen -------------------------------------------------------------------------------
+
+
+class Witness(Regression):
+    """Keeps what the parameters are when a step ends, and when the next mini-batch begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[torch.Tensor] = []
+        self.begins: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.begins.append(flat(self))
+        return super().training_step(batch, batch_idx)
+
+
+class Looking(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.ends.append(flat(module))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        assert len(module.ends) == 12
+        for end, begin in zip(module.ends, module.begins[1:], strict=False):
+            assert torch.equal(end, begin)
+        assert not torch.equal(module.ends[0], module.ends[1])
+
+
+def test_who_looks_at_the_end_of_a_step_sees_the_step() -> None:
+    trainer = make_trainer("hybrid", 2, callbacks=[Looking()], max_epochs=2)
+    trainer.fit(Witness(), DataLoader(regression_data(), 4, shuffle=True))
+    assert trainer.global_step == 12
+
+
+def test_a_checkpoint_in_mid_epoch_holds_the_step_that_was_just_made(tmp_path: Any) -> None:
+    """Although the worker that writes it had not waited for that step."""
+    found = {}
+    for name, strategy, workers in (("ours", "hybrid", 1), ("theirs", "auto", 1)):
+        pl.seed_everything(3, verbose=False)
+        saving = ModelCheckpoint(tmp_path / name, every_n_train_steps=3, save_top_k=-1)
+        options = {"enable_checkpointing": True, "use_distributed_sampler": False}
+        trainer = make_trainer(strategy, workers, callbacks=[saving], max_epochs=1, **options)
+        module = Regression(lambda p: torch.optim.Adam(p, lr=0.01, fused=True))
+        trainer.fit(module, DataLoader(regression_data(), 4))
+        paths = sorted((tmp_path / name).glob("*.ckpt"))
+        found[name] = [torch.load(path, weights_only=True)["state_dict"] for path in paths]
+    assert len(found["ours"]) == len(found["theirs"]) == 4
+    for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-7)
