@@ -33,6 +33,7 @@ from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.saving import save_in_background
 from hybridtrain.lightning.sending import check_sending
+from hybridtrain.memory.scratch import Scratch
 from hybridtrain.messages import Stopped
 from hybridtrain.worlds.processes import Interrupted, ProcessWorld
 
@@ -82,7 +83,8 @@ class HybridLauncher(_Launcher):
         check_parameters(trainer.lightning_module)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
         loggers = logger_states(trainer) if start_method == "fork" else []
-        job = _Job(trainer, function, args, kwargs, snapshot, loggers)
+        scratch = Scratch()
+        job = _Job(trainer, function, args, kwargs, snapshot, loggers, scratch.path)
         check_sending(start_method, job, job.named())
         n_workers, cores = strategy.world_size, usable_cores()
         wanted = strategy.threads_per_worker
@@ -102,7 +104,7 @@ class HybridLauncher(_Launcher):
             strategy.remember_stats(server.ledger.stats())
             if watch is not None:
                 watch.conclude()
-        return unpack(trainer, results[0], results[1:])
+        return unpack(trainer, results[0], results[1:], scratch)
 
     def _play(self, instead: Instead[Any], job: _Job) -> Any:
         """Run the workers in this process."""
@@ -167,6 +169,7 @@ class _Job:
     kwargs: dict[str, Any]
     global_state: _GlobalStateSnapshot | None
     loggers: list[dict[str, Any]]
+    room: str = ""  # the path of a scratch file for what would be too much for a message
 
     def named(self) -> dict[str, Any]:
         """The parts, by the names that users know them by."""
@@ -195,11 +198,11 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
         returned = job.function(*job.args, **job.kwargs)
-        return pack(trainer, returned)
+        return pack(trainer, returned, job.room)
     except _TunerExitException:  # the search for a learning rate is over, and there was no more
         call._call_teardown_hook(trainer)
         trainer._teardown()
-        return pack(trainer, None)
+        return pack(trainer, None, job.room)
     except StopRequested as stop:
         client.note(Stopped())
         client.solo = True

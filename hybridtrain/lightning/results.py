@@ -30,47 +30,60 @@ from hybridtrain.lightning.belongings import (
     state_of,
 )
 from hybridtrain.lightning.predictions import Outputs, collect, in_order
+from hybridtrain.memory.scratch import Scratch, fill
 
 
 @dataclass(frozen=True)
 class Home:
-    """Worker 0's luggage. Tensors travel as bytes of ``torch.save``."""
+    """Worker 0's luggage. Tensors travel as bytes of ``torch.save``.
+
+    ``heavy``: weights, and what a checkpoint would say of optimizers and schedulers; empty where
+    they lie in the calling process's scratch file.
+    """
 
     returned: Any
-    weights: bytes
+    heavy: bytes
     tensors: bytes
     trainer_state: Any
     progress: dict[str, dict[str, Any]]
     callbacks: list[Belongings]
     module: Belongings
     loggers: list[dict[str, Any]]
-    trained: bytes | None  # optimizers and schedulers as a checkpoint would have them
     outputs: Outputs | None
 
 
-def pack(trainer: pl.Trainer, returned: Any) -> Home | Outputs | None:
-    """Called in every worker at the end; worker 0 packs, the others add what they predicted."""
+def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> Home | Outputs | None:
+    """Called in every worker at the end; worker 0 packs, the others add what they predicted.
+
+    ``room`` is the path of the calling process's scratch file, if it has one.
+    """
     state_dict, outputs = trainer.lightning_module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:
         return outputs
     metrics = {"callback": trainer.callback_metrics, "logged": trainer.logged_metrics}
+    trained = _trained(trainer) if trainer.state.fn == "fit" else None
     return Home(
         returned=None if outputs is not None else returned,
         outputs=outputs,
-        weights=_save(state_dict),
+        heavy=fill(room, {"weights": state_dict, "trained": trained}),
         tensors=_save(metrics),
         trainer_state=trainer.state,
         progress=_progress(trainer),
         callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
         module=of_module(trainer.lightning_module),
         loggers=[_identity(logger) for logger in trainer.loggers],
-        trained=_save(_trained(trainer)) if trainer.state.fn == "fit" else None,
     )
 
 
-def unpack(trainer: pl.Trainer, home: Home, others: Sequence[Outputs | None] = ()) -> Any:
+def unpack(
+    trainer: pl.Trainer,
+    home: Home,
+    others: Sequence[Outputs | None] = (),
+    scratch: Scratch | None = None,
+) -> Any:
     """Called in the parent; returns what the trainer's method would have returned here."""
-    weights = _load(home.weights)
+    heavy = scratch.load() if scratch is not None and not home.heavy else _load(home.heavy)
+    weights = heavy["weights"]
     trainer.precision_plugin.convert_module(trainer.lightning_module)  # as the workers did
     # Not strict: a worker's configure_model may have made layers that this process has not.
     trainer.lightning_module.load_state_dict(weights, strict=False)
@@ -79,8 +92,8 @@ def unpack(trainer: pl.Trainer, home: Home, others: Sequence[Outputs | None] = (
     trainer._logger_connector._logged_metrics.update(metrics["logged"])
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
-    if home.trained is not None:
-        trainer.strategy.remember_training(_load(home.trained))  # type: ignore[attr-defined]
+    if heavy["trained"] is not None:
+        trainer.strategy.remember_training(heavy["trained"])  # type: ignore[attr-defined]
     give_to_module(trainer.lightning_module, home.module)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         trainer._callback_connector._attach_model_callbacks()

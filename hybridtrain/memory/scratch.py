@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ class Scratch:
     def __init__(self) -> None:
         self._fd = anonymous_descriptor() if _OF_PROCESSES.is_dir() else -1
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
+        self._closed = weakref.finalize(self, os.close, self._fd) if self._fd >= 0 else None
 
     def load(self) -> Any:
         """What the other process has put there, by :func:`fill`; tensors are views of the file."""
@@ -31,9 +33,8 @@ class Scratch:
 
     def close(self) -> None:
         """It will not be read again; what was read stays."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._closed is not None:
+            self._closed()
 
 
 def fill(path: str, content: Any) -> bytes:
