@@ -123,9 +123,13 @@ class Client:
         """Wait for the release of what was offered, if that is still under way."""
         if self._release is not None:
             then, self._release = self._release, None
-            released: Released = self._answer(Released)[0]
-            self.version = released.version
-            then(released)
+            self.await_release(then)
+
+    def await_release(self, then: Callable[[Released], object]) -> None:
+        """It is under way: wait for it, and let ``then`` have it."""
+        released: Released = self._answer(Released)[0]
+        self.version = released.version
+        then(released)
 
     def push(self, push: Push) -> Released:
         """Offer the gradient in the row, and wait; returns the version to go on from."""

@@ -74,13 +74,7 @@ class HybridLauncher(_Launcher):
             job = _Job(trainer, function, args, kwargs, None, [])
             return self._play(strategy.recording.instead, job)
         start_method = resolve_start_method(strategy.start_method)
-        check_trainer(trainer, strategy.regime.lockstep)
-        check_correction(strategy.correction, strategy.regime, strategy.policy)
-        if strategy.regime.lock_free:
-            check_lock_free(trainer, strategy.world_size, strategy.correction)
-        strategy.transport.check(strategy, trainer, strategy.regime)
-        strategy.data_options.check_workers(strategy.world_size)
-        check_parameters(trainer.lightning_module)
+        check_all(strategy, trainer)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
         loggers = logger_states(trainer) if start_method == "fork" else []
         scratch = Scratch()
@@ -113,6 +107,17 @@ class HybridLauncher(_Launcher):
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent passes signals on to its workers itself."""
+
+
+def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
+    """What makes no sense is refused before a process is started; raises UserError."""
+    check_trainer(trainer, strategy.regime.lockstep)
+    check_correction(strategy.correction, strategy.regime, strategy.policy)
+    if strategy.regime.lock_free:
+        check_lock_free(trainer, strategy.world_size, strategy.correction)
+    strategy.transport.check(strategy, trainer, strategy.regime)
+    strategy.data_options.check_workers(strategy.world_size)
+    check_parameters(trainer.lightning_module)
 
 
 def resolve_start_method(method: str) -> str:

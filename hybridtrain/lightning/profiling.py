@@ -142,12 +142,12 @@ class StepProfiler(Profiler):
     def _follow_releases(self, track: Track, client: Client) -> None:
         """Sending is measured apart from waiting for the answer."""
         timed(track, client._line, "send", Phase.PUSH)
-        timed(track, client, "push", Phase.WAIT, "wait for the release")
+        timed(track, client, "await_release", Phase.WAIT, "wait for the release")
 
         def note() -> None:
             track.note = client.version
 
-        follow(client, "push", note)
+        follow(client, "await_release", note)
 
     def _watch_session(self, session: Any) -> None:
         """There are parameters and optimizers; others may come to replace these."""
@@ -163,7 +163,7 @@ class StepProfiler(Profiler):
 
     def _watch_steps(self, track: Track, session: Any) -> None:
         for step in session.steps:
-            timed(track, step, "push", Phase.PUSH)
+            timed(track, step, "offer", Phase.PUSH, "push")
             if step.in_place is not None:
                 timed(track, step.in_place, "_step", Phase.UPDATE, "own step")
 

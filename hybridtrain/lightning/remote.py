@@ -105,7 +105,7 @@ class RemoteStep:
         if self._driven and closure is not None and not is_empty(closure):
             return self._step_driven(closure)
         loss = run(closure) if closure is not None else None
-        self._offer(self.weight)
+        self.offer(self.weight)
         if not (self.lazy and is_unwatched(self._optimizer)):
             self._client.settle()
         return loss
@@ -115,12 +115,13 @@ class RemoteStep:
 
         0 abstains, so that nobody waits in vain.
         """
-        self._offer(weight, loss, repeatable)
+        self.offer(weight, loss, repeatable)
         self._client.settle()
         assert self._released is not None, "settled"
         return self._released
 
-    def _offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> None:
+    def offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> None:
+        """Offer the gradients with this weight; the client settles when the release is needed."""
         members, state = self._changed_members(), self._changed_state()
         own = weight > 0 and members is None and state is None and self._can_step()
         absent, packed = self._gathered(weight, own)

@@ -89,10 +89,10 @@ class Trained(pl.LightningModule):
 class DeviceTimer(Timer):
     """Looks at the clock when the device has done what it was given."""
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if self.count + 1 in (self.first, STEPS) and trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
-        super().on_train_batch_end()
+        super().on_train_batch_start()
 
 
 def words(model: dict[str, int], n: int) -> tuple[Tensor, Tensor]:

@@ -229,7 +229,10 @@ def test_what_user_code_writes_to_parameters_is_told_unless_they_do_not_follow(
     assert exchange.writes() == {}
 
 
-def test_eager_copies_are_made_while_backward_runs() -> None:
+def test_eager_copies_of_what_is_not_small_are_made_while_backward_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("hybridtrain.exchange.EAGER", 1)
     net, store, _ = set_up(host(True))
     net(1).backward()
     dense = [n for n in USED if NAMES[n] != "embedding.weight"]
