@@ -120,16 +120,16 @@ class Watch(pl.Callback):
         """Start the clock, and listen to how long the server takes to answer."""
         client = getattr(trainer.strategy, "client", None)
         if client is not None:
-            ask = client._ask
+            answer = client._answer
 
             def timed(*arguments: Any, **named: Any) -> Any:
                 asked = time.monotonic()
                 try:
-                    return ask(*arguments, **named)
+                    return answer(*arguments, **named)
                 finally:
                     self.waited += time.monotonic() - asked
 
-            client._ask = timed
+            client._answer = timed
         self.began = time.monotonic()
         self.waited = 0.0
 
