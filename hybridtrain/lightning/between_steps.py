@@ -9,13 +9,15 @@ That goes for data sets as well, which may hold the module that is trained.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import islice
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     DeviceStatsMonitor,
     LambdaCallback,
@@ -41,8 +43,8 @@ _MODULE_HOOKS = (
 # Their ``on_train_batch_end`` looks at metrics, clocks and devices; a checkpoint settles first.
 _HARMLESS = {DeviceStatsMonitor, ModelCheckpoint, ProgressBar, RichProgressBar, ThroughputMonitor}
 _HARMLESS |= {Timer, TQDMProgressBar}
-_STEPS, _WIDTH = 6, 100  # how far to search in data sets; nobody hides a module among samples
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, type, ModuleType)
+_MOST, _WIDTH = 10_000, 100  # objects to look at, in all and of a list; they may be all samples
+_PLAIN = (bool, int, float, complex, str, bytes, type, type(None), torch.Tensor, ModuleType)
 
 
 def parameters_rest(trainer: Any) -> bool:
@@ -65,31 +67,40 @@ def is_unwatched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def holds_any(sources: Iterable[object], wanted: Iterable[object]) -> bool:
-    """Whether one of these objects leads to one that is wanted, in a few steps."""
-    sought, seen, now = set(map(id, wanted)), set[int](), list(sources)
-    for _ in range(_STEPS):
-        if any(id(each) in sought for each in now):
+    """Whether one of these objects leads to one that is wanted, as far as is worth looking."""
+    sought, queue = set(map(id, wanted)), deque(sources)
+    seen: dict[int, object] = {}  # and kept, or another object could get the number of one
+    while queue and len(seen) < _MOST:
+        each = queue.popleft()
+        if id(each) in sought:
             return True
-        seen |= set(map(id, now))
-        found = {id(part): part for each in now for part in _parts(each)}
-        now = [part for key, part in found.items() if key not in seen]
-    return bool(now) and any(id(each) in sought for each in now)
+        if id(each) not in seen:
+            seen[id(each)] = each
+            queue.extend(part for part in _parts(each) if not _leads_elsewhere(part))
+    return False
+
+
+def _leads_elsewhere(part: object) -> bool:
+    """To no module, or to every one: a data module knows its trainer, our samplers the strategy."""
+    ours = type(part).__module__.startswith(__package__)
+    return ours or isinstance(part, (*_PLAIN, Trainer))
 
 
 def _parts(value: object) -> Iterator[object]:
-    """What an object holds, as far as it could be a module or lead to one."""
-    if isinstance(value, FunctionType):
-        parts: Iterable[object] = filled_cells(value)
-    elif isinstance(value, dict):
-        parts = islice(value.values(), _WIDTH)
-    elif isinstance(value, list | tuple | set):
-        parts = islice(value, _WIDTH)
-    elif isinstance(value, torch.Tensor | str | bytes | type | ModuleType):
-        return
-    else:
-        parts = (*getattr(value, "__dict__", {}).values(), getattr(value, "__self__", None))
-        parts += (*getattr(value, "args", ()), getattr(value, "func", None))
-    yield from (part for part in parts if not isinstance(part, _PLAIN))
+    """What an object holds: attributes, elements, and what a function was made with."""
+    match value:
+        case FunctionType():
+            yield from (*filled_cells(value), *(value.__defaults__ or ()))
+        case MethodType():
+            yield value.__self__
+        case partial():
+            yield from (value.func, *value.args, *value.keywords.values())
+        case dict():
+            yield from islice(value.values(), _WIDTH)
+        case list() | tuple() | set():
+            yield from islice(value, _WIDTH)
+        case _:
+            yield from getattr(value, "__dict__", {}).values()
 
 
 def _looks(callback: Callback) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightA
 from torch.utils.data import DataLoader
 
 from hybridtrain.client import Client, StopRequested
-from hybridtrain.lightning.between_steps import holds_any, parameters_rest
+from hybridtrain.lightning.between_steps import holds_any
 from hybridtrain.messages import Done, Gather, Gathered, Push, ReadStats, Released, Stats, Stop
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
@@ -88,18 +90,22 @@ def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Scr
 # ---- who looks ----------------------------------------------------------------------------------
 
 
+class Ask(pl.Callback):
+    """Notes what the worker has decided."""
+
+    lazy: bool | None = None
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.lazy = trainer.strategy._session.steps[0].lazy
+
+
 def rests(module: Any = None, callbacks: Any = (), data: Any = None, **options: Any) -> bool:
-    """The answer inside a run with one worker, as ``step.lazy`` tells it."""
-    asked: list[bool] = []
-
-    class Ask(pl.Callback):
-        def on_train_start(self, trainer: Any, *_: Any) -> None:
-            asked.append(parameters_rest(trainer))
-
-    trainer = make_trainer("auto", 1, max_steps=1, callbacks=[Ask(), *callbacks], **options)
-    loader = data if data is not None else DataLoader(regression_data(), 8)
-    trainer.fit(module or Regression(), loader)
-    return asked[0]
+    """Whether a worker goes on before its release, as a run with all our parts decides it."""
+    ask = Ask()
+    trainer = make_trainer("hybrid", 1, max_steps=1, callbacks=[ask, *callbacks], **options)
+    trainer.fit(module or Regression(), data or DataLoader(regression_data(), 8))
+    assert ask.lazy is not None
+    return ask.lazy
 
 
 class AtTheEnd(pl.Callback):
@@ -163,10 +169,11 @@ def test_data_that_hold_the_module_may_look() -> None:
     assert not rests(module, data=loader)
 
 
-@pytest.mark.parametrize("hidden", ["attribute", "closure", "list", "bound", "partial"])
-def test_a_module_is_found_wherever_data_sets_keep_one(hidden: str) -> None:
-    from functools import partial
+HIDDEN = ["attribute", "closure", "default", "list", "bound", "partial"]
 
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_a_module_is_found_wherever_data_sets_keep_one(hidden: str) -> None:
     module = Regression()
 
     class Holder:
@@ -179,12 +186,36 @@ def test_a_module_is_found_wherever_data_sets_keep_one(hidden: str) -> None:
     holder.attribute = {
         "attribute": module,
         "closure": close(module),
+        "default": lambda kept=module: kept,
         "list": [[module.net]],
         "bound": module.forward,
         "partial": partial(print, module),
     }[hidden]
     assert holds_any([holder], module.modules())
     assert not holds_any([holder], Regression().modules())
+
+
+class WithArguments(torch.utils.data.Dataset[Any]):
+    """Names that mean something elsewhere, and more samples than are worth looking at."""
+
+    def __init__(self) -> None:
+        self.args, self.func = SimpleNamespace(lr=0.1), None
+        self.samples = [[{"x": object()} for _ in range(120)] for _ in range(120)]
+
+
+def test_ordinary_data_sets_are_looked_through_quietly() -> None:
+    assert not holds_any([WithArguments()], Regression().modules())
+
+
+def test_a_data_module_that_collates_knows_its_trainer_and_does_not_look() -> None:
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(regression_data(), 8, collate_fn=self.collate)
+
+        def collate(self, samples: Any) -> Any:
+            return torch.utils.data.default_collate(samples)
+
+    assert rests(data=Data())
 
 
 # ---- what is seen -------------------------------------------------------------------------------
