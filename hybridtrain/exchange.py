@@ -142,12 +142,13 @@ class HostExchange:
 
         def copy_and_look(parameter: torch.Tensor) -> None:
             assert parameter.grad is not None
-            if not pieces.fits(parameter.grad):
-                seen.discard(number)
+            seen.discard(number)
+            if self.adding or not pieces.fits(parameter.grad):
                 copy(parameter)
                 return
             copied.add(number)
-            (seen.add if pieces.copy(parameter.grad) else seen.discard)(number)
+            if pieces.copy(parameter.grad):
+                seen.add(number)
 
         pieces = Pieces(row)
         take = copy_and_look if worth_cutting(row) else copy

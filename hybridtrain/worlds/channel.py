@@ -25,9 +25,7 @@ from typing import Any
 
 _HEADER = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
-_SEND_BYTES = (
-    1 << 16
-)  # at a time; less than a socket holds, so that a bell is rung before it is full
+_SEND_BYTES = 1 << 16  # at a time, less than a socket holds: a bell is rung before it is full
 
 
 class ChannelClosed(ConnectionError):
@@ -65,7 +63,10 @@ class Channel:
         Raises:
             ChannelClosed: if it is gone.
         """
-        said, bells, _, _ = socket.recv_fds(self._socket, 1, 2)
+        try:
+            said, bells, _, _ = socket.recv_fds(self._socket, 1, 2)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
         if not said:
             raise ChannelClosed("the other side is gone")
         if bells:
@@ -90,8 +91,9 @@ class Channel:
 
     def _send(self, content: bytes) -> None:
         """All of it; the other side is told often enough to make room."""
+        rest = memoryview(content)
         for start in range(0, len(content), _SEND_BYTES):
-            self._socket.sendall(content[start : start + _SEND_BYTES])
+            self._socket.sendall(rest[start : start + _SEND_BYTES])
             if self._rings is not None:
                 os.eventfd_write(self._rings, 1)
 

@@ -50,9 +50,9 @@ def run_worker(
         atexit._clear()  # forked: what is registered is the parent's
     _prepare_process(birth)
     channel = Channel(sock)
-    channel.take_bells()
     client = Client(birth.worker, birth.n_workers, channel)
     try:
+        channel.take_bells()
         outcome = _outcome(client, body)
         _run_exit_functions()
         _report(channel, outcome)
