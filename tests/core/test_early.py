@@ -110,6 +110,7 @@ def test_of_an_optimizer_that_may_look_at_all_parameters_nothing_is_stepped_earl
     assert all(map(torch.equal, pair.masters(), before))
     optimizers.step(pushes())
     assert not any(map(torch.equal, pair.masters(), before))
+    optimizers.close()
 
 
 def test_rates_that_come_with_the_first_announcement_count() -> None:
