@@ -9,6 +9,10 @@ message is there. Linux takes it that whoever writes to a socket is about to wai
 reader on the writer's own core; but a worker that has offered its gradient goes on, and would only
 be held up. A bell wakes the reader on a core that has nothing to do. Without bells (not Linux)
 sockets do.
+
+A worker *sends*: it waits until the other side has made room. The server *posts*: what finds no
+room (a worker that is stopped, or slow to read an answer of many megabytes) is kept, and goes out
+when there is some, so that no worker can hold up the others.
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ import pickle
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-_HEADER = struct.Struct("<Q")
+_HEADER, _INT = struct.Struct("<Q"), struct.Struct("i")
 _READ_BYTES = 1 << 20
 _SEND_BYTES = 1 << 16  # at a time, less than a socket holds: a bell is rung before it is full
 
@@ -44,6 +49,7 @@ class Channel:
         self._inbox = bytearray()
         self._hears: int | None = None  # the bell that the other side rings
         self._rings: int | None = None
+        self._kept: deque[tuple[memoryview, int | None]] = deque()  # posted, but not gone out
 
     def fileno(self) -> int:
         """For ``select``: readable when something may have arrived."""
@@ -96,6 +102,53 @@ class Channel:
             self._socket.sendall(rest[start : start + _SEND_BYTES])
             if self._rings is not None:
                 os.eventfd_write(self._rings, 1)
+
+    def post(self, message: Any, fd: int | None = None) -> bool:
+        """Send one message, and a descriptor with it, without waiting for room.
+
+        False: ``flush`` must send the rest when ``sink`` can be written to.
+
+        Raises:
+            ChannelClosed: if nobody is there.
+        """
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self._kept.append((memoryview(_HEADER.pack(len(body)) + body), fd))
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what is kept, as far as there is room. False if there is not enough.
+
+        Raises:
+            ChannelClosed: if nobody is there.
+        """
+        total = 0
+        while self._kept:
+            content, fd = self._kept[0]
+            if not (sent := self._send_some(content, fd)):
+                break
+            total += sent
+            if sent < len(content):
+                self._kept[0] = content[sent:], None
+            else:
+                self._kept.popleft()
+        if total and self._rings is not None:
+            os.eventfd_write(self._rings, 1)
+        return not self._kept
+
+    def _send_some(self, content: memoryview, fd: int | None) -> int:
+        """As many bytes as there is room for now; the descriptor rides on the first."""
+        beside = () if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
+        try:
+            return self._socket.sendmsg([content], beside, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    @property
+    def sink(self) -> int:
+        """The socket's own descriptor, which says when there is room."""
+        return self._socket.fileno()
 
     def receive(self) -> tuple[Any, int | None]:
         """The next message and its descriptor, if any. Blocks.

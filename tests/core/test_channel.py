@@ -231,3 +231,40 @@ def test_an_end_that_went_before_it_gave_bells_is_closed() -> None:
     with pytest.raises(ChannelClosed):
         channel.take_bells()
     channel.close()
+
+
+# ---- posting: never waits -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("belled", [False, True])
+def test_posting_to_a_full_line_returns_and_the_rest_follows_in_order(
+    ends: tuple[Channel, Channel], rung: tuple[Channel, Channel], belled: bool
+) -> None:
+    mine, theirs = rung if belled else ends
+    fd = os.memfd_create("test")
+    os.write(fd, b"shared")
+    large = os.urandom(3 << 20)
+    assert mine.post("first")
+    assert not mine.post(large), "nobody reads, and no socket holds that much"
+    assert not mine.post("with", fd)
+    found: list[Any] = []
+    reader = threading.Thread(target=lambda: found.extend(theirs.receive() for _ in range(3)))
+    reader.start()
+    while not mine.flush():
+        assert select.select([], [mine.sink], [], 10)[1], "room must be told of"
+    reader.join(10)
+    os.close(fd)
+    assert [message for message, _ in found] == ["first", large, "with"]
+    assert found[0][1] is None and found[1][1] is None
+    assert os.pread(found[2][1], 6, 0) == b"shared"
+    os.close(found[2][1])
+
+
+def test_posting_to_nobody_says_so(ends: tuple[Channel, Channel]) -> None:
+    mine, theirs = ends
+    assert not mine.post(bytes(3 << 20))
+    theirs.close()
+    with pytest.raises(ChannelClosed):
+        mine.flush()
+    with pytest.raises(ChannelClosed):
+        mine.post("?")
