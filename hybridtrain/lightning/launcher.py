@@ -25,6 +25,7 @@ from torch.distributed import distributed_c10d
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
+from hybridtrain.failures import Judge
 from hybridtrain.lightning.checks import check_parameters, check_trainer
 from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.lock_free import check_lock_free
@@ -35,7 +36,8 @@ from hybridtrain.lightning.saving import save_in_background
 from hybridtrain.lightning.sending import check_sending
 from hybridtrain.memory.scratch import Scratch
 from hybridtrain.messages import Stopped
-from hybridtrain.worlds.processes import Interrupted, ProcessWorld
+from hybridtrain.worlds.processes import ProcessWorld
+from hybridtrain.worlds.signals import Interrupted
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.instead import Instead
@@ -85,7 +87,8 @@ class HybridLauncher(_Launcher):
         threads = max(1, cores // n_workers) if wanted == "auto" else wanted
         server = serving(strategy, trainer, threads, cores if strategy.regime.lockstep else 1)
         watch = Watch.of(trainer, server, n_workers)
-        world = ProcessWorld(server, n_workers, start_method, threads, strategy.stop_grace_s)
+        judge = Judge(strategy.on_failure)
+        world = ProcessWorld(server, n_workers, start_method, threads, strategy.stop_grace_s, judge)
         strategy.interrupted_by = None
         try:
             results = world.run(partial(_run_in_worker, job))
@@ -117,6 +120,7 @@ def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
         check_lock_free(trainer, strategy.world_size, strategy.correction)
     strategy.transport.check(strategy, trainer, strategy.regime)
     strategy.data_options.check_workers(strategy.world_size)
+    strategy.on_failure.check(strategy.world_size)
     check_parameters(trainer.lightning_module)
 
 

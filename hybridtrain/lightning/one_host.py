@@ -5,9 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
+
 from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.ahead import Ahead
+from hybridtrain.lightning.collectives import Collectives
 
 
 class OneHost:
@@ -17,6 +20,7 @@ class OneHost:
     _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
+    _collectives: Collectives | None = None  # of a worker
     _ahead: Ahead | None = None  # where workers compute on devices of their own
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -85,6 +89,31 @@ class OneHost:
         if moved is not None:
             return moved
         return super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
+
+    # ---- collectives ----------------------------------------------------------------------------
+
+    @property
+    def collectives(self) -> Collectives:
+        assert self._collectives is not None, "only workers meet"
+        return self._collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._collectives is not None:
+            self._collectives.barrier(name or "")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor if self._collectives is None else self._collectives.reduce(tensor, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._collectives is None else self._collectives.decide(decision, all)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        return self.collectives.all_gather(tensor, sync_grads)
 
     # ---- figures --------------------------------------------------------------------------------
 

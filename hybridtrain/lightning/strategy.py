@@ -23,6 +23,7 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
 from hybridtrain.client import Client
+from hybridtrain.failures import OnFailure
 from hybridtrain.lightning.ahead import ahead
 from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
@@ -67,6 +68,10 @@ class HybridStrategy(OneHost, ParallelStrategy):
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
         overlap_update: on GPUs, update what has arrived while backward still runs.
         checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
+        on_failure: when a worker fails or dies: ``"stop"`` all, ``"continue"`` without it, or
+            ``"restart"`` it.
+        min_workers: with fewer left, the run stops.
+        max_restarts: in the whole run; ``None``: any number.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
@@ -92,6 +97,9 @@ class HybridStrategy(OneHost, ParallelStrategy):
         overlap_update: bool = False,
         record: str | Path | None = None,
         checkpoint: str = "blocking",
+        on_failure: str = "stop",
+        min_workers: int = 1,
+        max_restarts: int | None = 3,
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
@@ -106,11 +114,11 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.transport = Transport.of(transport_dtype, overlap_update)
         self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
         self.recording, self.saving = Recording.at(record), choice(checkpoint)
+        self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
         self._client: Client | None = None
-        self._collectives: Collectives | None = None
         self._loaders: Loaders | None = None
         self._session: Session | None = None
         self._snapshot: list[dict[str, Any]] | None = None
@@ -153,11 +161,6 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def client(self) -> Client:
         assert self._client is not None, "only workers have a client"
         return self._client
-
-    @property
-    def collectives(self) -> Collectives:
-        assert self._collectives is not None, "only workers meet"
-        return self._collectives
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
@@ -254,26 +257,6 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def on_validation_end(self) -> None:
         if self.is_global_zero:
             self.client.note(Resumed())
-
-    # ---- collectives ----------------------------------------------------------------------------
-
-    def barrier(self, name: str | None = None) -> None:
-        if self._collectives is not None:
-            self._collectives.barrier(name or "")
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return tensor if self._collectives is None else self._collectives.reduce(tensor, reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision if self._collectives is None else self._collectives.decide(decision, all)
-
-    def all_gather(
-        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
-    ) -> torch.Tensor:
-        return self.collectives.all_gather(tensor, sync_grads)
 
     # ---- checkpoints ----------------------------------------------------------------------------
 

@@ -15,7 +15,9 @@ import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
 from typing import Any
 
 
@@ -28,46 +30,58 @@ class Nursery:
 
     def __init__(self, start_method: str) -> None:
         self._context: Any = multiprocessing.get_context(start_method)
-        self._leave = threading.Event()
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(
         self, target: Callable[..., None], arguments: Sequence[Sequence[Any]]
     ) -> list[BaseProcess]:
-        """Start one process per row of arguments; all of them, or an exception and none."""
-        processes: list[BaseProcess] = []
-        errors: list[BaseException] = []
-        started = threading.Event()
+        """Start one process per row of arguments, which begins with the worker's birth.
 
-        def run() -> None:
+        All of them, or an exception and none.
+        """
+        processes: list[BaseProcess] = []
+        done: Future[None] = Future()
+
+        def order() -> None:
             try:
-                for number, row in enumerate(arguments):
-                    process = self._context.Process(
-                        target=target, args=tuple(row), name=f"hybridtrain-worker-{number}"
-                    )
+                for row in arguments:
+                    name = f"hybridtrain-worker-{row[0].worker}"
+                    process = self._context.Process(target=target, args=tuple(row), name=name)
                     _start(process)
                     processes.append(process)
+                done.set_result(None)
             except BaseException as error:
-                errors.append(error)
-            started.set()
-            self._leave.wait()
+                done.set_exception(error)
 
-        self._thread = threading.Thread(target=run, name="hybridtrain-nursery", daemon=True)
-        self._thread.start()
-        started.wait()
-        if errors:
+        self._begin()
+        self._orders.put(order)
+        try:
+            done.result()
+        except BaseException:
             for process in processes:
                 process.kill()
                 process.join()
-            self.close()
-            raise errors[0]
+            raise
         return processes
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._live, name="hybridtrain-nursery", daemon=True
+            )
+            self._thread.start()
+
+    def _live(self) -> None:
+        while (order := self._orders.get()) is not None:
+            order()
 
     def close(self) -> None:
         """Let the thread go; the processes must have ended."""
-        self._leave.set()
         if self._thread is not None:
+            self._orders.put(None)
             self._thread.join()
+            self._thread = None
 
 
 def _start(process: BaseProcess) -> None:

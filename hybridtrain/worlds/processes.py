@@ -3,57 +3,39 @@
 Theory of operation. The parent starts W workers, each with one end of a socket pair, and then does
 three things in one loop: it carries messages between the workers and the server, it watches the
 processes (a dead one is seen within milliseconds), and it reacts to signals.
-The first worker that fails, dies or a signal that arrives begins the end: everybody is asked to
-stop, given ``grace_s`` seconds (none, if another signal comes), and then killed. No process
-outlives ``run``.
+What follows when a worker fails or dies is the judge's decision. Either it is the beginning of the
+end, as a signal is: everybody is asked to stop, given ``grace_s`` seconds (none, if another signal
+comes), and then killed. Or the others go on without it, or another process takes its place. No
+process outlives ``run``.
 """
 
 from __future__ import annotations
 
 import os
 import selectors
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 
 from hybridtrain.arrivals import Arrived
+from hybridtrain.failures import Judge, OnFailure
 from hybridtrain.messages import Described, Paused, Resumed, Shared, Stop, Stopped
 from hybridtrain.rounds import Replies
 from hybridtrain.serving import Serving
 from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.child import Birth, Body, run_worker
+from hybridtrain.worlds.crew import WorkerProcess
 from hybridtrain.worlds.nursery import Nursery
 from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied
 from hybridtrain.worlds.placement import stand_aside
+from hybridtrain.worlds.signals import Interrupted, caught_signals
 
 _POLL_S = 1.0
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
-
-
-class Interrupted(BaseException):
-    """A signal ended the run. ``signum`` says which."""
-
-    def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
-        self.signum = signum
-
-
-@dataclass
-class _Worker:
-    number: int
-    channel: Channel
-    process: BaseProcess
-    sentinel: int  # readable once the process has ended
-    result: Any = None
-    ended: bool = False  # has said how it ended
-    gone: bool = False  # the process has been reaped
 
 
 @dataclass
@@ -66,6 +48,7 @@ class ProcessWorld:
         start_method: ``fork``, ``spawn`` or ``forkserver``.
         threads_per_worker: torch threads of each worker.
         grace_s: how long workers may take to stop before they are killed.
+        judge: decides what follows from a failure.
     """
 
     server: Serving
@@ -73,7 +56,8 @@ class ProcessWorld:
     start_method: str = "fork"
     threads_per_worker: int = 1
     grace_s: float = 30.0
-    _workers: list[_Worker] = field(default_factory=list)
+    judge: Judge = field(default_factory=lambda: Judge(OnFailure()))
+    _workers: list[WorkerProcess] = field(default_factory=list)
     _failure: BaseException | None = None
     _deadline_s: float | None = None
     _signals: list[int] = field(default_factory=list)
@@ -87,15 +71,15 @@ class ProcessWorld:
             BaseException: what the first failing worker raised, with its traceback as a note.
         """
         nursery = Nursery(self.start_method)
-        with self._selector() as selector, self._catch_signals(selector), one_thread():
-            self._start(nursery, body, selector)
+        with self._selector() as selector, self._heard(selector), one_thread():
             try:
+                self._start(nursery, body, selector)
                 while not all(worker.gone for worker in self._workers):
                     self._turn(selector)
             finally:
                 self._kill_all()
                 for worker in self._workers:
-                    _close(worker)
+                    worker.close()
                 nursery.close()
                 self.server.close()
         if self._failure is not None:
@@ -124,21 +108,22 @@ class ProcessWorld:
             rows.append((birth, theirs, body, inherited))
         try:
             processes = nursery.start(run_worker, rows)
+        except BaseException:
+            for ours, _ in pairs:
+                ours.close()
+            raise
         finally:
             for _, theirs in pairs:
                 theirs.close()
         for number, process in enumerate(processes):
-            worker = _Worker(number, Channel(pairs[number][0]), process, _sentinel(process))
+            worker = WorkerProcess.of(number, Channel(pairs[number][0]), process)
             self._workers.append(worker)
-            with suppress(OSError):  # it has ended already: the sentinel will tell
-                worker.channel.give_bells()
             selector.register(worker.channel, selectors.EVENT_READ, ("message", worker))
             selector.register(worker.sentinel, selectors.EVENT_READ, ("exit", worker))
 
     def _kill_all(self) -> None:
         for worker in self._workers:
-            if not worker.gone:
-                worker.process.kill()
+            worker.kill()
         for worker in self._workers:
             worker.process.join()
 
@@ -171,7 +156,7 @@ class ProcessWorld:
         due_s = [at_s for at_s in (self._deadline_s, self.server.wake_at_s) if at_s is not None]
         return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
 
-    def _listen(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+    def _listen(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:
         if worker.channel not in selector.get_map():
             return  # it has been closed, or its process reaped, since the selector saw something
         try:
@@ -180,7 +165,7 @@ class ProcessWorld:
         except ChannelClosed:
             selector.unregister(worker.channel)  # its sentinel will tell the rest
 
-    def _take(self, worker: _Worker, message: Any) -> None:
+    def _take(self, worker: WorkerProcess, message: Any) -> None:
         match message:
             case Finished(result):
                 worker.result, worker.ended = result, True
@@ -205,20 +190,19 @@ class ProcessWorld:
             with suppress(ChannelClosed):  # the sentinel will tell
                 self._workers[number].channel.send(reply, fd)
 
-    def _reap(self, worker: _Worker, selector: selectors.BaseSelector) -> None:
+    def _reap(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:
         self._listen(worker, selector)  # its last words
         if worker.channel in selector.get_map():  # its own children may hold the line open
             selector.unregister(worker.channel)
         selector.unregister(worker.sentinel)
-        worker.process.join()
-        worker.gone = True
+        worker.bury()
         if not worker.ended:
-            self._fail(worker, WorkerDied(_obituary(worker)))
+            self._fail(worker, WorkerDied(worker.obituary()))
         self._send(self.server.lost(worker.number))
 
     # ---- the beginning of the end ---------------------------------------------------------------
 
-    def _fail(self, worker: _Worker, error: BaseException) -> None:
+    def _fail(self, worker: WorkerProcess, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
         self._ask_to_stop()
@@ -239,25 +223,12 @@ class ProcessWorld:
                 self._deadline_s = 0.0  # asked again: at once
 
     @contextmanager
-    def _catch_signals(self, selector: selectors.BaseSelector) -> Iterator[None]:
-        """Turn signals into events of the loop, so that none hits an update half-way."""
-        if threading.current_thread() is not threading.main_thread():
+    def _heard(self, selector: selectors.BaseSelector) -> Iterator[None]:
+        """Signals are events of the loop."""
+        with caught_signals(self._signals) as readable:
+            if readable is not None:
+                selector.register(readable, selectors.EVENT_READ, ("signal", None))
             yield
-            return
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(write_fd, False)
-        selector.register(read_fd, selectors.EVENT_READ, ("signal", None))
-        wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        caught = (signal.SIGINT, signal.SIGTERM)
-        former = {s: signal.signal(s, lambda n, _: self._signals.append(n)) for s in caught}
-        try:
-            yield
-        finally:
-            for signum, handler in former.items():
-                signal.signal(signum, handler)
-            signal.set_wakeup_fd(wakeup)
-            os.close(read_fd)
-            os.close(write_fd)
 
 
 @contextmanager
@@ -269,28 +240,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(former)
-
-
-def _sentinel(process: BaseProcess) -> int:
-    """A descriptor that says at once when the process ends.
-
-    ``process.sentinel`` is a pipe, which the process' own children (a data loader's) keep open.
-    """
-    try:
-        return os.pidfd_open(process.pid or 0)
-    except (AttributeError, OSError):  # not Linux, an old one, or ended already
-        return process.sentinel
-
-
-def _close(worker: _Worker) -> None:
-    if worker.sentinel != worker.process.sentinel:
-        os.close(worker.sentinel)
-    worker.channel.close()
-    worker.process.close()
-
-
-def _obituary(worker: _Worker) -> str:
-    code = worker.process.exitcode or 0
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
-    return f"worker {worker.number} (process {worker.process.pid}) {how}{hint}"

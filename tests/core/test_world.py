@@ -22,7 +22,8 @@ from hybridtrain.client import Client
 from hybridtrain.policies import All, OnArrival
 from hybridtrain.server import Server
 from hybridtrain.worlds.outcome import WorkerDied, WorkerError
-from hybridtrain.worlds.processes import Interrupted, ProcessWorld
+from hybridtrain.worlds.processes import ProcessWorld
+from hybridtrain.worlds.signals import Interrupted
 from tests.core import bodies
 
 

@@ -1,0 +1,41 @@
+"""Signals as events of a loop, so that none hits an update half-way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Interrupted(BaseException):
+    """A signal ended the run. ``signum`` says which."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+@contextmanager
+def caught_signals(caught: list[int]) -> Iterator[int | None]:
+    """SIGINT and SIGTERM are only noted in ``caught``; yields what is readable when one has come.
+
+    Only the main thread can catch signals; elsewhere there is nothing to read.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield None
+        return
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    former = {s: signal.signal(s, lambda n, _: caught.append(n)) for s in numbers}
+    try:
+        yield read_fd
+    finally:
+        for signum, handler in former.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(wakeup)
+        os.close(read_fd)
+        os.close(write_fd)
