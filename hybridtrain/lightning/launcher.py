@@ -32,7 +32,6 @@ from hybridtrain.lightning.lock_free import check_lock_free
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
-from hybridtrain.lightning.saving import save_in_background
 from hybridtrain.lightning.sending import check_sending
 from hybridtrain.memory.scratch import Scratch
 from hybridtrain.messages import Stopped
@@ -91,7 +90,8 @@ class HybridLauncher(_Launcher):
         world = ProcessWorld(server, n_workers, start_method, threads, strategy.stop_grace_s, judge)
         strategy.interrupted_by = None
         try:
-            results = world.run(partial(_run_in_worker, job))
+            with strategy.keeping.listening():
+                results = world.run(partial(_run_in_worker, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
             if interruption.signum == signal.SIGTERM:
@@ -201,8 +201,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
     trainer.strategy.enter_worker(client, trainer)
-    if trainer.strategy.saving == "background":
-        save_in_background(trainer)
+    trainer.strategy.keeping.take_over(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:

@@ -1,10 +1,14 @@
-"""Checkpoints written while training goes on.
+"""Checkpoints written while training goes on, whole or not at all, and again after a failure.
 
 Everything that has to be of one moment happens at that moment: the checkpoint is made into the
 bytes of its file, by ``torch.save``, before anybody trains on. A thread only brings these bytes to
 the disk. So the file is the one that would have been written while all wait, to the bit, and what
-cannot be saved is said at once. Files appear whole: written beside, brought to the disk, renamed.
-What a callback deletes is deleted after what replaces it is there.
+cannot be saved is said at once. Files appear whole (see :mod:`hybridtrain.files`). What a callback
+deletes is deleted after what replaces it is there.
+
+A disk that refuses a file (full, or read-only by now) ends no run: that is said, the next
+checkpoint is tried again, and nothing is deleted until one has been written. What is missing at
+the end is said again, see :class:`Unsaved`.
 
 Only the files of ``ModelCheckpoint`` are waited for later: at the end of training, when one is read
 or its name is looked for, and when a third would have to be kept in memory. Whoever calls
@@ -24,34 +28,28 @@ from typing import Any
 
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
-from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from hybridtrain.errors import UserError
+from hybridtrain.files import seal, write_whole
+from hybridtrain.lightning.unsaved import Unsaved
 
-CHOICES = ("blocking", "background")
 _MOST = 2  # checkpoints in memory
 
 
-def choice(value: str) -> str:
-    """How checkpoints are to be written.
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints to local files in a thread, in order; others as Lightning does.
 
-    Raises:
-        UserError: if there is no such way.
+    Args:
+        unsaved: is told of what could not be written.
     """
-    if value not in CHOICES:
-        raise UserError(f"checkpoint={value!r} was given; it must be {' or '.join(CHOICES)}")
-    return value
 
-
-class BackgroundCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints to local files in a thread, in order; others as Lightning does."""
-
-    def __init__(self) -> None:
+    def __init__(self, unsaved: Unsaved | None = None) -> None:
+        self.unsaved = Unsaved() if unsaved is None else unsaved
         self.defers = False  # whether saving returns before the file is there
         self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[tuple[str, Future[None]]] = deque()
         self._n_kept = 0  # checkpoints in memory
+        self._kept_back: list[str] = []  # to be deleted when one has been written again
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
@@ -65,16 +63,19 @@ class BackgroundCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Make it into bytes now, write them later. Raises what earlier writing has raised."""
+        """Make it into bytes now, write them later. Raises what is not the disk's fault."""
         if storage_options is not None or not _is_local(path):
             self.wait()
-            super().save_checkpoint(checkpoint, path, storage_options)
+            plainly = super().save_checkpoint
+            self._write(path, lambda: plainly(checkpoint, path, storage_options))
             return
         self._make_room()
         content = io.BytesIO()
-        torch.save(checkpoint, content)
+        with _checksums():
+            torch.save(checkpoint, content)
+        seal(content)
         self._n_kept += 1
-        self._later(path, lambda: self._write(Path(path), content))
+        self._later(path, lambda: self._write_local(Path(path), content))
         if not self.defers:
             self.wait()
 
@@ -84,13 +85,12 @@ class BackgroundCheckpointIO(TorchCheckpointIO):
         return super().load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """After what was saved before."""
-        remove = super().remove_checkpoint
-        if not self._pending or not _is_local(path):
-            self.wait()
-            remove(path)
+        """After what was saved before; if that could not be saved, when something has been."""
+        if self._pending and _is_local(path):
+            self._later(path, lambda: self._remove(os.fspath(path)))
         else:
-            self._later(path, lambda: remove(path))
+            self.wait()
+            self._remove(os.fspath(path))
 
     def teardown(self) -> None:
         """The end of training: all files are there."""
@@ -101,11 +101,38 @@ class BackgroundCheckpointIO(TorchCheckpointIO):
                 self._thread.shutdown()
                 self._thread = None
 
-    def _write(self, path: Path, content: io.BytesIO) -> None:
+    # ---- in the thread, or when nobody is in it -------------------------------------------------
+
+    def _write_local(self, path: Path, content: io.BytesIO) -> None:
         try:
-            write_whole(path, content.getbuffer())
+            self._write(path, lambda: write_whole(path, content.getbuffer()))
         finally:
             self._n_kept -= 1
+
+    def _write(self, path: Any, write: Callable[[], None]) -> None:
+        name = os.fspath(path)
+        try:
+            write()
+        except OSError as error:
+            self.unsaved.lose(name, error)
+            return
+        self.unsaved.found(name)
+        kept_back, self._kept_back = self._kept_back, []
+        for old in kept_back:
+            if old != name:
+                self._remove(old)
+
+    def _remove(self, path: str) -> None:
+        if self.unsaved.refused:
+            self._kept_back.append(path)
+        else:
+            try:
+                super().remove_checkpoint(path)
+            except OSError as error:
+                self.unsaved.cannot_delete(path, error)
+                self._kept_back.append(path)
+                return
+        self.unsaved.unwanted(path)
 
     # ---- waiting --------------------------------------------------------------------------------
 
@@ -132,77 +159,16 @@ class BackgroundCheckpointIO(TorchCheckpointIO):
         self._pending.append((os.fspath(path), self._thread.submit(work)))
 
 
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """The file is there with all its content, or not at all, also if the machine loses power."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Let the file have them, whatever the user's program has told torch."""
+    former = get_crc32_options()
+    set_crc32_options(True)
     try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
+        yield
     finally:
-        os.close(folder)
+        set_crc32_options(former)
 
 
 def _is_local(path: Any) -> bool:
     return "://" not in os.fspath(path)
-
-
-# ---- whose files may come later -----------------------------------------------------------------
-
-
-def save_in_background(trainer: Any) -> None:
-    """In worker 0, which writes; a plugin of the user's own stays."""
-    strategy = trainer.strategy
-    if not trainer.is_global_zero or strategy._checkpoint_io is not None:
-        return
-    strategy.checkpoint_io = writer = BackgroundCheckpointIO()
-    if not any(reads_at_once(logger) for logger in trainer.loggers):
-        for callback in trainer.checkpoint_callbacks:
-            if may_come_later(callback):
-                _defer(callback, writer)
-
-
-def _defer(callback: Any, writer: BackgroundCheckpointIO) -> None:
-    save, exists = callback._save_checkpoint, callback.file_exists
-
-    def save_later(*args: Any, **kwargs: Any) -> None:
-        with writer.deferring():
-            save(*args, **kwargs)
-
-    def exists_then(filepath: Any, *args: Any, **kwargs: Any) -> bool:
-        writer.wait_for(filepath)
-        return bool(exists(filepath, *args, **kwargs))
-
-    callback._save_checkpoint, callback.file_exists = save_later, exists_then
-
-
-def may_come_later(callback: Any) -> bool:
-    """Whether nobody relies on the file right after the callback has saved it.
-
-    A link would lead nowhere until the file is there, and a callback of the user's own may do
-    something with it.
-    """
-    kind: Any = type(callback)
-    return (
-        isinstance(callback, ModelCheckpoint)
-        and kind._save_checkpoint is ModelCheckpoint._save_checkpoint
-        and kind.file_exists is ModelCheckpoint.file_exists
-        and callback.save_last != "link"
-    )
-
-
-def reads_at_once(logger: Logger) -> bool:
-    """Whether the logger may upload checkpoints as soon as they are saved."""
-    told = type(logger).after_save_checkpoint
-    if told in (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint):
-        return False
-    return bool(getattr(logger, "_log_model", True))

@@ -29,6 +29,7 @@ from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.guard import OnFault
+from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.one_host import OneHost
@@ -36,7 +37,6 @@ from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.progress import UpdateCount, precede
 from hybridtrain.lightning.recording import Recording
-from hybridtrain.lightning.saving import choice
 from hybridtrain.lightning.session import Session
 from hybridtrain.lightning.state import without_fetching
 from hybridtrain.lightning.transport import Transport
@@ -113,7 +113,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.on_fault = OnFault(on_nonfinite, on_oom)
         self.transport = Transport.of(transport_dtype, overlap_update)
         self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
-        self.recording, self.saving = Recording.at(record), choice(checkpoint)
+        self.recording, self.keeping = Recording.at(record), Keeping.of(checkpoint)
         self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False

@@ -1,0 +1,117 @@
+"""How the checkpoints of a run are written, in the worker that writes them: who waits for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.saving import WholeCheckpointIO
+from hybridtrain.lightning.unsaved import Told, Unsaved
+
+CHOICES = ("blocking", "background")
+
+
+@dataclass
+class Keeping:
+    """The option ``checkpoint`` of a strategy; ``unsaved`` is of the last run."""
+
+    how: str
+    unsaved: Unsaved = field(default_factory=Unsaved)
+
+    @classmethod
+    def of(cls, value: str) -> Keeping:
+        """As the user has asked for it.
+
+        Raises:
+            UserError: if there is no such way.
+        """
+        if value not in CHOICES:
+            raise UserError(f"checkpoint={value!r} was given; it must be {' or '.join(CHOICES)}")
+        return cls(value)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """In the calling process, while workers run: ``unsaved`` is known afterwards."""
+        told = Told()
+        self.unsaved = told.fresh
+        try:
+            yield
+        finally:
+            self.unsaved = told.hear()
+            for path, reason in self.unsaved.lost.items():
+                rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
+
+    def take_over(self, trainer: Any) -> None:
+        """In every worker, of which one writes; a plugin of the user's own stays."""
+        strategy = trainer.strategy
+        if type(strategy._checkpoint_io) not in (type(None), TorchCheckpointIO):
+            return
+        strategy.checkpoint_io = writer = WholeCheckpointIO(self.unsaved)
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+                _link_if_possible(callback, self.unsaved)
+        if self.how == "background" and not any(reads_at_once(each) for each in trainer.loggers):
+            for callback in trainer.checkpoint_callbacks:
+                if may_come_later(callback):
+                    _defer(callback, writer)
+
+
+def _link_if_possible(callback: Any, unsaved: Unsaved) -> None:
+    """To a file that is there, on a disk that takes the link."""
+    link = callback._link_checkpoint
+
+    def try_to_link(trainer: Any, filepath: str, linkpath: str) -> None:
+        try:
+            if not unsaved.refused:
+                link(trainer, filepath, linkpath)
+                return
+        except OSError as error:
+            unsaved.lose(linkpath, error)
+        trainer.strategy.barrier()  # as the others do, who link nothing
+
+    callback._link_checkpoint = try_to_link
+
+
+def _defer(callback: Any, writer: WholeCheckpointIO) -> None:
+    save, exists = callback._save_checkpoint, callback.file_exists
+
+    def save_later(*args: Any, **kwargs: Any) -> None:
+        with writer.deferring():
+            save(*args, **kwargs)
+
+    def exists_then(filepath: Any, *args: Any, **kwargs: Any) -> bool:
+        writer.wait_for(filepath)
+        return bool(exists(filepath, *args, **kwargs))
+
+    callback._save_checkpoint, callback.file_exists = save_later, exists_then
+
+
+def may_come_later(callback: Any) -> bool:
+    """Whether nobody relies on the file right after the callback has saved it.
+
+    A link would lead nowhere until the file is there, and a callback of the user's own may do
+    something with it.
+    """
+    kind: Any = type(callback)
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and kind._save_checkpoint is ModelCheckpoint._save_checkpoint
+        and kind.file_exists is ModelCheckpoint.file_exists
+        and callback.save_last != "link"
+    )
+
+
+def reads_at_once(logger: Logger) -> bool:
+    """Whether the logger may upload checkpoints as soon as they are saved."""
+    told = type(logger).after_save_checkpoint
+    if told in (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint):
+        return False
+    return bool(getattr(logger, "_log_model", True))
