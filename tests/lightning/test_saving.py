@@ -357,9 +357,9 @@ def test_what_cannot_be_saved_is_said_at_once_and_an_error_only_once(tmp_path: P
     with writer.deferring(), pytest.raises(AttributeError, match="local object"):
         writer.save_checkpoint({"f": lambda: None}, tmp_path / "a.ckpt")
     (tmp_path / "file").touch()
-    with writer.deferring():
-        writer.save_checkpoint({}, tmp_path / "file" / "b.ckpt")
     with pytest.warns(UserWarning, match="b.ckpt could not be written"):
+        with writer.deferring():
+            writer.save_checkpoint({}, tmp_path / "file" / "b.ckpt")
         writer.teardown()
     writer.teardown()
     assert list(writer.unsaved.lost) == [str(tmp_path / "file" / "b.ckpt")]
