@@ -41,18 +41,19 @@ def _make(
     what: str, name: str, options: dict[str, Any], known: Mapping[str, Callable[..., T]]
 ) -> T:
     if name not in known:
-        raise UserError(f"{what}={name!r} was given{_hint(name, known)}; {_known(known)}")
+        raise UserError(f"{what}={name!r} was given{hint(name, known)}; {_known(known)}")
     takes = list(inspect.signature(known[name]).parameters)
     for option in options:
         if option not in takes:
             raise UserError(
-                f"{what}.{option} was given{_hint(option, takes)}; {name} takes "
+                f"{what}.{option} was given{hint(option, takes)}; {name} takes "
                 f"{', '.join(takes) or 'no parameters'}"
             )
     return known[name](**options)
 
 
-def _hint(word: str, words: Iterable[str]) -> str:
+def hint(word: str, words: Iterable[str]) -> str:
+    """A question with the closest of these words, if one is close."""
     close = get_close_matches(word, list(words), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 

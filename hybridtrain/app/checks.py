@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from hybridtrain.app import compose
 from hybridtrain.app.explain import base_config
 from hybridtrain.errors import UserError
+from hybridtrain.faults import check_workers, read_faults
 from hybridtrain.policies import make_policy
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
@@ -30,6 +31,7 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     check_types(cfg, overrides)
     check_trainer(cfg.trainer)
     check_policy(cfg)
+    check_faults(cfg)
     if cfg.seed is not None and (not isinstance(cfg.seed, int) or cfg.seed < 0):
         raise UserError(f"seed={cfg.seed}: give a whole number of at least 0, or null")
     if cfg.test_only and cfg.ckpt is None:
@@ -41,12 +43,37 @@ def check_policy(cfg: DictConfig) -> None:
     given: Any = cfg.strategy.get("policy")
     if given is None:
         return
-    plain: Any = OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
-    policy = make_policy(plain)
+    policy = make_policy(_plain(given))
+    if (n_workers := _workers(cfg)) is not None:
+        policy.begin(n_workers)
+
+
+def check_faults(cfg: DictConfig) -> None:
+    """What is to go wrong on purpose can, under this strategy and with so many workers."""
+    if not cfg.faults:
+        return
+    if "faults" not in cfg.strategy:
+        raise UserError(
+            f"faults={_plain(cfg.faults)} was given, but strategy {cfg.strategy.get('_target_')} "
+            "cannot be disturbed on purpose; use one whose parameters live in host memory "
+            "(strategy=hybrid, async, backup ...)"
+        )
+    faults = read_faults(_plain(cfg.strategy.faults))
+    if (n_workers := _workers(cfg)) is not None:
+        check_workers(faults, n_workers)
+
+
+def _plain(given: Any) -> Any:
+    return OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
+
+
+def _workers(cfg: DictConfig) -> int | None:
+    """How many, where that can be told without looking at the machine."""
     devices = cfg.trainer.devices
     n_devices = len(devices) if isinstance(devices, ListConfig) else devices
-    if isinstance(n_devices, int):
-        policy.begin(n_devices * int(cfg.strategy.get("workers_per_device") or 1))
+    if not isinstance(n_devices, int):
+        return None
+    return n_devices * int(cfg.strategy.get("workers_per_device") or 1)
 
 
 def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:

@@ -28,6 +28,8 @@ from hybridtrain.errors import UserError
 from hybridtrain.failures import Judge
 from hybridtrain.lightning.checks import check_parameters, check_trainer
 from hybridtrain.lightning.correcting import check_correction
+from hybridtrain.lightning.disturbing import interrupt_updates
+from hybridtrain.lightning.injection import inject
 from hybridtrain.lightning.lock_free import check_lock_free
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
@@ -73,18 +75,20 @@ class HybridLauncher(_Launcher):
         strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
         if strategy.recording is not None and strategy.recording.instead is not None:
             job = _Job(trainer, function, args, kwargs, None, [])
+            strategy.faults.begin(trainer, strategy.world_size, rehearses=True)
             return self._play(strategy.recording.instead, job)
         start_method = resolve_start_method(strategy.start_method)
         check_all(strategy, trainer)
+        strategy.faults.begin(trainer, strategy.world_size)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
         loggers = logger_states(trainer) if start_method == "fork" else []
         scratch = Scratch()
         job = _Job(trainer, function, args, kwargs, snapshot, loggers, scratch.path)
         check_sending(start_method, job, job.named())
-        n_workers, cores = strategy.world_size, usable_cores()
-        wanted = strategy.threads_per_worker
-        threads = max(1, cores // n_workers) if wanted == "auto" else wanted
-        server = serving(strategy, trainer, threads, cores if strategy.regime.lockstep else 1)
+        n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
+        in_update = usable_cores() if strategy.regime.lockstep else 1
+        server = serving(strategy, trainer, threads, in_update)
+        interrupt_updates(server, strategy.faults)
         watch = Watch.of(trainer, server, n_workers)
         judge = Judge(strategy.on_failure)
         world = ProcessWorld(server, n_workers, start_method, threads, strategy.stop_grace_s, judge)
@@ -98,7 +102,8 @@ class HybridLauncher(_Launcher):
                 sys.exit(128 + signal.SIGTERM)
             raise KeyboardInterrupt from None
         finally:
-            strategy.remember_stats(server.ledger.stats())
+            faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
+            strategy.remember_stats(server.ledger.stats() | faults)
             if watch is not None:
                 watch.conclude()
         return unpack(trainer, results[0], results[1:], scratch)
@@ -121,6 +126,7 @@ def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     strategy.transport.check(strategy, trainer, strategy.regime)
     strategy.data_options.check_workers(strategy.world_size)
     strategy.on_failure.check(strategy.world_size)
+    strategy.faults.check(strategy.regime, strategy.world_size)
     check_parameters(trainer.lightning_module)
 
 
@@ -152,6 +158,12 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def threads_of_a_worker(strategy: HybridStrategy) -> int:
+    """As the user wants it, or the worker's share of the cores."""
+    wanted = strategy.threads_per_worker
+    return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted
 
 
 def logger_states(trainer: Any) -> list[dict[str, Any]]:
@@ -201,6 +213,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
     trainer.strategy.enter_worker(client, trainer)
+    inject(trainer, client, trainer.strategy.faults)
     trainer.strategy.keeping.take_over(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike

@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy about itself, where all workers are on one host."""
+"""What Lightning asks a strategy about itself, and about others, where all are on one host."""
 
 from __future__ import annotations
 

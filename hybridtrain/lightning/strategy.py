@@ -28,6 +28,7 @@ from hybridtrain.lightning.ahead import ahead
 from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.disturbing import Faults
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.launcher import HybridLauncher
@@ -73,6 +74,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         min_workers: with fewer left, the run stops.
         max_restarts: in the whole run; ``None``: any number.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
+        faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
+            :class:`hybridtrain.faults.Fault`.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
     Raises:
@@ -100,6 +103,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         on_failure: str = "stop",
         min_workers: int = 1,
         max_restarts: int | None = 3,
+        faults: Sequence[Any] = (),
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
@@ -115,6 +119,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
         self.recording, self.keeping = Recording.at(record), Keeping.of(checkpoint)
         self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
+        self.faults = Faults.of(faults)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
