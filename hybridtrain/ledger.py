@@ -23,6 +23,8 @@ class _Worker:
     pushed_at_s: float | None = None  # since when it waits
     computing_s: float = 0.0
     waiting_s: float = 0.0
+    awaited_s: float = 0.0  # others have waited, until this one came
+    pushes: int = 0
     samples: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
     dropped: int = 0
@@ -49,6 +51,7 @@ class Ledger:
     _started_at_s: float = 0.0
     _paused_at_s: float | None = None
     _training_s: float = 0.0  # until the last update
+    _last: int = 0  # who pushed last: whoever is released then has waited for it
 
     def __post_init__(self) -> None:
         self._accounts = [_Worker() for _ in range(self.n_workers)]
@@ -86,6 +89,8 @@ class Ledger:
             account.computing_s += now - account.released_at_s
         account.released_at_s, account.pushed_at_s = None, now
         account.samples += weight
+        account.pushes += 1
+        self._last = worker
         if fault:
             account.faults[fault] += 1
         self.samples += weight
@@ -126,7 +131,10 @@ class Ledger:
         if account.released_at_s is not None:
             account.computing_s += now - account.released_at_s
         if account.pushed_at_s is not None:
-            account.waiting_s += now - account.pushed_at_s
+            waited_s = now - account.pushed_at_s
+            account.waiting_s += waited_s
+            if self._last != worker:
+                self._accounts[self._last].awaited_s += waited_s
         account.read_version, account.released_at_s, account.pushed_at_s = self.version, now, None
 
     def left(self, worker: int) -> None:
@@ -155,11 +163,12 @@ class Ledger:
     def stats(self) -> dict[str, Any]:
         """Updates, samples, samples per second of training, waiting shares in [0, 1], staleness.
 
-        ``dropped``: contributions that came too late, by worker; ``lead``: pushes ahead of the
-        slowest worker; ``effective_batch``: samples behind the average update. ``left_out``: how
-        many contributions each worker had to leave out, by the kind of fault. Staleness is counted
-        per contribution: updates made between the reading of the parameters and the application of
-        the gradient computed from them.
+        ``awaited_share``: for whom the others waited, in [0, 1] of all waiting; ``step_s``: seconds
+        that a mini-batch takes each worker; ``dropped``: contributions that came too late, by
+        worker; ``lead``: pushes ahead of the slowest worker; ``effective_batch``: samples behind
+        the average update; ``left_out``: how many contributions each worker had to leave out, by
+        the kind of fault. Staleness is counted per contribution: updates made between the reading
+        of the parameters and the application of the gradient computed from them.
         """
         training_s, updates = self._training_s, self.version - self.first_version
         return {
@@ -170,6 +179,8 @@ class Ledger:
             "waiting_share": [
                 _share(account.waiting_s, account.computing_s) for account in self._accounts
             ],
+            "awaited_share": self._awaited_shares(),
+            "step_s": [a.computing_s / a.pushes if a.pushes else 0.0 for a in self._accounts],
             "samples_per_worker": [int(account.samples) for account in self._accounts],
             "staleness": {
                 "mean": self.mean_age(),
@@ -188,6 +199,10 @@ class Ledger:
             },
             "workers": self.n_workers,
         }
+
+    def _awaited_shares(self) -> list[float]:
+        total_s = sum(account.awaited_s for account in self._accounts)
+        return [_share(a.awaited_s, total_s - a.awaited_s) for a in self._accounts]
 
 
 def _share(part: float, rest: float) -> float:

@@ -17,7 +17,8 @@ class Staleness(TypedDict, total=False):
 class RunStats(TypedDict):
     """The numbers of a run so far. Lists have one entry for each worker; empty: nobody counts it.
 
-    ``waiting_share``: 0 to 1. ``left_out``: contributions that a worker had to leave out, by the
+    ``waiting_share``: 0 to 1; ``awaited_share``: of all waiting, that for this worker; ``step_s``:
+    seconds of a mini-batch. ``left_out``: contributions that a worker had to leave out, by the
     kind of fault. ``dropped``: contributions that came too late to count. ``lead``: mini-batches
     that a worker is (``now``) or was at most (``max``) ahead of the slowest. ``effective_batch``:
     samples per update.
@@ -27,6 +28,8 @@ class RunStats(TypedDict):
     samples: float
     samples_per_s: float
     waiting_share: list[float]
+    awaited_share: list[float]
+    step_s: list[float]
     staleness: Staleness
     left_out: dict[str, list[int]]
     dropped: list[int]
@@ -43,6 +46,8 @@ def counted(updates: int, samples: float, workers: int, train_s: float) -> RunSt
         samples=samples,
         samples_per_s=0.0,
         waiting_share=[],
+        awaited_share=[],
+        step_s=[],
         staleness={},
         left_out={},
         dropped=[],

@@ -13,6 +13,7 @@ from typing import Any
 
 from hybridtrain.app.monitor import STATS_FILE
 from hybridtrain.app.stats import RunStats, Staleness
+from hybridtrain.slowness import Slow, slow_worker
 
 SUMMARY_FILE = "summary.json"
 
@@ -32,6 +33,7 @@ class Summary:
     wall_s: float = 0.0  # of everything, start-up and test included
     started: str = ""  # date and time
     waiting_share: list[float | None] = field(default_factory=list)  # (W,) 0 to 1; None: unknown
+    slow: dict[str, Any] | None = None  # the worker that the others wait for, if one is slow
     staleness: dict[str, Any] = field(default_factory=dict)  # mean, max, histogram; {}: unknown
     lead: dict[str, list[int]] = field(default_factory=dict)  # now, max: mini-batches, by worker
     dropped: list[int] = field(default_factory=list)  # contributions that came too late, by worker
@@ -52,12 +54,14 @@ class Summary:
         self.train_s = round(float(stats["train_s"]), 3)
         batch = stats["effective_batch"]
         self.effective_batch = None if batch is None else round(float(batch), 2)
+        slow = slow_worker(stats)
+        self.slow = None if slow is None else _rounded(asdict(slow))
         self.staleness = _rounded(stats["staleness"])
         self.lead, self.dropped = dict(stats["lead"]), list(stats["dropped"])
         self.left_out = dict(stats["left_out"])
 
 
-def _rounded(staleness: Staleness) -> dict[str, Any]:
+def _rounded(staleness: Staleness | dict[str, Any]) -> dict[str, Any]:
     return {k: round(x, 4) if isinstance(x, float) else x for k, x in staleness.items()}
 
 
@@ -99,6 +103,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("samples", f"{summary.samples}, {summary.samples_per_s:.4g} a second"),
         ("per update", _effective_batch(summary)),
         ("waiting", f"{waiting} % of the time, worker by worker" if waiting else ""),
+        ("slow", str(Slow(**summary.slow)) if summary.slow else ""),
         ("staleness", _staleness(summary)),
         ("lead", _lead(summary)),
         ("dropped", _dropped(summary)),

@@ -8,6 +8,7 @@ import pytest
 
 from hybridtrain.ledger import Ledger
 from hybridtrain.meeting import Meeting, MeetingMismatch
+from hybridtrain.slowness import Slow, SlowReport, slow_worker
 
 
 class Clock:
@@ -186,3 +187,76 @@ def test_all_wait_patiently_in_two_places_and_nobody_is_let_go_too_early() -> No
     assert meeting.close() is None
     meeting.leave(1)
     assert meeting.close() == {0: 0}
+
+
+# ---- who is slow --------------------------------------------------------------------------------
+
+
+def test_waiting_is_laid_to_whoever_came_last() -> None:
+    made, clock = ledger(3)
+    a_round(made, clock, [1.0, 2.0, 4.0])
+    a_round(made, clock, [5.0, 6.0, 8.0])
+    stats = made.stats()
+    assert stats["awaited_share"] == [0.0, 0.0, 1.0]
+    assert stats["step_s"] == [1.0, 2.0, 4.0]
+    slow = slow_worker(stats)
+    assert slow == Slow(2, 4.0 / 1.5, 1.0, (6.0 / 8.0 + 4.0 / 8.0) / 2)
+    assert str(slow) == (
+        "worker 2 is slow: a mini-batch takes it 2.7 times as long as the others, who wait 62 % of "
+        "their time; 100 % of all waiting is for it"
+    )
+
+
+def test_workers_that_take_turns_in_being_last_are_not_called_slow() -> None:
+    made, clock = ledger(2)
+    for n in range(10):
+        early, late = 10.0 * n + 1.0, 10.0 * n + 10.0
+        clock.now_s = early
+        made.pushed(n % 2, 4.0)
+        clock.now_s = late
+        made.pushed(1 - n % 2, 4.0)
+        made.updated([0, 0])
+        made.released(0)
+        made.released(1)
+    assert made.stats()["awaited_share"] == [0.5, 0.5]
+    assert slow_worker(made.stats()) is None
+
+
+def test_a_slow_worker_that_nobody_waits_for_costs_nothing() -> None:
+    made, clock = ledger(2)
+    for n in range(1, 31):
+        clock.now_s = float(n)
+        for worker in [0, 1] if n % 3 == 0 else [0]:
+            made.pushed(worker, 4.0)
+            made.updated([0])
+            made.released(worker)
+    assert made.stats()["step_s"] == [1.0, 3.0]
+    assert slow_worker(made.stats()) is None
+
+
+def test_a_slow_worker_is_reported_once_not_too_early_and_at_the_end_at_the_latest() -> None:
+    said: list[str] = []
+    made, clock = ledger(2)
+    report = SlowReport(made.stats, said.append)
+    a_round(made, clock, [1.0, 4.0])
+    report.look()
+    assert said == [], "4 s are not enough to say so in mid-run"
+    report.conclude()
+    assert len(said) == 1 and said[0].startswith(
+        "worker 1 is slow: a mini-batch takes it 4.0 times"
+    )
+    for n in range(2, 20):
+        a_round(made, clock, [4.0 * n + 1.0, 4.0 * n + 4.0])
+        report.look()
+    report.conclude()
+    assert len(said) == 1
+
+
+def test_a_slow_worker_is_reported_in_mid_run() -> None:
+    said: list[str] = []
+    made, clock = ledger(2)
+    report = SlowReport(made.stats, said.append)
+    for n in range(10):
+        a_round(made, clock, [4.0 * n + 1.0, 4.0 * n + 4.0])
+        report.look()
+    assert len(said) == 1 and "batch_size_per_worker" in said[0]
