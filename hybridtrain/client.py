@@ -48,6 +48,7 @@ from hybridtrain.messages import (
     Ticket,
     Writes,
 )
+from hybridtrain.pulse import Pulse
 from hybridtrain.spans import Spans
 
 
@@ -83,6 +84,7 @@ class Client:
         self.n_workers = n_workers
         self.version = 0  # of the last release
         self.solo = False  # the others have ended: meetings are with oneself
+        self.pulse = Pulse()  # whether anybody watches is for the world to say
         self._line = line
         self._stop: Stop | None = None
         self._release: Callable[[Released], object] | None = None  # takes it, when it comes

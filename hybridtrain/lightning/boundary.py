@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 from hybridtrain.client import Client
 from hybridtrain.lightning.correcting import advise
 from hybridtrain.lightning.progress import agree_on_validating
+from hybridtrain.pulse import Doing
 
 
 class Aligning(Protocol):
@@ -24,6 +25,9 @@ class Aligning(Protocol):
 class Boundary(pl.Callback):
     """Stops where it is asked to, with whole steps behind it; aligns workers that ran freely.
 
+    It also gives the signs of life by which a worker that hangs is found: another callback would
+    cost more than they do.
+
     Args:
         client: knows of requests to stop.
         strategy: aligns.
@@ -31,25 +35,58 @@ class Boundary(pl.Callback):
 
     def __init__(self, client: Client, strategy: Aligning) -> None:
         self._client, self._strategy = client, strategy
+        self._beat = client.pulse.beat
         self._advises = client.worker == 0
+        self._marks_checkpoints = False
+
+    def setup(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._beat(Doing.STARTING)
+        if not self._marks_checkpoints:  # the search for a learning rate sets up many times
+            self._mark_checkpoints(trainer)
+            self._marks_checkpoints = True
 
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
         agree_on_validating(trainer, self._strategy.reduce_boolean_decision)
 
+    # ---- mini-batches ---------------------------------------------------------------------------
+
     def on_train_batch_start(self, *_: Any) -> None:
         self._client.check_stop()
         self._strategy.await_turn()  # before any other callback, which may look at parameters
+        self._beat(Doing.STEP)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
 
     def on_validation_batch_start(self, *_: Any) -> None:
-        self._client.check_stop()
+        self._begin_evaluating()
 
     def on_test_batch_start(self, *_: Any) -> None:
-        self._client.check_stop()
+        self._begin_evaluating()
 
     def on_predict_batch_start(self, *_: Any) -> None:
+        self._begin_evaluating()
+
+    def _begin_evaluating(self) -> None:
         self._client.check_stop()
+        self._beat(Doing.EVALUATION)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
+
+    # ---- epochs ---------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._beat(Doing.EPOCH)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._beat(Doing.EPOCH)
         self._client.check_stop()
         self._strategy.align()
         if self._advises:
@@ -58,4 +95,29 @@ class Boundary(pl.Callback):
 
     def on_validation_start(self, *_: Any) -> None:
         """Before any other callback, which may swap parameters for the validation."""
+        self._beat(Doing.EPOCH)
         self._strategy.align()
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        self._beat(Doing.EPOCH)
+
+    # ---- signs of life --------------------------------------------------------------------------
+
+    def teardown(self, *_: Any) -> None:
+        self._beat(Doing.ENDING)
+
+    def on_exception(self, *_: Any) -> None:
+        self._beat(Doing.ENDING)
+
+    def _mark_checkpoints(self, trainer: Any) -> None:
+        """Saving may take long, whoever asks for it."""
+        save, beat = trainer.save_checkpoint, self._beat
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            beat(Doing.CHECKPOINT)
+            try:
+                return save(*args, **kwargs)
+            finally:
+                beat(Doing.BETWEEN)
+
+        trainer.save_checkpoint = marked

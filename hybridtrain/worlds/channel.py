@@ -55,28 +55,32 @@ class Channel:
         """For ``select``: readable when something may have arrived."""
         return self._socket.fileno() if self._hears is None else self._hears
 
-    def give_bells(self) -> None:
-        """Make bells and send them to the other side, which must ``take_bells``."""
+    def give_bells(self, beside: int | None = None) -> None:
+        """Make bells and send them to the other side, which must ``take_bells``.
+
+        ``beside``: one more descriptor for the other side.
+        """
         if hasattr(os, "eventfd"):
             flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
             self._hears, self._rings = os.eventfd(0, flags), os.eventfd(0, flags)
-        bells = [] if self._rings is None or self._hears is None else [self._rings, self._hears]
-        socket.send_fds(self._socket, [b"b"], bells)
+        given = (beside, self._rings, self._hears)
+        socket.send_fds(self._socket, [b"b"], [fd for fd in given if fd is not None])
 
-    def take_bells(self) -> None:
-        """Those that the other side has made.
+    def take_bells(self) -> int | None:
+        """Those that the other side has made; returns what came beside them.
 
         Raises:
             ChannelClosed: if it is gone.
         """
         try:
-            said, bells, _, _ = socket.recv_fds(self._socket, 1, 2)
+            said, fds, _, _ = socket.recv_fds(self._socket, 1, 3)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
         if not said:
             raise ChannelClosed("the other side is gone")
-        if bells:
-            self._hears, self._rings = bells
+        if len(fds) >= 2:
+            self._hears, self._rings = fds[-2:]
+        return fds[0] if len(fds) % 2 else None
 
     def send(self, message: Any, fd: int | None = None) -> None:
         """Send one message, and a descriptor with it. Blocks while the other side's buffer is full.

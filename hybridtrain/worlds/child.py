@@ -17,6 +17,7 @@ import torch
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.messages import Stopped
+from hybridtrain.pulse import Doing, Pulse
 from hybridtrain.worlds.channel import Channel, ChannelClosed
 from hybridtrain.worlds.outcome import Failed, Finished
 
@@ -52,8 +53,10 @@ def run_worker(
     channel = Channel(sock)
     client = Client(birth.worker, birth.n_workers, channel)
     try:
-        channel.take_bells()
+        client.pulse = Pulse(channel.take_bells())
+        client.pulse.tell_stacks()
         outcome = _outcome(client, body)
+        client.pulse.beat(Doing.ENDING)
         _run_exit_functions()
         _report(channel, outcome)
     except ChannelClosed:

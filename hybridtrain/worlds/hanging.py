@@ -1,0 +1,168 @@
+"""Which workers hang: the decision, from signs of life and a clock. No processes here.
+
+Theory of operation. A worker's life is a row of *stretches*: from one sign of life (a word on its
+:mod:`hybridtrain.pulse`, or a message) to the next. While a worker waits for an answer it cannot
+hang; whoever it waits for may. The length of a stretch is measured in looks at it, which come at
+least once a second, so the numbers are coarse: nobody is in a hurry here.
+
+How long a stretch may be is learnt, worker by worker and kind by kind, from the longest so far.
+What has not been seen before (the first step, which compiles; the first validation; the first
+checkpoint) gets the time in which torch's own process groups would give up. A number given by the
+user is taken at its word, but for what comes before a worker's first step is over.
+
+A pause of the watching process itself (Ctrl-Z, a container that is frozen, a machine that swaps)
+is nobody's fault: a look counts for little more than the interval between looks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridtrain.errors import UserError
+from hybridtrain.pulse import Doing
+
+_FACTOR = 20.0  # times the longest stretch of that kind
+_QUICK_S, _PATIENT_S = 300.0, 1800.0
+_QUICK = (Doing.STEP, Doing.EVALUATION)  # the user's model computes, as it has done before
+_FIRST_TIMES = 10.0  # as long as given, for the first step and what comes before it
+_WARN_AT = 0.5  # of what is allowed
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a worker may show no sign of life; ``None``: as its past says."""
+
+    given_s: float | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Patience | None:
+        """Checked; ``None`` waits for ever.
+
+        Raises:
+            UserError: if that is no time.
+        """
+        if value is None or value == "auto":
+            return None if value is None else cls()
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < float("inf"):
+            raise UserError(
+                f"hang_timeout_s={value!r} was given; it must be auto, a number of seconds above "
+                "0, or null (a worker that hangs is waited for)"
+            )
+        return cls(float(value))
+
+    def limit_s(self, doing: Doing, past: Past) -> float:
+        """For a stretch of that kind."""
+        if self.given_s is not None:
+            return self.given_s * (1.0 if past.has_begun else _FIRST_TIMES)
+        if not past.n[doing]:
+            return _PATIENT_S
+        least_s = _QUICK_S if doing in _QUICK else _PATIENT_S
+        return max(least_s, _FACTOR * past.longest_s[doing])
+
+    @property
+    def interval_s(self) -> float:
+        """Between two looks."""
+        return 1.0 if self.given_s is None else min(1.0, self.given_s / 8)
+
+
+@dataclass(slots=True)
+class Past:
+    """A worker's stretches so far, by kind; the first of a kind is not counted as its longest."""
+
+    n: Counter[Doing] = field(default_factory=Counter)
+    longest_s: dict[Doing, float] = field(default_factory=dict)
+
+    def add(self, doing: Doing, seconds: float) -> None:
+        """A stretch is over."""
+        self.n[doing] += 1
+        if self.n[doing] > 1:
+            self.longest_s[doing] = max(seconds, self.longest_s.get(doing, 0.0))
+        else:
+            self.longest_s[doing] = 0.0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first step (of training, or of an evaluation) is over."""
+        return bool(self.n[Doing.STEP] or self.n[Doing.EVALUATION])
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """What is seen of a worker: its process, whether it waits for an answer, what it has done."""
+
+    pid: int
+    waits: bool
+    doing: Doing
+    beats: int  # words and messages so far
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """The worker shows no sign of life. ``hung``: for longer than is allowed; else it is early."""
+
+    worker: int
+    doing: Doing
+    for_s: float
+    limit_s: float
+    longest_s: float
+    hung: bool
+
+
+@dataclass(slots=True)
+class _Account:
+    sign: Sign
+    silent_s: float = 0.0
+    warned: bool = False
+    past: Past = field(default_factory=Past)
+
+
+class Looks:
+    """Compares what is seen of the workers with what was seen before.
+
+    Args:
+        patience: how long a stretch may be.
+    """
+
+    def __init__(self, patience: Patience) -> None:
+        self.patience = patience
+        self._accounts: dict[int, _Account] = {}
+        self._last_s: float | None = None
+
+    def look(self, now_s: float, signs: Mapping[int, Sign]) -> list[Silent]:
+        """All who are there are looked at; returns those of whom there is something to say."""
+        passed_s = 0.0 if self._last_s is None else now_s - self._last_s
+        passed_s = min(passed_s, 2 * self.patience.interval_s)
+        self._last_s = now_s
+        for worker in self._accounts.keys() - signs.keys():
+            del self._accounts[worker]
+        found = [self._one(worker, sign, passed_s) for worker, sign in signs.items()]
+        return [each for each in found if each is not None]
+
+    def excuse(self, worker: int) -> None:
+        """It has a good reason; this stretch begins anew, and is not mentioned again."""
+        if (account := self._accounts.get(worker)) is not None:
+            account.silent_s = 0.0
+
+    def _one(self, worker: int, sign: Sign, passed_s: float) -> Silent | None:
+        account = self._accounts.get(worker)
+        if account is None or account.sign.pid != sign.pid:  # another process in its place
+            account = self._accounts[worker] = _Account(sign)
+        if sign != account.sign:
+            account.past.add(account.sign.doing, account.silent_s)
+            account.sign, account.silent_s, account.warned = sign, 0.0, False
+        elif not sign.waits:
+            account.silent_s += passed_s
+        return self._judged(worker, account)
+
+    def _judged(self, worker: int, account: _Account) -> Silent | None:
+        doing, for_s, past = account.sign.doing, account.silent_s, account.past
+        limit_s = self.patience.limit_s(doing, past)
+        hung = for_s >= limit_s
+        if not hung and (account.warned or for_s < _WARN_AT * limit_s):
+            return None
+        account.warned = True
+        return Silent(worker, doing, for_s, limit_s, past.longest_s.get(doing, 0.0), hung)

@@ -1,0 +1,173 @@
+"""Who hangs: decided from scripted signs of life and a scripted clock, without processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from hybridtrain.errors import UserError
+from hybridtrain.pulse import Doing
+from hybridtrain.worlds.hanging import Looks, Patience, Sign, Silent
+
+
+class Life:
+    """One worker, looked at every second."""
+
+    def __init__(self, patience: Patience) -> None:
+        self.looks = Looks(patience)
+        self.now_s = 0.0
+        self.beats = 0
+        self.pid = 1
+
+    def does(
+        self, doing: Doing, seconds: float, waits: bool = False, every_s: float = 1.0
+    ) -> list[Silent]:
+        """One stretch; returns what was said of it."""
+        self.beats += 1
+        found: list[Silent] = []
+        ends_s = self.now_s + seconds
+        while self.now_s < ends_s:
+            sign = Sign(self.pid, waits, doing, self.beats)
+            found += self.looks.look(self.now_s, {1: sign})
+            self.now_s += every_s
+        return found
+
+    def trains(self, n: int = 5, seconds: float = 3.0) -> None:
+        for _ in range(n):
+            assert not self.does(Doing.STEP, seconds)
+            assert not self.does(Doing.BETWEEN, seconds)
+
+
+def hung_after_s(found: list[Silent]) -> float | None:
+    return next((each.for_s for each in found if each.hung), None)
+
+
+def test_a_long_first_step_is_no_hang_and_the_same_later_is() -> None:
+    life = Life(Patience())
+    assert hung_after_s(life.does(Doing.STARTING, 1000)) is None
+    assert hung_after_s(life.does(Doing.STEP, 1500)) is None
+    life.trains()
+    assert hung_after_s(life.does(Doing.STEP, 1500)) == 300
+
+
+@pytest.mark.parametrize("doing", [Doing.EVALUATION, Doing.CHECKPOINT, Doing.EPOCH])
+def test_a_long_first_validation_checkpoint_or_end_of_an_epoch_is_no_hang(doing: Doing) -> None:
+    life = Life(Patience())
+    life.trains()
+    assert hung_after_s(life.does(doing, 1700)) is None
+
+
+@pytest.mark.parametrize("doing", [Doing.BETWEEN, Doing.CHECKPOINT, Doing.EPOCH])
+def test_what_users_do_beside_computing_may_take_as_long_as_a_process_group_waits(
+    doing: Doing,
+) -> None:
+    life = Life(Patience())
+    life.trains()
+    life.does(doing, 10)
+    life.trains()
+    assert hung_after_s(life.does(doing, 3000)) == 1800
+
+
+def test_a_worker_with_long_steps_is_given_a_multiple_of_its_longest() -> None:
+    life = Life(Patience())
+    life.trains(seconds=60.0)
+    past_s = 59.0  # looks see it no better than to a second
+    assert hung_after_s(life.does(Doing.STEP, 2000)) == pytest.approx(20 * past_s, abs=41)
+
+
+def test_the_first_step_does_not_teach_how_long_a_step_is() -> None:
+    life = Life(Patience())
+    life.does(Doing.STEP, 900)
+    life.trains()
+    assert hung_after_s(life.does(Doing.STEP, 900)) == 300
+
+
+def test_a_given_time_holds_for_everything_once_a_step_is_over() -> None:
+    for doing in Doing:
+        life = Life(Patience(8.0))
+        life.trains(seconds=3.0)
+        assert hung_after_s(life.does(doing, 30)) == 8
+
+
+def test_a_given_time_is_stretched_for_what_comes_before_the_end_of_the_first_step() -> None:
+    life = Life(Patience(8.0))
+    assert hung_after_s(life.does(Doing.STARTING, 79)) is None
+    assert hung_after_s(life.does(Doing.STEP, 200)) == 80
+
+
+def test_who_waits_never_hangs() -> None:
+    life = Life(Patience(8.0))
+    life.trains()
+    assert life.does(Doing.STEP, 10_000, waits=True) == []
+    assert hung_after_s(life.does(Doing.STEP, 30)) == 8, "from when it was answered"
+
+
+def test_it_is_said_once_before_the_worker_is_given_up() -> None:
+    life = Life(Patience(20.0))
+    life.trains()
+    found = life.does(Doing.STEP, 19.5)
+    assert [(each.for_s, each.hung) for each in found] == [(10.0, False)]
+    assert (found[0].worker, found[0].doing, found[0].limit_s) == (1, Doing.STEP, 20.0)
+
+
+def test_an_excuse_begins_the_stretch_anew_and_silently() -> None:
+    life = Life(Patience(20.0))
+    life.trains()
+    assert len(life.does(Doing.STEP, 15)) == 1
+    life.beats -= 1
+    life.looks.excuse(1)
+    assert life.does(Doing.STEP, 19) == []
+
+
+def test_a_pause_of_the_watching_process_is_nobodys_fault() -> None:
+    life = Life(Patience(20.0))
+    life.trains()
+    life.does(Doing.STEP, 5)
+    life.beats -= 1
+    life.now_s += 3600  # Ctrl-Z, and fg an hour later
+    assert life.does(Doing.STEP, 4) == []
+
+
+def test_a_new_process_in_a_workers_place_has_no_past() -> None:
+    life = Life(Patience(8.0))
+    life.trains()
+    life.pid = 2
+    assert hung_after_s(life.does(Doing.STEP, 60)) is None
+
+
+def signs(beats: dict[int, int], waits: set[int]) -> dict[int, Sign]:
+    return {w: Sign(w, w in waits, Doing.STEP, n) for w, n in beats.items()}
+
+
+def test_of_several_workers_only_the_one_that_neither_waits_nor_works_is_given_up() -> None:
+    looks = Looks(Patience(8.0))
+    found: list[Silent] = []
+    for now in range(40):
+        beats = {0: min(now, 5), 1: min(now, 5), 2: now}
+        found += looks.look(float(now), signs(beats, {0} if now >= 5 else set()))
+    assert {each.worker for each in found} == {1}
+
+
+def test_a_worker_that_has_ended_is_forgotten() -> None:
+    looks = Looks(Patience(8.0))
+    for now in range(7):
+        looks.look(float(now), signs({0: 0, 1: 0}, set()))
+    looks.look(7.0, signs({0: 1}, set()))
+    assert looks.look(8.0, signs({0: 2, 1: 0}, set())) == []
+
+
+@pytest.fixture(params=[0, -1, "soon", True, float("inf"), float("nan"), [3]])
+def nonsense(request: pytest.FixtureRequest) -> Iterator[object]:
+    yield request.param
+
+
+def test_what_is_no_time_is_refused(nonsense: object) -> None:
+    with pytest.raises(UserError, match=r"hang_timeout_s=.* was given; it must be auto"):
+        Patience.of(nonsense)
+
+
+def test_null_waits_for_ever_and_auto_learns() -> None:
+    assert Patience.of(None) is None
+    assert Patience.of("auto") == Patience()
+    assert Patience.of(2) == Patience(2.0)
