@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from hybridtrain.worlds.channel import Channel
+from hybridtrain.messages import Average, Begin, Gather, Install, Push, Reply, Request, Share, Stop
+from hybridtrain.pulse import Pulse, pulse_file
+from hybridtrain.worlds.channel import Channel, ChannelClosed
 
 
 @dataclass
@@ -17,24 +20,91 @@ class WorkerProcess:
     """A process that does the work of one worker; another may take its place.
 
     ``number``: of the worker; ``sentinel``: readable once the process has ended; ``ended``: it has
-    said how it ended; ``gone``: it has been reaped; ``cause``: why the parent has killed it.
+    said how it ended; ``gone``: it has been reaped; ``cause``: why the parent has killed it;
+    ``request``: what it waits to be answered; ``heard``: how many messages have come from it.
     """
 
     number: int
     channel: Channel
     process: BaseProcess
     sentinel: int
+    pulse: Pulse
     result: Any = None
     ended: bool = False
     gone: bool = False
     cause: str = ""
+    request: Request | None = None
+    heard: int = 0
+    _selector: selectors.BaseSelector | None = None
+    _room: int | None = None  # a descriptor that says when there is room to send the rest
 
     @classmethod
     def of(cls, number: int, channel: Channel, process: BaseProcess) -> WorkerProcess:
         """The process has just been started."""
+        pulse = pulse_file()
         with suppress(OSError):  # it has ended already: the sentinel will tell
-            channel.give_bells()
-        return cls(number, channel, process, _sentinel(process))
+            channel.give_bells(pulse)
+        return cls(number, channel, process, _sentinel(process), Pulse(pulse))
+
+    # ---- messages -------------------------------------------------------------------------------
+
+    def attend(self, selector: selectors.BaseSelector) -> None:
+        """Have the selector tell of messages, of the end, and of room for what is to be sent."""
+        self._selector = selector
+        selector.register(self.channel, selectors.EVENT_READ, ("message", self))
+        selector.register(self.sentinel, selectors.EVENT_READ, ("exit", self))
+
+    def send(self, reply: Reply, fd: int | None = None) -> None:
+        """Send it, as far as there is room; ``make_room`` sends the rest, then."""
+        if not isinstance(reply, Stop) or reply.now:
+            self.request = None
+        with suppress(ChannelClosed):  # the sentinel will tell
+            if not self.channel.post(reply, fd) and self._room is None and self._selector:
+                self._room = os.dup(self.channel.sink)  # the other one is watched for messages
+                self._selector.register(self._room, selectors.EVENT_WRITE, ("room", self))
+
+    def make_room(self) -> None:
+        """There is some: send what is kept."""
+        try:
+            done = self.channel.flush()
+        except ChannelClosed:
+            done = True
+        if done:
+            self.ignore_room()
+
+    def ignore_room(self) -> None:
+        """Nothing is to be sent any more, for now."""
+        if self._room is not None and self._selector is not None:
+            self._selector.unregister(self._room)
+            os.close(self._room)
+            self._room = None
+
+    # ---- for the watchman -----------------------------------------------------------------------
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid or 0
+
+    @property
+    def asked(self) -> str:
+        """What it waits for, in words; empty if it does not wait."""
+        match self.request:
+            case None:
+                return ""
+            case Gather(tag):
+                return f"all in '{tag}'"
+            case Share() | Install():
+                return "all to begin"
+            case Push():
+                return "its release"
+            case Begin():
+                return "its turn"
+            case Average():
+                return "the mean of all gradients"
+        return "an answer"
+
+    # ---- the end --------------------------------------------------------------------------------
 
     def kill(self, cause: str = "") -> None:
         """At once, whatever it does; ``cause`` is what the obituary will say."""
@@ -46,9 +116,12 @@ class WorkerProcess:
         """The process has ended."""
         self.process.join()
         self.gone = True
+        self.ignore_room()
 
     def close(self) -> None:
         """Give all descriptors back."""
+        self.ignore_room()
+        self.pulse.close()
         if self.sentinel != self.process.sentinel:
             os.close(self.sentinel)
         self.channel.close()

@@ -15,7 +15,7 @@ import os
 import selectors
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +33,7 @@ from hybridtrain.worlds.nursery import Nursery
 from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied
 from hybridtrain.worlds.placement import stand_aside
 from hybridtrain.worlds.signals import Interrupted, caught_signals
+from hybridtrain.worlds.watchman import Watchman
 
 _POLL_S = 1.0
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
@@ -49,6 +50,7 @@ class ProcessWorld:
         threads_per_worker: torch threads of each worker.
         grace_s: how long workers may take to stop before they are killed.
         judge: decides what follows from a failure.
+        watchman: finds workers that hang.
     """
 
     server: Serving
@@ -57,6 +59,7 @@ class ProcessWorld:
     threads_per_worker: int = 1
     grace_s: float = 30.0
     judge: Judge = field(default_factory=lambda: Judge(OnFailure()))
+    watchman: Watchman = field(default_factory=Watchman)
     _workers: list[WorkerProcess] = field(default_factory=list)
     _failure: BaseException | None = None
     _deadline_s: float | None = None
@@ -118,8 +121,7 @@ class ProcessWorld:
         for number, process in enumerate(processes):
             worker = WorkerProcess.of(number, Channel(pairs[number][0]), process)
             self._workers.append(worker)
-            selector.register(worker.channel, selectors.EVENT_READ, ("message", worker))
-            selector.register(worker.sentinel, selectors.EVENT_READ, ("exit", worker))
+            worker.attend(selector)
 
     def _kill_all(self) -> None:
         for worker in self._workers:
@@ -136,24 +138,30 @@ class ProcessWorld:
                 self._listen(worker, selector)
             elif kind == "exit":
                 self._reap(worker, selector)
+            elif kind == "room":
+                worker.make_room()
             else:
                 os.read(key.fd, 64)
         wake_at_s = self.server.wake_at_s
         if wake_at_s is not None and time.monotonic() >= wake_at_s:
             self._send(self.server.wake())
         self._react_to_signals()
-        self._stand_aside()
+        self._look()
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self._kill_all()
 
-    def _stand_aside(self) -> None:
-        """Now and then: the scheduler moves processes about."""
+    def _look(self) -> None:
+        """Now and then: the scheduler moves processes about; workers may hang."""
         if (now_s := time.monotonic()) > self._look_at_s:
             self._look_at_s = now_s + _POLL_S
-            stand_aside(worker.process.pid or 0 for worker in self._workers if not worker.gone)
+            stand_aside(worker.pid for worker in self._workers if not worker.gone)
+        if self._deadline_s is None and now_s >= self.watchman.due_s:
+            there = [worker for worker in self._workers if not worker.gone and not worker.cause]
+            self.watchman.look(now_s, there)
 
     def _timeout_s(self) -> float:
-        due_s = [at_s for at_s in (self._deadline_s, self.server.wake_at_s) if at_s is not None]
+        next_s = self.watchman.due_s if self._deadline_s is None else self._deadline_s
+        due_s = [at_s for at_s in (next_s, self.server.wake_at_s) if at_s is not None]
         return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
 
     def _listen(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:
@@ -161,6 +169,7 @@ class ProcessWorld:
             return  # it has been closed, or its process reaped, since the selector saw something
         try:
             for message in worker.channel.messages():
+                worker.heard += 1
                 self._take(worker, message)
         except ChannelClosed:
             selector.unregister(worker.channel)  # its sentinel will tell the rest
@@ -177,6 +186,7 @@ class ProcessWorld:
                 worker.ended = worker.ended or isinstance(message, Stopped)
                 self._send(self.server.note(worker.number, message))
             case _:
+                worker.request = message
                 self._send(self.server.handle(worker.number, message))
 
     def _send(self, replies: Replies) -> None:
@@ -187,8 +197,7 @@ class ProcessWorld:
             store, fd = self.server.store, None
             if isinstance(reply, Shared) and store is not None:
                 fd = store.descriptor(reply.lent)
-            with suppress(ChannelClosed):  # the sentinel will tell
-                self._workers[number].channel.send(reply, fd)
+            self._workers[number].send(reply, fd)
 
     def _reap(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:
         self._listen(worker, selector)  # its last words

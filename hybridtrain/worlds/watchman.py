@@ -22,11 +22,17 @@ from typing import Protocol
 from hybridtrain.pulse import STACKS_SIGNAL, Pulse
 from hybridtrain.worlds.hanging import Looks, Patience, Sign, Silent
 
+_USUAL_S = 1.0  # between looks
 _AGAIN_S = 0.1  # until the stacks may be there
 _STACKS_S = 2.0  # after this they do not come
 _DEBUGGER = re.compile(
     r'File "[^"]*(?:[/\\](?:pdb|bdb|ipdb|pudb|code|pdbpp)\.py|pydevd|debugpy|remote_pdb)[^"]*"'
 )
+
+
+def to_stderr(text: str) -> None:
+    """What a user should see, whatever happens to the run."""
+    print(f"hybridtrain: {text}", file=sys.stderr, flush=True)
 
 
 class Watched(Protocol):
@@ -65,23 +71,29 @@ class Watchman:
     """Looks at worker processes.
 
     Args:
-        patience: how long they may show no sign of life; ``None``: nobody is looked at.
+        patience: how long they may show no sign of life; ``None``: they may hang.
         say: what is said to the user.
+        also: done at every look.
+
+    ``due_s``: when to look next.
     """
 
-    def __init__(self, patience: Patience | None, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        patience: Patience | None = None,
+        say: Callable[[str], None] = to_stderr,
+        also: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.due_s = 0.0
         self._looks = None if patience is None else Looks(patience)
-        self._say = say or _to_stderr
+        self._say, self._also = say, also
         self._questions: dict[int, _Question] = {}
-        self._due_s = 0.0
-
-    def due_s(self, now_s: float) -> float:
-        """How long until the next look."""
-        return float("inf") if self._looks is None else max(0.0, self._due_s - now_s)
 
     def look(self, now_s: float, workers: Sequence[Watched]) -> None:
-        """If it is time: look at those who have not ended; kill who hangs."""
-        if self._looks is None or now_s < self._due_s:
+        """At those who have not ended; kill who hangs."""
+        self._also()
+        self.due_s = now_s + _USUAL_S
+        if self._looks is None:
             return
         signs = {each.number: _sign(each) for each in workers}
         for silent in self._looks.look(now_s, signs):
@@ -90,7 +102,7 @@ class Watchman:
         for number, question in list(self._questions.items()):
             self._listen(number, question, workers, now_s)
         pause_s = _AGAIN_S if self._questions else self._looks.patience.interval_s
-        self._due_s = now_s + pause_s
+        self.due_s = now_s + pause_s
 
     def _ask(self, worker: Watched, silent: Silent, now_s: float) -> None:
         worker.pulse.forget_stacks()
@@ -132,10 +144,6 @@ class Watchman:
             self._say(
                 f"worker {silent.worker} (process {worker.pid}) may hang: it {what}; {after}{where}"
             )
-
-
-def _to_stderr(text: str) -> None:
-    print(f"hybridtrain: {text}", file=sys.stderr, flush=True)
 
 
 def _sign(worker: Watched) -> Sign:

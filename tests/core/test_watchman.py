@@ -1,0 +1,189 @@
+"""Real processes that hang, in many ways: named, shown, killed, and nobody else held up."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pdb
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain.client import Client
+from hybridtrain.messages import Gather
+from hybridtrain.policies import All
+from hybridtrain.pulse import Doing, Pulse, pulse_file
+from hybridtrain.server import Server
+from hybridtrain.worlds.hanging import Patience
+from hybridtrain.worlds.outcome import WorkerDied
+from hybridtrain.worlds.processes import ProcessWorld
+from hybridtrain.worlds.watchman import Watchman
+
+LIMIT_S = 1.0
+
+
+def watched(n_workers: int, said: list[str], limit_s: float | None = LIMIT_S) -> ProcessWorld:
+    watchman = Watchman(Patience(limit_s), said.append)
+    return ProcessWorld(Server(All(), n_workers), n_workers, grace_s=1.0, watchman=watchman)
+
+
+def train(client: Client) -> None:
+    """Some steps, long enough to be seen."""
+    for _ in range(3):
+        client.pulse.beat(Doing.STEP)
+        time.sleep(LIMIT_S / 4)
+    client.pulse.beat(Doing.STEP)
+
+
+def oversleep() -> None:
+    time.sleep(300)
+
+
+def oversleep_with_the_interpreter_locked() -> None:
+    nothing, _writer = os.pipe()
+    ctypes.PyDLL(None).read(nothing, ctypes.create_string_buffer(1), 1)
+
+
+def stop_oneself() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang(client: Client, how: Callable[[], None]) -> None:
+    """Worker 1 hangs, worker 0 waits for it."""
+    train(client)
+    if client.worker == 1:
+        how()
+    client.gather("end of the epoch", None)
+
+
+def death(how: Callable[[], None]) -> tuple[str, list[str]]:
+    """The obituary, and what was said before."""
+    said: list[str] = []
+    with pytest.raises(WorkerDied) as caught:
+        watched(2, said).run(partial(hang, how=how))
+    return str(caught.value), said
+
+
+@pytest.mark.parametrize("how", [oversleep, oversleep_with_the_interpreter_locked])
+def test_a_worker_that_hangs_is_named_shown_and_killed(how: Callable[[], None]) -> None:
+    obituary, said = death(how)
+    assert obituary.startswith("worker 1 (process ")
+    assert "hung and was killed: it has shown no sign of life for" in obituary
+    assert "in a training step" in obituary
+    assert "meanwhile worker 0 waits for all in 'end of the epoch'" in obituary
+    warning, verdict = said
+    assert "may hang" in warning and "it is killed after 1 s (hang_timeout_s)" in warning
+    assert "hangs: it has shown no sign of life" in verdict
+    for text in said:
+        assert f"in {how.__name__}" in text, "the innermost call of the user's own code"
+        assert "test_watchman.py" in text
+
+
+def test_a_worker_that_was_stopped_is_given_up_as_well_and_it_is_said_how_to_let_it_go_on() -> None:
+    obituary, said = death(stop_oneself)
+    assert "stopped by a signal (kill -CONT " in said[0]
+    assert "hung and was killed" in obituary
+
+
+def test_a_stopped_worker_that_is_owed_a_large_answer_does_not_hold_up_the_others(
+    tmp_path: Path,
+) -> None:
+    payload = bytes(3 << 20)  # more than any socket holds
+
+    def body(client: Client) -> None:
+        train(client)
+        if client.worker == 1:
+            client._line.send(Gather("large", payload))
+            stop_oneself()
+        client._line.send(Gather("large", payload))
+        client._line.receive()
+        assert client.stats()["workers"] == 3, "the server answers"
+        (tmp_path / str(client.worker)).touch()
+        client.gather("end", None)
+
+    with pytest.raises(WorkerDied, match=r"worker 1 .* hung and was killed"):
+        watched(3, []).run(body)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "2"]
+
+
+def test_a_slow_reader_gets_all_of_a_large_answer() -> None:
+    def body(client: Client) -> int:
+        client._line.send(Gather("large", bytes(3 << 20)))
+        time.sleep(0.5 * client.worker)
+        reply: Any = client._line.receive()[0]
+        return sum(map(len, reply.payloads))
+
+    assert watched(2, []).run(body) == [6 << 20] * 2
+
+
+def test_a_worker_in_a_debugger_is_waited_for() -> None:
+    reads, writes = os.pipe()
+
+    def body(client: Client) -> str:
+        train(client)
+        if client.worker == 0:
+            for _ in range(10):  # worker 0 shows signs of life
+                client.pulse.beat(Doing.STEP)
+                time.sleep(LIMIT_S / 4)
+            os.write(writes, b"c\n")
+            return ""
+        before = time.monotonic()
+        with os.fdopen(reads) as typed, Path(os.devnull).open("w") as screen:
+            pdb.Pdb(stdin=typed, stdout=screen).set_trace()
+            after = time.monotonic()
+        return "waited" if after - before > 2 * LIMIT_S else "the debugger did not stop"
+
+    said: list[str] = []
+    try:
+        assert watched(2, said).run(body) == ["", "waited"]
+    finally:
+        os.close(reads)
+        os.close(writes)
+    assert said == ["worker 1 stands in a debugger; it is waited for"]
+
+
+def test_a_worker_that_has_done_its_job_and_does_not_leave_is_killed_and_its_result_counts() -> (
+    None
+):
+    def body(client: Client) -> int:
+        train(client)
+        if client.worker == 1:
+            threading._register_atexit(oversleep)  # type: ignore[attr-defined]
+        return client.worker
+
+    said: list[str] = []
+    assert watched(2, said).run(body) == [0, 1]
+    assert "worker 1" in said[-1] and " hangs: " in said[-1] and "ending" in said[-1]
+
+
+def test_without_a_time_nobody_is_given_up() -> None:
+    def body(client: Client) -> str:
+        train(client)
+        time.sleep(2 * LIMIT_S)
+        return "alive"
+
+    assert ProcessWorld(Server(All(), 1), 1).run(body) == ["alive"]
+
+
+def test_a_pulse_tells_the_other_side_what_is_done_and_how_often() -> None:
+    fd = pulse_file()
+    theirs, mine = Pulse(os.dup(fd)), Pulse(fd)
+    assert (mine.doing, mine.beats) == (Doing.STARTING, 0)
+    theirs.beat(Doing.STEP)
+    theirs.beat(Doing.CHECKPOINT)
+    assert (mine.doing, mine.beats) == (Doing.CHECKPOINT, 2)
+    theirs.close()
+    mine.close()
+
+
+def test_a_pulse_that_nobody_watches_beats_as_well() -> None:
+    pulse = Pulse()
+    pulse.beat(Doing.STEP)
+    assert pulse.beats == 1
+    pulse.close()
