@@ -1,8 +1,8 @@
 """A worker's signs of life, for the process that watches it.
 
 Theory of operation. Every worker shares one page of memory with its parent, without a name, and
-writes two numbers there: what it is doing, and how often it has said so. That takes two stores,
-so it may be done at every mini-batch; nobody is woken, and no clock is read. The parent looks now
+writes there what it is doing, and how often it has begun to. That takes three stores, so it may be
+done at every mini-batch; nobody is woken, and no clock is read. The parent looks now
 and then: a worker that neither waits for an answer nor has said or sent anything since, for much
 longer than it has ever needed for the same, hangs (:mod:`hybridtrain.worlds.hanging`).
 
@@ -52,6 +52,10 @@ _IN_WORDS = {
 }
 
 
+_FIRST = 2  # before: what is done, and the number of beats; from here on: beats by kind
+_N_BYTES = 8 * (_FIRST + len(Doing))
+
+
 class Pulse:
     """One page, seen from either side.
 
@@ -62,7 +66,7 @@ class Pulse:
     def __init__(self, fd: int | None = None) -> None:
         self._fd = fd
         self._map = None if fd is None else mmap.mmap(fd, _PAGE_BYTES)
-        self._numbers = memoryview(self._map or bytearray(16)).cast("q")  # doing, beats
+        self._numbers = memoryview(self._map or bytearray(_N_BYTES)).cast("q")
 
     # ---- the worker's side ----------------------------------------------------------------------
 
@@ -71,6 +75,7 @@ class Pulse:
         numbers = self._numbers
         numbers[0] = doing
         numbers[1] += 1
+        numbers[_FIRST + doing] += 1
 
     def tell_stacks(self) -> None:
         """From now on the parent may ask for this process' stacks."""
@@ -88,6 +93,10 @@ class Pulse:
     def beats(self) -> int:
         """How often it has said so."""
         return self._numbers[1]
+
+    def begun(self, doing: Doing) -> int:
+        """How often it has begun to do this."""
+        return self._numbers[_FIRST + doing]
 
     def forget_stacks(self) -> None:
         """What the worker writes from now on is to be read."""

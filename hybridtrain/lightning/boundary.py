@@ -39,7 +39,7 @@ class Boundary(pl.Callback):
         self._advises = client.worker == 0
         self._marks_checkpoints = False
 
-    def setup(self, trainer: pl.Trainer, *_: Any) -> None:
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._beat(Doing.STARTING)
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
             self._mark_checkpoints(trainer)
@@ -103,7 +103,7 @@ class Boundary(pl.Callback):
 
     # ---- signs of life --------------------------------------------------------------------------
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.ENDING)
 
     def on_exception(self, *_: Any) -> None:

@@ -37,8 +37,10 @@ from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.sending import check_sending
 from hybridtrain.memory.scratch import Scratch
 from hybridtrain.messages import Stopped
+from hybridtrain.slowness import SlowReport
 from hybridtrain.worlds.processes import ProcessWorld
 from hybridtrain.worlds.signals import Interrupted
+from hybridtrain.worlds.watchman import Watchman, to_stderr
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.instead import Instead
@@ -90,8 +92,9 @@ class HybridLauncher(_Launcher):
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)
         watch = Watch.of(trainer, server, n_workers)
-        judge = Judge(strategy.on_failure)
-        world = ProcessWorld(server, n_workers, start_method, threads, strategy.stop_grace_s, judge)
+        judge, watchman = Judge(strategy.on_failure), watchman_of(strategy, server)
+        grace_s = strategy.stop_grace_s
+        world = ProcessWorld(server, n_workers, start_method, threads, grace_s, judge, watchman)
         strategy.interrupted_by = None
         try:
             with strategy.keeping.listening():
@@ -115,6 +118,11 @@ class HybridLauncher(_Launcher):
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent passes signals on to its workers itself."""
+
+
+def watchman_of(strategy: HybridStrategy, server: Any) -> Watchman:
+    """Who looks for workers that hang, and for slow ones."""
+    return Watchman(strategy.patience, also=SlowReport(server.ledger.stats, to_stderr))
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:

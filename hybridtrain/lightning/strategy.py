@@ -44,6 +44,7 @@ from hybridtrain.lightning.transport import Transport
 from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Regime, Spec, make_policy
 from hybridtrain.update.corrections import CorrectionSpec, make_correction
+from hybridtrain.worlds.hanging import Patience
 
 
 class HybridStrategy(OneHost, ParallelStrategy):
@@ -73,6 +74,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
             ``"restart"`` it.
         min_workers: with fewer left, the run stops.
         max_restarts: in the whole run; ``None``: any number.
+        hang_timeout_s: seconds without a sign of life after which a worker is killed; ``"auto"``:
+            from its own past; ``None``: never. Its stacks are printed before.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
             :class:`hybridtrain.faults.Fault`.
@@ -104,6 +107,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         min_workers: int = 1,
         max_restarts: int | None = 3,
         faults: Sequence[Any] = (),
+        hang_timeout_s: float | Literal["auto"] | None = "auto",
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
@@ -120,6 +124,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.recording, self.keeping = Recording.at(record), Keeping.of(checkpoint)
         self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
         self.faults = Faults.of(faults)
+        self.patience = Patience.of(hang_timeout_s)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows

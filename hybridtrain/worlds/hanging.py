@@ -16,13 +16,12 @@ is nobody's fault: a look counts for little more than the interval between looks
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.pulse import Doing
+from hybridtrain.pulse import Doing, Pulse
 
 _FACTOR = 20.0  # times the longest stretch of that kind
 _QUICK_S, _PATIENT_S = 300.0, 1800.0
@@ -54,14 +53,14 @@ class Patience:
             )
         return cls(float(value))
 
-    def limit_s(self, doing: Doing, past: Past) -> float:
-        """For a stretch of that kind."""
+    def limit_s(self, sign: Sign, longest_s: float) -> float:
+        """For the stretch that the worker is in; the longest of its kind took ``longest_s``."""
         if self.given_s is not None:
-            return self.given_s * (1.0 if past.has_begun else _FIRST_TIMES)
-        if not past.n[doing]:
+            return self.given_s * (1.0 if sign.trained else _FIRST_TIMES)
+        if sign.first:
             return _PATIENT_S
-        least_s = _QUICK_S if doing in _QUICK else _PATIENT_S
-        return max(least_s, _FACTOR * past.longest_s[doing])
+        least_s = _QUICK_S if sign.doing in _QUICK else _PATIENT_S
+        return max(least_s, _FACTOR * longest_s)
 
     @property
     def interval_s(self) -> float:
@@ -69,35 +68,28 @@ class Patience:
         return 1.0 if self.given_s is None else min(1.0, self.given_s / 8)
 
 
-@dataclass(slots=True)
-class Past:
-    """A worker's stretches so far, by kind; the first of a kind is not counted as its longest."""
-
-    n: Counter[Doing] = field(default_factory=Counter)
-    longest_s: dict[Doing, float] = field(default_factory=dict)
-
-    def add(self, doing: Doing, seconds: float) -> None:
-        """A stretch is over."""
-        self.n[doing] += 1
-        if self.n[doing] > 1:
-            self.longest_s[doing] = max(seconds, self.longest_s.get(doing, 0.0))
-        else:
-            self.longest_s[doing] = 0.0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether the first step (of training, or of an evaluation) is over."""
-        return bool(self.n[Doing.STEP] or self.n[Doing.EVALUATION])
-
-
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What is seen of a worker: its process, whether it waits for an answer, what it has done."""
+    """What is seen of a worker.
+
+    ``pid``: of its process; ``waits``: for an answer; ``doing``: what it does, ``first``: for the
+    first time; ``beats``: words and messages so far; ``trained``: a step, of training or of an
+    evaluation, is over.
+    """
 
     pid: int
     waits: bool
     doing: Doing
-    beats: int  # words and messages so far
+    beats: int
+    first: bool = False
+    trained: bool = True
+
+    @classmethod
+    def of(cls, pid: int, waits: bool, heard: int, pulse: Pulse) -> Sign:
+        """As it is now; ``heard`` counts messages."""
+        doing = pulse.doing
+        trained = any(pulse.begun(each) > (each == doing) for each in _QUICK)
+        return cls(pid, waits, doing, pulse.beats + heard, pulse.begun(doing) <= 1, trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +109,13 @@ class _Account:
     sign: Sign
     silent_s: float = 0.0
     warned: bool = False
-    past: Past = field(default_factory=Past)
+    longest_s: dict[Doing, float] = field(default_factory=dict)  # but the first of each kind
+
+    def remember(self) -> None:
+        """This stretch is over."""
+        doing = self.sign.doing
+        if not self.sign.first:
+            self.longest_s[doing] = max(self.silent_s, self.longest_s.get(doing, 0.0))
 
 
 class Looks:
@@ -152,17 +150,18 @@ class Looks:
         if account is None or account.sign.pid != sign.pid:  # another process in its place
             account = self._accounts[worker] = _Account(sign)
         if sign != account.sign:
-            account.past.add(account.sign.doing, account.silent_s)
+            account.remember()
             account.sign, account.silent_s, account.warned = sign, 0.0, False
         elif not sign.waits:
             account.silent_s += passed_s
         return self._judged(worker, account)
 
     def _judged(self, worker: int, account: _Account) -> Silent | None:
-        doing, for_s, past = account.sign.doing, account.silent_s, account.past
-        limit_s = self.patience.limit_s(doing, past)
+        sign, for_s = account.sign, account.silent_s
+        longest_s = account.longest_s.get(sign.doing, 0.0)
+        limit_s = self.patience.limit_s(sign, longest_s)
         hung = for_s >= limit_s
         if not hung and (account.warned or for_s < _WARN_AT * limit_s):
             return None
         account.warned = True
-        return Silent(worker, doing, for_s, limit_s, past.longest_s.get(doing, 0.0), hung)
+        return Silent(worker, sign.doing, for_s, limit_s, longest_s, hung)

@@ -87,6 +87,7 @@ class ProcessWorld:
                 self.server.close()
         if self._failure is not None:
             raise self._failure
+        self.watchman.conclude()
         return [worker.result for worker in self._workers]
 
     # ---- start and end --------------------------------------------------------------------------

@@ -57,6 +57,13 @@ class Watched(Protocol):
     def kill(self, cause: str) -> None: ...
 
 
+class Also(Protocol):
+    """Somebody else who watches (:class:`hybridtrain.slowness.SlowReport`)."""
+
+    def look(self) -> None: ...
+    def conclude(self) -> None: ...
+
+
 @dataclass
 class _Question:
     """A worker has been asked for its stacks."""
@@ -73,7 +80,7 @@ class Watchman:
     Args:
         patience: how long they may show no sign of life; ``None``: they may hang.
         say: what is said to the user.
-        also: done at every look.
+        also: looks at the same times.
 
     ``due_s``: when to look next.
     """
@@ -82,7 +89,7 @@ class Watchman:
         self,
         patience: Patience | None = None,
         say: Callable[[str], None] = to_stderr,
-        also: Callable[[], None] = lambda: None,
+        also: Also | None = None,
     ) -> None:
         self.due_s = 0.0
         self._looks = None if patience is None else Looks(patience)
@@ -91,7 +98,8 @@ class Watchman:
 
     def look(self, now_s: float, workers: Sequence[Watched]) -> None:
         """At those who have not ended; kill who hangs."""
-        self._also()
+        if self._also is not None:
+            self._also.look()
         self.due_s = now_s + _USUAL_S
         if self._looks is None:
             return
@@ -103,6 +111,11 @@ class Watchman:
             self._listen(number, question, workers, now_s)
         pause_s = _AGAIN_S if self._questions else self._looks.patience.interval_s
         self.due_s = now_s + pause_s
+
+    def conclude(self) -> None:
+        """All have done their job."""
+        if self._also is not None:
+            self._also.conclude()
 
     def _ask(self, worker: Watched, silent: Silent, now_s: float) -> None:
         worker.pulse.forget_stacks()
@@ -147,8 +160,7 @@ class Watchman:
 
 
 def _sign(worker: Watched) -> Sign:
-    pulse = worker.pulse
-    return Sign(worker.pid, bool(worker.asked), pulse.doing, pulse.beats + worker.heard)
+    return Sign.of(worker.pid, bool(worker.asked), worker.heard, worker.pulse)
 
 
 def _named(workers: Iterable[Watched], number: int) -> Watched:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.pulse import Doing
+from hybridtrain.pulse import Doing, Pulse
 from hybridtrain.worlds.hanging import Looks, Patience, Sign, Silent
 
 
@@ -17,20 +17,22 @@ class Life:
     def __init__(self, patience: Patience) -> None:
         self.looks = Looks(patience)
         self.now_s = 0.0
-        self.beats = 0
         self.pid = 1
+        self.pulse = Pulse()
 
-    def does(
-        self, doing: Doing, seconds: float, waits: bool = False, every_s: float = 1.0
-    ) -> list[Silent]:
+    def does(self, doing: Doing, seconds: float, waits: bool = False) -> list[Silent]:
         """One stretch; returns what was said of it."""
-        self.beats += 1
+        self.pulse.beat(doing)
+        return self.goes_on(seconds, waits)
+
+    def goes_on(self, seconds: float, waits: bool = False) -> list[Silent]:
+        """In the same stretch."""
         found: list[Silent] = []
         ends_s = self.now_s + seconds
         while self.now_s < ends_s:
-            sign = Sign(self.pid, waits, doing, self.beats)
+            sign = Sign.of(self.pid, waits, 0, self.pulse)
             found += self.looks.look(self.now_s, {1: sign})
-            self.now_s += every_s
+            self.now_s += 1.0
         return found
 
     def trains(self, n: int = 5, seconds: float = 3.0) -> None:
@@ -100,7 +102,7 @@ def test_who_waits_never_hangs() -> None:
     life = Life(Patience(8.0))
     life.trains()
     assert life.does(Doing.STEP, 10_000, waits=True) == []
-    assert hung_after_s(life.does(Doing.STEP, 30)) == 8, "from when it was answered"
+    assert hung_after_s(life.goes_on(30)) == 8, "from when it was answered"
 
 
 def test_it_is_said_once_before_the_worker_is_given_up() -> None:
@@ -111,28 +113,35 @@ def test_it_is_said_once_before_the_worker_is_given_up() -> None:
     assert (found[0].worker, found[0].doing, found[0].limit_s) == (1, Doing.STEP, 20.0)
 
 
+def test_steps_between_two_looks_count() -> None:
+    life = Life(Patience(8.0))
+    life.does(Doing.STARTING, 3)
+    for _ in range(5):
+        life.pulse.beat(Doing.STEP)
+        life.pulse.beat(Doing.BETWEEN)
+    assert hung_after_s(life.does(Doing.STEP, 30)) == 8
+
+
 def test_an_excuse_begins_the_stretch_anew_and_silently() -> None:
     life = Life(Patience(20.0))
     life.trains()
     assert len(life.does(Doing.STEP, 15)) == 1
-    life.beats -= 1
     life.looks.excuse(1)
-    assert life.does(Doing.STEP, 19) == []
+    assert life.goes_on(19) == []
 
 
 def test_a_pause_of_the_watching_process_is_nobodys_fault() -> None:
     life = Life(Patience(20.0))
     life.trains()
     life.does(Doing.STEP, 5)
-    life.beats -= 1
     life.now_s += 3600  # Ctrl-Z, and fg an hour later
-    assert life.does(Doing.STEP, 4) == []
+    assert life.goes_on(4) == []
 
 
 def test_a_new_process_in_a_workers_place_has_no_past() -> None:
     life = Life(Patience(8.0))
     life.trains()
-    life.pid = 2
+    life.pid, life.pulse = 2, Pulse()
     assert hung_after_s(life.does(Doing.STEP, 60)) is None
 
 
