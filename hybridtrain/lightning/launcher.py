@@ -92,9 +92,7 @@ class HybridLauncher(_Launcher):
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)
         watch = Watch.of(trainer, server, n_workers)
-        judge, watchman = Judge(strategy.on_failure), watchman_of(strategy, server)
-        grace_s = strategy.stop_grace_s
-        world = ProcessWorld(server, n_workers, start_method, threads, grace_s, judge, watchman)
+        world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
             with strategy.keeping.listening():
@@ -120,9 +118,17 @@ class HybridLauncher(_Launcher):
         """Nothing: the parent passes signals on to its workers itself."""
 
 
-def watchman_of(strategy: HybridStrategy, server: Any) -> Watchman:
-    """Who looks for workers that hang, and for slow ones."""
-    return Watchman(strategy.patience, also=SlowReport(server.ledger.stats, to_stderr))
+def world_of(
+    strategy: HybridStrategy, server: Any, start_method: str, threads: int
+) -> ProcessWorld:
+    """Where workers run, with somebody who looks for those that hang, and for slow ones."""
+    judge, grace_s, n_workers = (
+        Judge(strategy.on_failure),
+        strategy.stop_grace_s,
+        strategy.world_size,
+    )
+    watchman = Watchman(strategy.patience, also=SlowReport(server.ledger.stats, to_stderr))
+    return ProcessWorld(server, n_workers, start_method, threads, grace_s, judge, watchman)
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:

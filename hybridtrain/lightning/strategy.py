@@ -123,8 +123,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
         self.recording, self.keeping = Recording.at(record), Keeping.of(checkpoint)
         self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
-        self.faults = Faults.of(faults)
-        self.patience = Patience.of(hang_timeout_s)
+        self.faults, self.patience = Faults.of(faults), Patience.of(hang_timeout_s)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
