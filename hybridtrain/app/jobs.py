@@ -13,7 +13,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from multiprocessing.connection import Connection
@@ -27,6 +26,7 @@ from omegaconf import DictConfig
 
 from hybridtrain.app.outcome import FAILED, Outcome, guarded, interrupted
 from hybridtrain.app.quiet import hush
+from hybridtrain.nameless import nameless_file
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
 ENVIRONMENT: dict[str, str] = {}  # as it was when the command started, before any job
@@ -67,7 +67,7 @@ def _forked_main(
     task: TaskFunction,
     config: DictConfig,
 ) -> None:
-    from hybridtrain.worlds.child import die_with_parent
+    from hybridtrain.worlds.bonds import die_with_parent
 
     other.close()
     _in_group(0)
@@ -115,13 +115,17 @@ def _receive(pipe: Connection) -> Outcome | None:
 def run_fresh(config: DictConfig) -> Outcome:
     """Run the job in a fresh interpreter: the same command with this job's overrides."""
     directory = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
-    with tempfile.TemporaryDirectory(prefix="hybridtrain-") as folder:
-        result = Path(folder) / "outcome.json"
-        environment = ENVIRONMENT | {RESULT: str(result), PARENT: str(os.getpid())}
-        child = subprocess.Popen(_command(config, directory), env=environment, process_group=0)
+    with open(nameless_file(), "r+b") as result:  # noqa: PTH123  (it has no path)
+        fd = result.fileno()
+        environment = ENVIRONMENT | {RESULT: str(fd), PARENT: str(os.getpid())}
+        child = subprocess.Popen(
+            _command(config, directory), env=environment, process_group=0, pass_fds=(fd,)
+        )
         with _passing_on(child.pid) as signals:
             _wait(child.wait, lambda: child.poll() is not None, child.pid, signals)
-        outcome = Outcome(**json.loads(result.read_text())) if result.exists() else None
+        result.seek(0)
+        said = result.read()
+    outcome = Outcome(**json.loads(said)) if said else None
     return _verdict(outcome, child.returncode, signals)
 
 
@@ -139,15 +143,15 @@ def _command(config: DictConfig, directory: Path) -> list[str]:
 
 def report(outcome: Outcome) -> None:
     """In a fresh job process: leave the outcome where the sweep looks for it."""
-    if path := ENVIRONMENT.get(RESULT):
-        Path(path).write_text(json.dumps(asdict(outcome)))
+    if fd := ENVIRONMENT.get(RESULT):
+        os.write(int(fd), json.dumps(asdict(outcome)).encode())
 
 
 def adopt() -> None:
     """In a fresh job process: end when the sweep does, and hide its variables from children."""
     os.environ.pop(RESULT, None)
     if parent := os.environ.pop(PARENT, None):
-        from hybridtrain.worlds.child import die_with_parent
+        from hybridtrain.worlds.bonds import die_with_parent
 
         die_with_parent(int(parent))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.rerun import changed_code, changed_versions, replay_fit
 from hybridtrain.recording import Record
 from hybridtrain.recording.player import Replayed
+from hybridtrain.vanishing import vanishing_directory
 
 GO_ON = "to replay it nevertheless, say anyway=true"
 
@@ -55,11 +55,11 @@ def workplace(record: Record) -> Iterator[Path]:
     former = talkative.level
     talkative.setLevel(logging.WARNING)
     try:
-        with tempfile.TemporaryDirectory(prefix="hybridtrain-replay-") as folder:
+        with vanishing_directory("hybridtrain-replay-") as folder:
             for name in told["checkpoints"]:  # callbacks choose names that are not taken yet
-                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
-                (Path(folder) / name).touch()
-            yield Path(folder)
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
+            yield folder
     finally:
         talkative.setLevel(former)
 

@@ -34,6 +34,8 @@ from hybridtrain.app.recorded import describe_run, seed_all
 from hybridtrain.app.targets import check_targets
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.profiling import StepProfiler
+from hybridtrain.vanishing import vanishing_sockets
+from hybridtrain.worlds.bonds import bind_loaders
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class Parts:
 def execute(cfg: DictConfig) -> Outcome:
     """Run ``cfg`` to its end, whatever that is; print the summary, leave ``summary.json``."""
     jobs.adopt()
+    bind_loaders()
     hush_lightning()
     began = time.perf_counter()
     overrides = [str(x) for x in HydraConfig.get().overrides.task]
@@ -61,7 +64,7 @@ def execute(cfg: DictConfig) -> Outcome:
         _train_and_test(cfg, parts)
         return Outcome(metric=_metric(cfg, parts.metrics))
 
-    with _terminating(), _no_process_left():
+    with _terminating(), _no_process_left(), vanishing_sockets():
         outcome = guarded(lambda: _mapping_signals(body, box), overrides)
     if box:
         _sum_up(cfg, box[0], outcome, time.perf_counter() - began)

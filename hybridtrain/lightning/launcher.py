@@ -38,6 +38,7 @@ from hybridtrain.lightning.sending import check_sending
 from hybridtrain.memory.scratch import Scratch
 from hybridtrain.messages import Stopped
 from hybridtrain.slowness import SlowReport
+from hybridtrain.vanishing import vanishing_sockets
 from hybridtrain.worlds.processes import ProcessWorld
 from hybridtrain.worlds.signals import Interrupted
 from hybridtrain.worlds.watchman import Watchman, to_stderr
@@ -95,7 +96,7 @@ class HybridLauncher(_Launcher):
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
-            with strategy.keeping.listening():
+            with strategy.keeping.listening(), vanishing_sockets():
                 results = world.run(partial(_run_in_worker, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum

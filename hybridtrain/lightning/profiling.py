@@ -13,6 +13,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hybridtrain.profiling.phases import phase_of, short_name
 from hybridtrain.profiling.report import Report
 from hybridtrain.profiling.server import ServerWatch
 from hybridtrain.profiling.track import LIMIT
+from hybridtrain.vanishing import removed_in_the_end
 
 _EPOCH, _BATCH = "run_training_epoch", "run_training_batch"
 _PARTS = ".profile-"
@@ -194,6 +196,7 @@ class Watch:
     server: ServerWatch
     folder: Path
     n_workers: int
+    tidy: ExitStack  # away with the workers' parts, whatever happens
 
     @classmethod
     def of(cls, trainer: Any, server: Any, n_workers: int) -> Watch | None:
@@ -208,21 +211,24 @@ class Watch:
         folder = Path(profiler.dirpath or trainer.default_root_dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            profiler._parts = tempfile.mkdtemp(prefix=_PARTS, dir=folder)
+            parts = tempfile.mkdtemp(prefix=_PARTS, dir=folder)
         except OSError as error:
             raise UserError(
                 f"the profile cannot be written to {folder} ({error.strerror}); choose another "
                 "dirpath"
             ) from error
         watch = ServerWatch(server, share_of(profiler.limit, n_workers))
-        return cls(profiler, watch, folder, n_workers)
+        profiler._parts, tidy = parts, ExitStack()
+        tidy.enter_context(removed_in_the_end(Path(parts)))
+        return cls(profiler, watch, folder, n_workers, tidy)
 
     def conclude(self) -> None:
         """All workers have ended."""
         parts, self.profiler._parts = self.profiler._parts, None
         assert parts is not None, "it was made at the start"
-        tracks = self.server.tracks
-        conclude(self.profiler, self.folder, Path(parts), self.n_workers, tracks)
+        with self.tidy:
+            tracks = self.server.tracks
+            conclude(self.profiler, self.folder, Path(parts), self.n_workers, tracks)
 
 
 def conclude(

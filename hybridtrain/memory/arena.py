@@ -11,13 +11,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import tempfile
 import weakref
 
 import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory.available import available_bytes
+from hybridtrain.nameless import nameless_file
 
 # A cache line, and 16 float32: what the vectorised kernels need for equal bits.
 ALIGNMENT_BYTES = 64
@@ -52,7 +52,7 @@ class Arena:
             UserError: if the machine has not that much memory.
         """
         n_bytes = max(align(n_bytes), ALIGNMENT_BYTES)
-        fd = anonymous_descriptor()
+        fd = nameless_file()
         try:
             _reserve(fd, n_bytes)
             return cls(fd, n_bytes)
@@ -72,14 +72,6 @@ class Arena:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
-
-
-def anonymous_descriptor() -> int:
-    """A descriptor of an empty file that no path leads to."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("hybridtrain", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # macOS: an unlinked file
-        return os.dup(file.fileno())
 
 
 def _reserve(fd: int, n_bytes: int) -> None:

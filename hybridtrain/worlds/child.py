@@ -18,12 +18,12 @@ import torch
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.messages import Stopped
 from hybridtrain.pulse import Doing, Pulse
+from hybridtrain.worlds.bonds import bind_loaders, die_with_parent
 from hybridtrain.worlds.channel import Channel, ChannelClosed
 from hybridtrain.worlds.outcome import Failed, Finished
 
 Body = Callable[[Client], Any]
 
-_PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64-bit systems
 
@@ -99,6 +99,7 @@ def _run_exit_functions() -> None:
 
 def _prepare_process(birth: Birth) -> None:
     die_with_parent(birth.parent_pid)
+    bind_loaders()
     # Ctrl-C reaches the whole process group, a service manager's SIGTERM often too. The parent
     # decides what follows; a worker that dies on its own would tear the run apart.
     signal.set_wakeup_fd(-1)  # the parent's, if forked
@@ -107,17 +108,6 @@ def _prepare_process(birth: Birth) -> None:
     keep_freed_memory()
     torch.set_num_threads(birth.threads)
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
-
-
-def die_with_parent(parent_pid: int | None) -> None:
-    """Ask Linux to kill this process when its parent ends, however it ends."""
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if (
-        parent_pid is not None and os.getppid() != parent_pid
-    ):  # it ended before the request was in place
-        os._exit(1)
 
 
 def keep_freed_memory() -> None:

@@ -25,7 +25,8 @@ from benchmarks.loops import Timer, loop, note, noted, trainer, warm_up
 from benchmarks.models import MODELS, Trained, loader
 from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.update.merge import merge
-from hybridtrain.worlds.child import die_with_parent, keep_freed_memory
+from hybridtrain.worlds.bonds import die_with_parent
+from hybridtrain.worlds.child import keep_freed_memory
 
 _CHUNK = 1 << 16
 _F32 = torch.float32

@@ -1,0 +1,82 @@
+"""Directories that go away with the processes that use them, however these end.
+
+Nearly all that a run shares has no name, and the kernel frees it. Some things must have one: the
+sockets over which torch's data loaders hand over what they have made, a place for callbacks of a
+replay. Nobody can remove what he owns after ``kill -9``, so somebody else waits to do it: a shell
+that does nothing but read from a pipe. The kernel closes the pipe when the last process that has
+inherited it has ended, and then the shell removes the directory, and ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+_SHELL = "/bin/sh"
+# Once more after a second: a process that was about to end may have put something there.
+_WAIT_AND_REMOVE = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$0" || { sleep 1; rm -rf -- "$0"; }'
+
+
+@contextmanager
+def vanishing_directory(prefix: str = "hybridtrain-") -> Iterator[Path]:
+    """A new directory for temporary files, for this user's eyes only."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    with removed_in_the_end(folder):
+        yield folder
+
+
+@contextmanager
+def removed_in_the_end(folder: Path) -> Iterator[None]:
+    """Remove a directory afterwards, or when this process and its forks have been killed."""
+    shell = _waiting_shell(folder)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        if shell is not None:
+            assert shell.stdin is not None
+            shell.kill()  # forks may still hold the other end of its pipe
+            shell.wait()
+            shell.stdin.close()
+
+
+def _waiting_shell(folder: Path) -> subprocess.Popen[bytes] | None:
+    """It is in a session of its own, where no signal meant for the run reaches it."""
+    nowhere = subprocess.DEVNULL
+    with suppress(OSError):  # no shell: then only what ends by itself is tidied up
+        return subprocess.Popen(
+            [_SHELL, "-c", _WAIT_AND_REMOVE, str(folder.absolute())],
+            stdin=subprocess.PIPE,
+            stdout=nowhere,
+            stderr=nowhere,
+            cwd="/",
+            env={"PATH": os.defpath},
+            start_new_session=True,
+        )
+    return None
+
+
+@contextmanager
+def vanishing_sockets() -> Iterator[None]:
+    """Let processes started inside have their named sockets in a directory that goes away.
+
+    ``multiprocessing`` makes one for each process that needs it, and removes it if it can.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get("tempdir") is not None:  # there is one, and somebody may use it later
+        yield
+        return
+    # Named as multiprocessing.util.get_temp_dir does it: a socket's path must not be long.
+    with vanishing_directory("pymp-") as folder:
+        config["tempdir"] = str(folder)
+        try:
+            yield
+        finally:
+            config.pop("tempdir", None)
