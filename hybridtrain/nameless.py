@@ -6,7 +6,7 @@ import os
 import tempfile
 
 
-def nameless_file() -> int:
+def anonymous_descriptor() -> int:
     """A descriptor of an empty file that no path leads to, and that only this user may open."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("hybridtrain", os.MFD_CLOEXEC)

@@ -16,7 +16,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from hybridtrain.faults import KINDS, PHASES, Fault
-from hybridtrain.memory.arena import anonymous_descriptor
+from hybridtrain.nameless import anonymous_descriptor
 
 _CELL = struct.Struct("<qd")  # how often it has happened, and when last
 _COUNTERS = struct.Struct("<qq")  # a worker's steps and its process

@@ -26,7 +26,7 @@ from omegaconf import DictConfig
 
 from hybridtrain.app.outcome import FAILED, Outcome, guarded, interrupted
 from hybridtrain.app.quiet import hush
-from hybridtrain.nameless import nameless_file
+from hybridtrain.nameless import anonymous_descriptor
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
 ENVIRONMENT: dict[str, str] = {}  # as it was when the command started, before any job
@@ -115,7 +115,7 @@ def _receive(pipe: Connection) -> Outcome | None:
 def run_fresh(config: DictConfig) -> Outcome:
     """Run the job in a fresh interpreter: the same command with this job's overrides."""
     directory = Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir)
-    with open(nameless_file(), "r+b") as result:  # noqa: PTH123  (it has no path)
+    with open(anonymous_descriptor(), "r+b") as result:  # noqa: PTH123  (it has no path)
         fd = result.fileno()
         environment = ENVIRONMENT | {RESULT: str(fd), PARENT: str(os.getpid())}
         child = subprocess.Popen(

@@ -17,7 +17,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory.available import available_bytes
-from hybridtrain.nameless import nameless_file
+from hybridtrain.nameless import anonymous_descriptor
 
 # A cache line, and 16 float32: what the vectorised kernels need for equal bits.
 ALIGNMENT_BYTES = 64
@@ -52,7 +52,7 @@ class Arena:
             UserError: if the machine has not that much memory.
         """
         n_bytes = max(align(n_bytes), ALIGNMENT_BYTES)
-        fd = nameless_file()
+        fd = anonymous_descriptor()
         try:
             _reserve(fd, n_bytes)
             return cls(fd, n_bytes)

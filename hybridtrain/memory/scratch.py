@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.nameless import nameless_file
+from hybridtrain.nameless import anonymous_descriptor
 
 _OF_PROCESSES = Path("/proc/self/fd")
 
@@ -22,7 +22,7 @@ class Scratch:
     """
 
     def __init__(self) -> None:
-        self._fd = nameless_file() if _OF_PROCESSES.is_dir() else -1
+        self._fd = anonymous_descriptor() if _OF_PROCESSES.is_dir() else -1
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd >= 0 else ""
         self._closed = weakref.finalize(self, os.close, self._fd) if self._fd >= 0 else None
 
