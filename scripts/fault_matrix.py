@@ -1,0 +1,140 @@
+"""Everything that may go wrong, in every phase, under every policy: what became of the run?
+
+    python scripts/fault_matrix.py --out docs/faults
+    python scripts/fault_matrix.py --strategies hybrid --policies restart --only kill:update
+
+Each cell is a run of real processes: three workers, two epochs of 24 updates together, one fault
+in worker 1 (of a checkpoint: in worker 0, which writes them) at its step 3 or at the first occasion
+after it. The server's parent writes down the samples that made each update and keeps what came of
+it. Then it is seen
+
+- how long after the fault the parent knew of it (a hang: after ``hang_timeout_s``, here 5 s);
+- whether each sample was in exactly as many updates as there were epochs, if the run went on;
+- whether the parameters after *every* update are those that plain torch makes of the same
+  mini-batches, each computed at the parameters that its worker had: none missing, none twice, no
+  mixture; which is what a run without that worker would have made of them;
+- whether, in lock-step, they are to the bit those of the undisturbed run (stop: as far as it went);
+- whether every checkpoint is, to the bit, the state after one of these updates, moments included;
+- what processes, shared memory and temporary files are left.
+
+A gradient that is not finite ends the run under ``stop``, and is left out elsewhere
+(``on_nonfinite=drop``). A corrupt one is finite: nobody notices, and plain torch makes of the same
+samples something else; that row is there to say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import in_short, machine
+from trials.cell import POLICIES, Case, Row, cases, try_out, undisturbed_states
+
+from hybridtrain.app.quiet import hush, hush_lightning
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--strategies", nargs="+", default=["hybrid", "async"])
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument("--only", nargs="+", default=[], metavar="KIND[:PHASE]")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each cell (default 1)")
+    parser.add_argument("--out", help="also write README.md and matrix.json to this folder")
+    return parser.parse_args()
+
+
+def wanted(case: Case, only: Sequence[str]) -> bool:
+    """Whether the cell was asked for."""
+    return not only or case.kind in only or f"{case.kind}:{case.phase}" in only
+
+
+def main() -> int:
+    """Run all; 1 if anything is as it must not be."""
+    given = parse()
+    hush()
+    hush_lightning()
+    base = {name: undisturbed_states(name) for name in given.strategies}
+    rows: list[Row] = []
+    for case in cases(given.strategies, given.policies):
+        for _ in range(given.repeats if wanted(case, given.only) else 0):
+            rows.append(try_out(case, base[case.strategy]))
+            print(told(rows[-1]), file=sys.stderr, flush=True)
+    print(report(rows))
+    if given.out:
+        folder = Path(given.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine(), "rows": [as_json(row) for row in rows]}
+        (folder / "matrix.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / "matrix.md").write_text(report(rows) + "\n")
+    return int(any(row.complaints for row in rows))
+
+
+def as_json(row: Row) -> dict[str, Any]:
+    """All that was seen."""
+    return {**asdict(row), **asdict(row.case), "complaints": row.complaints}
+
+
+def told(row: Row) -> str:
+    """A line while it goes on."""
+    case = row.case
+    found = "; ".join(row.complaints) or "ok"
+    what = f"{case.strategy} {case.policy} {case.kind} in {case.phase}"
+    return f"{what:48} {in_words(row):34} {row.wall_s:5.1f} s  {found}  {row.error[:80]}"
+
+
+def in_words(row: Row) -> str:
+    """What became of the run, in a table's cell."""
+    text = row.outcome if row.detected_s is None else f"{row.outcome}, {row.detected_s:.2g} s"
+    if row.as_undisturbed:
+        text += ", = bits"
+    return f"**{text}: {', '.join(row.complaints)}**" if row.complaints else text
+
+
+def report(rows: Sequence[Row]) -> str:
+    """A table: what went wrong down, policies across; and how much of it was as it should be."""
+    columns = list(dict.fromkeys((row.case.strategy, row.case.policy) for row in rows))
+    head = [f"`{strategy}`, {policy}" for strategy, policy in columns]
+    lines = ["| fault | in | " + " | ".join(head) + " |", "| --- " * (2 + len(head)) + "|"]
+    for kind, phase in dict.fromkeys((row.case.kind, row.case.phase) for row in rows):
+        found = [
+            [r for r in rows if (r.case.kind, r.case.phase) == (kind, phase) and of(r) == column]
+            for column in columns
+        ]
+        texts = [" / ".join(dict.fromkeys(map(in_words, each))) or "–" for each in found]
+        lines.append(f"| {kind} | {phase} | " + " | ".join(texts) + " |")
+    return "\n".join([*lines, "", summary(rows)])
+
+
+def of(row: Row) -> tuple[str, str]:
+    """Its column."""
+    return row.case.strategy, row.case.policy
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """The worst of everything."""
+    deaths = [r.detected_s for r in rows if r.case.kind in ("kill", "exit") and r.detected_s]
+    hangs = [r.detected_s for r in rows if r.case.kind == "hang" and r.detected_s]
+    sure = [r for r in rows if r.case.kind != "corrupt_gradient" and r.difference is not None]
+    return (
+        f"{len(rows)} runs on {in_short(machine())}. As they must not be: "
+        f"{sum(bool(r.complaints) for r in rows)}. Hung: {sum(r.outcome == 'hung' for r in rows)}. "
+        f"Samples lost (beside gradients that are not finite): "
+        f"{sum(r.lost for r in rows if r.case.kind != 'nan')}, twice: "
+        f"{sum(r.doubled for r in rows)}. Processes, segments, files left: "
+        f"{sum(len(r.left) for r in rows)}. Checkpoints: {sum(r.checkpoints for r in rows)}, torn: "
+        f"{sum(r.torn for r in rows)}. A death was known after at most "
+        f"{max(deaths, default=0):.3f} s, a hang after {max(hangs, default=0):.1f} s. Farthest "
+        f"from plain torch: {max((r.difference or 0 for r in sure), default=0):.1e}."
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Half an hour of training in which something goes wrong every five seconds.
+
+    python scripts/soak.py --minutes 30 --out docs/faults
+    python scripts/soak.py --minutes 2 --strategies async --no-ddp
+
+Three workers; whenever one takes a step it may be killed (in computing, before its push, while the
+server updates with it, before it takes the new parameters), exit without a word, raise, run out of
+memory, hang (killed after 2 s), or become slow: in all about one fault in ``--every`` seconds,
+drawn from a seed. ``on_failure=restart`` with any number of restarts, and at most half a second of
+back-off, for nobody's worker fails this often. The parent counts which samples are in which update.
+
+Beside it the same number of epochs undisturbed, with as many seeds as ``--seeds``: the noise that
+the loss is held against. And Lightning's own DDP with one fault: a rank that is killed, and one
+that is stopped as by a hang, which is given ``--patience`` seconds (DDP's own is 30 minutes).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.machine import in_short, machine
+from trials.soaking import Soaked, disturb_ddp, soak
+
+from hybridtrain.app.quiet import hush, hush_lightning
+
+_TRIAL_EPOCHS = 3
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--strategies", nargs="+", default=["hybrid", "async"])
+    parser.add_argument("--minutes", type=float, default=30.0, help="of each (default 30)")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds to a fault (default 5)")
+    parser.add_argument("--seeds", type=int, default=3, help="undisturbed runs (default 3)")
+    parser.add_argument("--patience", type=float, default=120.0, help="with DDP (default 120 s)")
+    parser.add_argument("--no-ddp", action="store_true", help="leave Lightning's DDP out")
+    parser.add_argument("--out", help="also write soak.json and soak.md to this folder")
+    given = parser.parse_args()
+    for name in ("minutes", "every", "patience"):
+        if getattr(given, name) <= 0:
+            parser.error(f"--{name} must be above 0")
+    return given
+
+
+def main() -> int:
+    """Run all; 1 if a run hangs, or anything is lost or left."""
+    given = parse()
+    hush()
+    hush_lightning()
+    runs: list[Soaked] = []
+    for strategy in given.strategies:
+        short = _told(soak(strategy, _TRIAL_EPOCHS, given.every))
+        epochs = max(_TRIAL_EPOCHS, int(60 * given.minutes / short.wall_s * _TRIAL_EPOCHS))
+        runs.append(_told(soak(strategy, epochs, given.every)))
+        runs += [_told(soak(strategy, epochs, None, seed)) for seed in range(given.seeds)]
+    if not given.no_ddp:
+        for signum in (signal.SIGKILL, signal.SIGSTOP):
+            runs.append(_told(disturb_ddp(1000, signum, given.every, given.patience)))
+    print(table(runs))
+    if given.out:
+        folder = Path(given.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"machine": machine(), "runs": [asdict(run) for run in runs]}
+        (folder / "soak.json").write_text(json.dumps(content, indent=1) + "\n")
+        (folder / "soak.md").write_text(table(runs) + "\n")
+    return int(any(is_bad(run) for run in runs if run.strategy != "ddp"))
+
+
+def _told(run: Soaked) -> Soaked:
+    line = f"{run.strategy} {run.epochs} epochs: {run.outcome} after {run.wall_s:.0f} s, "
+    line += f"{sum(run.faults.values())} faults, {run.missing} missing, {run.twice} twice, "
+    print(f"{line}loss {run.loss} {run.error} {run.left}", file=sys.stderr, flush=True)
+    if run.outcome == "hung":
+        print(run.output[-1500:], file=sys.stderr, flush=True)
+    return run
+
+
+def is_bad(run: Soaked) -> bool:
+    """Whether it is as it must not be."""
+    return run.outcome != "finished" or bool(run.missing or run.twice or run.left)
+
+
+def table(runs: Sequence[Soaked]) -> str:
+    """Markdown."""
+    head = "run | minutes | faults | restarts | updates | ended | samples lost, twice | left | loss"
+    lines = [f"| {head} |", "| --- " * 9 + "|"]
+    shown = [run for run in runs if run.disturbed]
+    lines += [_row(run, [each for each in runs if _is_peer(each, run)]) for run in shown]
+    return "\n".join([*lines, "", in_short(machine())])
+
+
+def _is_peer(each: Soaked, run: Soaked) -> bool:
+    return not each.disturbed and (each.strategy, each.epochs) == (run.strategy, run.epochs)
+
+
+def _row(run: Soaked, peers: Sequence[Soaked]) -> str:
+    losses = [each.loss for each in peers if each.loss is not None]
+    noise = f" ({min(losses):.4g} to {max(losses):.4g} undisturbed)" if losses else ""
+    ended = run.outcome
+    if run.fault_at_s is not None:
+        after_s = run.wall_s - run.fault_at_s
+        ended = f"{ended}, {after_s:.0f} s after the fault" + (" (given up)" * (ended == "hung"))
+    kinds = ", ".join(f"{n} {name}" for name, n in sorted(run.faults.items()))
+    known = run.strategy != "ddp"
+    cells = [
+        f"`{run.strategy}`",
+        f"{run.wall_s / 60:.1f}",
+        f"{sum(run.faults.values())} ({kinds})",
+        str(run.verdicts.get("Replace", 0)) if known else "–",
+        f"{run.updates:,}" if known else "–",
+        ended,
+        f"{run.missing}, {run.twice}" if known else "all since the last checkpoint",
+        ", ".join(run.left) or "nothing",
+        "–" if run.loss is None else f"{run.loss:.4g}{noise}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""A long run in which something goes wrong every few seconds."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridtrain import failures
+from trials import work
+from trials.apart import members, run_apart
+from trials.tap import Tap, tapped
+
+SIZE = work.Size(workers=3, samples=960, batch=8, step_s=0.02)
+HANG_S, GRACE_S, BACK_OFF_S = 2.0, 5.0, 0.5
+STUCK_S = 60.0  # without an update: the run hangs
+# What goes wrong, and how often beside the others.
+SHARES = {
+    ("kill", "compute"): 3,
+    ("kill", "push"): 2,
+    ("kill", "update"): 2,
+    ("kill", "pull"): 2,
+    ("exit", "compute"): 1,
+    ("exception", "compute"): 2,
+    ("oom", "compute"): 1,
+    ("hang", "compute"): 1,
+    ("hang", "push"): 1,
+    ("slow", "compute"): 2,
+}
+
+
+@dataclass
+class Soaked:
+    """What became of one run. ``missing`` and ``twice``: samples, over all epochs."""
+
+    strategy: str
+    epochs: int
+    disturbed: bool
+    outcome: str = "hung"
+    error: str = ""
+    wall_s: float = 0.0
+    faults: dict[str, int] = field(default_factory=dict)
+    verdicts: dict[str, int] = field(default_factory=dict)
+    updates: int = 0
+    missing: int = 0
+    twice: int = 0
+    loss: float | None = None
+    left: list[str] = field(default_factory=list)
+    fault_at_s: float | None = None  # of the first, where it is done from outside
+    output: str = ""
+
+
+def rates(every_s: float) -> list[dict[str, Any]]:
+    """Faults at random, one in about so many seconds of all workers."""
+    visits_per_s = SIZE.workers / (1.5 * SIZE.step_s)
+    total = sum(SHARES.values()) * every_s * visits_per_s
+    return [
+        {"kind": kind, "phase": phase, "rate": share / total, "seed": number}
+        for number, ((kind, phase), share) in enumerate(SHARES.items())
+    ]
+
+
+def soak(strategy: str, epochs: int, every_s: float | None, seed: int = work.SEED) -> Soaked:
+    """One run of so many epochs, in processes of its own."""
+    made = Soaked(strategy, epochs, every_s is not None)
+    watch = _Watch()
+    ending = run_apart(lambda f: _run(made, every_s, seed, f), 24 * 3600.0, watch)
+    found: Soaked = ending.result or made
+    found.wall_s, found.left = round(ending.wall_s, 1), ending.left
+    found.output = "" if found.outcome == "finished" else ending.output[-4000:]
+    return found
+
+
+class _Watch:
+    """Gives a run up that makes no update any more."""
+
+    def __init__(self) -> None:
+        self._last, self._since_s = b"", time.monotonic()
+
+    def __call__(self, session: int, folder: Path) -> bool:
+        with suppress(OSError):
+            now = (folder / "progress").read_bytes()
+            if now != self._last:
+                self._last, self._since_s = now, time.monotonic()
+        time.sleep(0.2)
+        return time.monotonic() - self._since_s < STUCK_S
+
+
+def _run(made: Soaked, every_s: float | None, seed: int, folder: Path) -> Soaked:
+    torch.set_num_threads(1)
+    failures._LONGEST_DELAY_S = BACK_OFF_S  # or most workers would be away most of the time
+    size = work.Size(SIZE.workers, SIZE.samples, SIZE.batch, made.epochs, SIZE.step_s)
+    taps: list[Tap] = []
+    work.LISTENERS.append(lambda d: taps.append(_told(folder, tapped(False, d, keeps=False))))
+    options: dict[str, Any] = {"on_failure": "restart", "max_restarts": None}
+    options |= {"stop_grace_s": GRACE_S, "hang_timeout_s": HANG_S, "checkpoint": "background"}
+    if every_s is not None:
+        options["faults"] = rates(every_s)
+    try:
+        _, trainer = work.train(made.strategy, size, folder, seed=seed, keep=1, **options)
+        made.outcome, made.loss = "finished", float(trainer.callback_metrics["val/loss"])
+    except BaseException as error:
+        made.outcome, made.error = "ended", f"{type(error).__name__}: {error}"[:300]
+    stats = work.OBSERVED[-1].strategy.run_stats()
+    made.updates = int(stats.get("updates", 0))
+    for row in stats.get("faults", []):
+        name = f"{row['kind']} in {row['phase']}"
+        made.faults[name] = made.faults.get(name, 0) + row["count"]
+    made.verdicts = dict(Counter(taps[0].verdicts))
+    wanted = Counter(dict.fromkeys(range(size.samples), made.epochs))
+    used = taps[0].used()
+    made.missing, made.twice = (wanted - used).total(), (used - wanted).total()
+    return made
+
+
+def _told(folder: Path, tap: Tap) -> Tap:
+    """Each update shows from outside."""
+    count = tap.take
+
+    def telling(parts: Any, rounds: Any) -> None:
+        count(parts, rounds)
+        (folder / "progress").write_text(str(time.monotonic()))
+
+    tap.take = telling  # type: ignore[method-assign]
+    return tap
+
+
+# ---- the same with Lightning's ddp --------------------------------------------------------------
+
+
+def disturb_ddp(epochs: int, signum: int, after_s: float, limit_s: float) -> Soaked:
+    """One of its ranks is killed or stopped; give it so long to notice."""
+    made = Soaked("ddp", epochs, True)
+    striker = _Striker(signum, after_s, limit_s)
+    ending = run_apart(lambda f: _run_ddp(made, f), 24 * 3600.0, striker)
+    found: Soaked = ending.result or made
+    found.wall_s, found.left, found.fault_at_s = ending.wall_s, ending.left, striker.struck_s
+    found.faults = {signal.Signals(signum).name: int(striker.struck_s is not None)}
+    found.output = ending.output[-4000:]
+    return found
+
+
+class _Striker:
+    """Hits one rank, once."""
+
+    def __init__(self, signum: int, after_s: float, limit_s: float) -> None:
+        self._signum, self._after_s, self._limit_s = signum, after_s, limit_s
+        self._began_s = time.monotonic()
+        self.struck_s: float | None = None  # after the beginning
+
+    def __call__(self, session: int, folder: Path) -> bool:
+        time.sleep(0.1)
+        now_s = time.monotonic() - self._began_s
+        if self.struck_s is None and now_s > self._after_s:
+            ranks = sorted(set(members(session)) - {session})
+            if len(ranks) >= SIZE.workers:
+                self.struck_s = now_s
+                os.kill(random.Random(0).choice(ranks[1:]), self._signum)
+        return self.struck_s is None or now_s - self.struck_s < self._limit_s
+
+
+def _run_ddp(made: Soaked, folder: Path) -> Soaked:
+    torch.set_num_threads(1)
+    size = work.Size(SIZE.workers, SIZE.samples, SIZE.batch, made.epochs, SIZE.step_s)
+    try:
+        work.train("ddp", size, folder, keep=1)
+        made.outcome = "finished"
+    except BaseException as error:
+        made.outcome, made.error = "ended", f"{type(error).__name__}: {error}"[:300]
+    return made
