@@ -7,7 +7,8 @@ to find that out the kernel has to visit a description of each page: 50 ns per p
 million parameters. Where it can (Linux 6.7, ``admin-guide/mm/userfaultfd.rst``), it is asked
 instead to protect the mapping *asynchronously*: a first write to a page clears one bit, without
 a signal and without a message, and ``PAGEMAP_SCAN`` finds cleared bits at 1 ns per page. All pages
-are mapped at the start, as a protected one that is not costs a fault of its own.
+are mapped at the start, as a protected one that is not costs a fault of its own. And such a write
+is a page fault of this process: while it has had none since the last look, nothing is looked for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import functools
 import mmap
 import os
 import platform
+import resource
 import struct
 import sys
 import weakref
@@ -75,6 +77,8 @@ class ProtectedPages:
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
         self._address = _address(mapping)
+        self._found: list[Run] = []  # at the last look
+        self._looked_at = -1  # page faults of the process before that
         self._faults = _userfaultfd()
         weakref.finalize(self, os.close, self._faults)
         self._map = os.open(_PAGE_MAP, os.O_RDONLY | os.O_CLOEXEC)
@@ -96,6 +100,11 @@ class ProtectedPages:
         _control(self._faults, _PROTECT, "<QQQ", start, n_bytes, 1)
 
     def own(self) -> list[Run]:
+        if (faults := _page_faults()) != self._looked_at:
+            self._found, self._looked_at = self._look(), faults
+        return list(self._found)
+
+    def _look(self) -> list[Run]:
         found: list[Run] = []
         request, runs = self._request, self._runs
         request[_START] = self._address
@@ -112,6 +121,7 @@ class ProtectedPages:
         self._mapping.madvise(mmap.MADV_DONTNEED, start, n_bytes)
         self._mapping.madvise(_MADV_POPULATE_READ, start, n_bytes)
         self._protect(run)
+        self._looked_at = -1
 
 
 class MappedPages:
@@ -208,6 +218,12 @@ def _userfaultfd() -> int:
     if fd < 0:
         raise OSError(ctypes.get_errno(), "userfaultfd")
     return fd
+
+
+def _page_faults() -> int:
+    """That this process has had so far, all its threads and what the kernel does for it."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_minflt + used.ru_majflt
 
 
 def _control(fd: int, request: int, layout: str, *fields: int) -> None:

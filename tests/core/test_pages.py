@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +117,36 @@ def test_where_the_kernel_protects_nothing_its_map_is_read(
             assert isinstance(pages_of(map_private(file, 0, N * PAGE)), MappedPages)
     finally:
         is_seen_by.cache_clear()
+
+
+@pytest.mark.skipif(not is_seen_by(ProtectedPages), reason="this system cannot")
+def test_nothing_is_looked_for_while_the_process_has_had_no_page_fault(
+    file: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults, looks = [1], []
+    monkeypatch.setattr(pages, "_page_faults", lambda: faults[0])
+    private = map_private(file, 0, N * PAGE)
+    own = ProtectedPages(private)
+    look = own._look
+    monkeypatch.setattr(own, "_look", lambda: looks.append(1) or look())
+    private[3 * PAGE] = 1
+    assert own.own() == own.own() == [(3, 1)] and len(looks) == 1, "what is known is told again"
+    private[9 * PAGE], faults[0] = 1, 2
+    assert own.own() == [(3, 1), (9, 1)] and len(looks) == 2
+    own.drop((3, 1))
+    assert own.own() == [(9, 1)] and len(looks) == 3, "what was dropped is another matter"
+
+
+@pytest.mark.skipif(not is_seen_by(ProtectedPages), reason="this system cannot")
+def test_a_first_write_is_a_page_fault_whoever_makes_it(file: int) -> None:
+    private = map_private(file, 0, N * PAGE)
+    own = ProtectedPages(private)
+    thread = threading.Thread(target=lambda: private.write(b"x"))
+    before = pages._page_faults()
+    thread.start()
+    thread.join()
+    assert pages._page_faults() > before
+    before = pages._page_faults()
+    with Path("/dev/zero").open("rb", buffering=0) as zeros:
+        zeros.readinto(memoryview(private)[5 * PAGE : 5 * PAGE + 1])
+    assert pages._page_faults() > before and own.own() == [(0, 1), (5, 1)]
