@@ -162,7 +162,7 @@ class HostExchange:
             if gradient is None:
                 absent.append(number)
             elif gradient.is_sparse and number in self._sparse:
-                packed.append(pack(number, gradient.detach().coalesce(), row))
+                packed.append(pack(number, gradient.detach(), row))
             elif gradient.is_sparse:
                 self._warn_of_dense(number)
                 row.copy_(gradient.to_dense())

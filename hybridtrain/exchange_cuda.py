@@ -111,7 +111,7 @@ class CudaExchange:
             if gradient is None:
                 continue
             if gradient.is_sparse and number in self._sparse:
-                packed.append(pack(number, gradient.detach().coalesce(), self._rows[number]))
+                packed.append(pack(number, gradient.detach(), self._rows[number]))
             elif number not in self._sent or gradient.is_sparse or has_later_hooks(own[number]):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
                 self._outgoing.add(number, dense.detach())

@@ -28,6 +28,7 @@ class FiniteCheck:
     def __init__(self, store: Store, worker: int) -> None:
         self._store, self._worker = store, worker
         self._known: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        self._rows: dict[int, torch.Tensor] = {}  # by parameter
 
     def offender(
         self,
@@ -62,7 +63,10 @@ class FiniteCheck:
             row.zero_()
 
     def _row(self, number: int) -> torch.Tensor:
-        return self._store.gradient(self._worker, self._store.layout.slots[number])
+        if number not in self._rows:
+            slot = self._store.layout.slots[number]
+            self._rows[number] = self._store.gradient(self._worker, slot)
+        return self._rows[number]
 
     def _is_finite(self, number: int) -> bool:
         return bool(torch.isfinite(self._row(number)).all())

@@ -17,7 +17,10 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory.table import Rows
 
+Flags = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
 _INDEX = torch.int64
+_KEY_BITS = 63  # of an integer that holds a row and a place
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +39,12 @@ class Packed:
 
 def pack(
     number: int,
-    gradient: torch.Tensor,  # sparse, coalesced
+    gradient: torch.Tensor,  # sparse
     place: torch.Tensor,  # host, shared, in the parameter's shape
 ) -> Packed:
     """Copy the values to the place; the caller waits for the copy if it comes from a device.
+
+    Where an index occurs more than once, its values are added up as ``coalesce`` does it.
 
     Raises:
         UserError: if the place is narrower than the gradient.
@@ -50,9 +55,65 @@ def pack(
             f"of shape {tuple(place.shape)} has a sparse gradient, which travels as it is; leave "
             "transport_dtype out, or use sparse=False"
         )
+    if (rows := _gather(gradient, place)) is not None:
+        return Packed(number, 1, rows.tobytes())
+    gradient = gradient.coalesce()
     values, indices = gradient.values(), gradient.indices().cpu()
     _flat(place)[: values.numel()].copy_(values.reshape(-1), non_blocking=True)
     return Packed(number, gradient.sparse_dim(), indices.contiguous().numpy().tobytes())
+
+
+def _gather(gradient: torch.Tensor, place: torch.Tensor) -> Rows | None:
+    """Bring whole rows to the place in ascending order, straight from where autograd has left them.
+
+    ``None`` where ``coalesce`` has to do it: it sorts with an order of its own, which shows in the
+    bits where more than two values are added.
+    """
+    values, n = gradient._values(), gradient._nnz()
+    if gradient.is_coalesced() or gradient.sparse_dim() != 1 or values.is_cuda:
+        return None
+    if not values.numel() or len(place).bit_length() + n.bit_length() > _KEY_BITS:
+        return None
+    rows, order = ascending(gradient._indices()[0].numpy())
+    again = same_as_before(rows)
+    n_rows = n - int(np.count_nonzero(again))
+    if n_rows < n and np.logical_and(again[1:], again[:-1]).any():
+        return None
+    values = values.reshape(n, -1)
+    out = _flat(place)[: n_rows * values.shape[1]].view(n_rows, -1)
+    if n_rows == n:
+        torch.index_select(values, 0, torch.from_numpy(order), out=out)
+        return rows
+    firsts = torch.from_numpy(order[~again])
+    torch.index_select(values, 0, firsts, out=out)
+    seconds = values.index_select(0, torch.from_numpy(order[again]))
+    out.index_add_(0, torch.from_numpy(places_of_firsts(again)), seconds)
+    return rows[~again]
+
+
+def ascending(rows: Rows) -> tuple[Rows, Rows]:
+    """Rows in ascending order, and where each was; equal ones stay in their order.
+
+    One sort of plain integers, row and place in one, takes a tenth of an indirect stable one.
+    """
+    bits = len(rows).bit_length()
+    keys = rows << bits
+    keys |= np.arange(len(rows))
+    keys.sort()
+    return keys >> bits, keys & ((1 << bits) - 1)
+
+
+def same_as_before(rows: Rows) -> Flags:
+    """Which of these ascending rows are the same as the one before."""
+    same = np.zeros(len(rows), dtype=bool)
+    np.equal(rows[1:], rows[:-1], out=same[1:])
+    return same
+
+
+def places_of_firsts(again: Flags) -> Rows:
+    """Of those that were there ``again``: where their first is among all firsts."""
+    at = np.flatnonzero(again)
+    return at - np.arange(1, len(at) + 1)
 
 
 def unpack(packed: Packed, place: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,20 @@ def test_what_is_packed_comes_out_the_same(gradient: torch.Tensor, transposed: b
     assert int(torch.isnan(place).sum()) == untouched, "nothing is filled with zeros"
 
 
+@pytest.mark.parametrize("rows", [1, 40, 3000])
+def test_what_is_packed_as_it_is_has_the_bits_of_what_torch_coalesces(rows: int) -> None:
+    """Of few rows some occur many times, of many some twice, and of 3,000 most once."""
+    draw = torch.Generator().manual_seed(rows)
+    for trial in range(20):
+        indices = torch.randint(rows, (1, 60), generator=draw)
+        values = torch.randn(60, 3, generator=draw)
+        gradient = torch.sparse_coo_tensor(indices, values, (rows, 3), check_invariants=True)
+        place = torch.full(gradient.shape, torch.nan)
+        out, expected = unpack(pack(0, gradient, place), place), gradient.coalesce()
+        assert torch.equal(out.indices(), expected.indices()), trial
+        assert torch.equal(out.values(), expected.values()), trial
+
+
 def test_merging_sparse_gradients_gives_one_coalesced_and_mixed_ones_a_dense() -> None:
     one, other = sparse([4, 1], [1.0, 2.0]).coalesce(), sparse([1, 0], [4.0, 8.0]).coalesce()
     merged = merge_mixed([one, other], [0.25, 0.75], lambda: torch.empty(6, 2))
