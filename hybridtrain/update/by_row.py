@@ -12,6 +12,7 @@ Legend: n rows of shape (...).
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,14 +30,22 @@ from hybridtrain.update.groups import slowed
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.row_kernels import RowKernel, State
 from hybridtrain.update.saved import Saved
-from hybridtrain.update.touched import Merger, Touched
+from hybridtrain.update.touched import Merger, Piece, Touched, pieces_of
 from hybridtrain.update.whole import WholeParameters, clip_gradients
 
 _PORTION = 64 * 1024  # elements: 4 tensors of as many fit the cache, and a thread wakes for it
-_TEMPORARIES = 3
+_TEMPORARIES = 4  # three for a kernel, and the gradient
 _MOMENTUM = "momentum_buffer"
 _NONE: Rows = np.empty(0, np.int64)
 _DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """The sparse gradients of one parameter, and what each counts for."""
+
+    parts: Sequence[Touched]
+    shares: Sequence[float]
 
 
 class ByRow(WholeParameters):
@@ -74,20 +83,23 @@ class ByRow(WholeParameters):
         evaluation: Evaluation | None = None,
         rate: float = 1.0,
     ) -> Again | None:
-        touched = self._touched(contributions)
+        brought = self._brought(contributions)
         self.moved = moved = {self._numbers[index]: _NONE for index in self._mergers}
         if not self._mergers:
             return super().step(contributions, clip, evaluation, rate)
         for index, parameter in enumerate(self._parameters):
-            parameter.grad = None if index in touched else self._mean(index, contributions)
+            parameter.grad = None if index in brought else self._mean(index, contributions)
         dense = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
-        clip_gradients([*dense.values(), *(each.values for each in touched.values())], clip)
+        if clip is not None:
+            brought = {index: self._merged(index, each) for index, each in brought.items()}
+            sparse = [each.parts[0].values for each in brought.values()]
+            clip_gradients([*dense.values(), *sparse], clip)
         with slowed(self._optimizer.param_groups, rate):
             if dense:
                 for index in dense:
                     moved.pop(self._numbers[index], None)
                 self._leave_to_torch(dense)
-            for index, each in touched.items():
+            for index, each in brought.items():
                 moved[self._numbers[index]] = self._step_rows(index, each)
         return None
 
@@ -99,13 +111,14 @@ class ByRow(WholeParameters):
 
     # ---- which rows -----------------------------------------------------------------------------
 
-    def _touched(self, contributions: Sequence[Contribution]) -> dict[int, Touched]:
-        """The mean gradients of parameters of which all who have one bring a sparse one."""
+    def _brought(self, contributions: Sequence[Contribution]) -> dict[int, _Brought]:
+        """The gradients of parameters of which all who have one bring a sparse one."""
         numbers = {number for each in contributions for number in each.packed}
         found = {}
         for index, number in enumerate(self._numbers):
             if number in numbers and self._is_sparse(index, number, contributions):
-                found[index] = self._merged(index, number, contributions)
+                self._mergers.setdefault(index, Merger())
+                found[index] = self._brought_of(index, number, contributions)
         return found
 
     def _is_sparse(self, index: int, number: int, contributions: Sequence[Contribution]) -> bool:
@@ -120,24 +133,29 @@ class ByRow(WholeParameters):
             if number not in each.absent
         )
 
-    def _merged(self, index: int, number: int, contributions: Sequence[Contribution]) -> Touched:
+    def _brought_of(
+        self, index: int, number: int, contributions: Sequence[Contribution]
+    ) -> _Brought:
         present = [each for each in contributions if number in each.packed]
         parts = []
         for each in present:
             packed, place = each.packed[number], self._rows[each.worker][index]
             values = used(packed, place).view(packed.n_rows, *place.shape[1:])
             parts.append(Touched(rows_of(packed), values))
-        merger = self._mergers.setdefault(index, Merger())
-        return merger.merge(parts, [each.share for each in present])
+        return _Brought(parts, [each.share for each in present])
+
+    def _merged(self, index: int, brought: _Brought) -> _Brought:
+        """The mean as if one had brought it."""
+        return _Brought([self._mergers[index].merge(brought.parts, brought.shares)], [1.0])
 
     # ---- stepping them --------------------------------------------------------------------------
 
-    def _step_rows(self, index: int, touched: Touched) -> Rows:
+    def _step_rows(self, index: int, brought: _Brought) -> Rows:
         """Returns the rows that have moved."""
         group, parameter = self._group_of[index], self._parameters[index]
         state: State = self._optimizer.state[parameter]
         if group.get("momentum"):
-            return self._push(index, touched, state)
+            return self._push(index, self._merged(index, brought).parts[0], state)
         make = partial(zeros_like, parameter.detach())
         if not state:
             self._kernel.begin(group, state, make)
@@ -145,13 +163,14 @@ class ByRow(WholeParameters):
         tables = [self._table(index, "", parameter)]
         tables += [self._table(index, name, state[name]) for name in self._kernel.names]
 
-        def step(scratch: Scratch, part: slice) -> None:
-            run(touched.rows[part], touched.values[part], tables, scratch)
+        def step(scratch: Scratch, piece: Piece, part: slice) -> None:
+            run(piece.rows[part], piece.mean(part, scratch[-1]), tables, scratch)
 
-        self._over(step, touched.rows, parameter)
+        pieces = pieces_of(brought.parts, brought.shares)
+        self._over_pieces(step, pieces, parameter)
         if not state:
             del self._optimizer.state[parameter]  # torch keeps none for plain SGD
-        return touched.rows
+        return np.concatenate([piece.rows for piece in pieces])
 
     def _push(self, index: int, touched: Touched, state: State) -> Rows:
         """SGD with momentum."""
@@ -178,13 +197,27 @@ class ByRow(WholeParameters):
         self, function: Callable[[Scratch, slice], Any], rows: Rows, like: torch.Tensor
     ) -> list[Any]:
         """Run it on portions of these rows of a parameter ``like`` this one, (R, ...)."""
-        size = max(1, _PORTION // max(1, like[0].numel()))
-        parts = [slice(start, start + size) for start in range(0, len(rows), size)]
+        size = _portion(like)
 
         def run(lane: int, part: slice) -> Any:
             return function(self._scratch_of(lane, size, like), part)
 
-        return self._pool.map(run, parts)
+        return self._pool.map(run, _slices(len(rows), size))
+
+    def _over_pieces(
+        self,
+        function: Callable[[Scratch, Piece, slice], None],
+        pieces: Sequence[Piece],
+        like: torch.Tensor,
+    ) -> None:
+        """Run it on portions of them."""
+        size = _portion(like)
+
+        def run(lane: int, task: tuple[Piece, slice]) -> None:
+            function(self._scratch_of(lane, size, like), *task)
+
+        tasks = [(piece, part) for piece in pieces for part in _slices(len(piece.rows), size)]
+        self._pool.map(run, tasks)
 
     def _scratch_of(self, lane: int, size: int, like: torch.Tensor) -> Scratch:
         known, key = self._scratch[lane], (like.dtype, like.shape[1:])
@@ -206,3 +239,12 @@ class ByRow(WholeParameters):
     def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
         self._catch_up()
         return super().hand_over()
+
+
+def _portion(like: torch.Tensor) -> int:
+    """Rows of a portion."""
+    return max(1, _PORTION // max(1, like[0].numel()))
+
+
+def _slices(n: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, n, size)]

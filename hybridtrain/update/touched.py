@@ -1,10 +1,12 @@
 """The mean of sparse gradients, as the rows that anybody has touched.
 
-Nothing is as large as the table: the workers' rows are laid one behind the other, and only where a
-row occurs more than once something is added, in the order of the workers (which torch's
-``coalesce`` does not keep), so that the bits are those of the dense sum.
+Nothing is as large as the table, and nobody needs the mean as a whole, unless it is clipped or has
+momentum. So it is only planned which worker's gradient of a row comes first and who else has one; a
+thread makes the mean of a portion when it steps that portion, in memory that is hot. Rows are added
+up in the order of the workers (which torch's ``coalesce`` does not keep), so that the bits are
+those of the dense sum.
 
-Legend: n rows, of shape (...); W workers.
+Legend: n rows, of shape (...); k of them that another worker has touched as well; W workers.
 """
 
 from __future__ import annotations
@@ -16,22 +18,112 @@ import numpy as np
 import torch
 
 from hybridtrain.memory import Rows
+from hybridtrain.memory.packed import ascending, same_as_before
 
 
 @dataclass(frozen=True, slots=True)
 class Touched:
     """A sparse gradient: ``values`` (n, ...) of the rows ``rows`` (n,), each of which occurs once;
-    in ascending order, unless they come from several workers who have none in common."""
+    one worker's in ascending order."""
 
     rows: Rows
     values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class More:
+    """What one more worker adds: values ``at`` (k,) belong to the places ``to`` (k,), ascending."""
+
+    to: Rows
+    at: Rows
+    values: torch.Tensor
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The rows (n,) of which one worker's gradient comes first: values ``at`` (n,), or all."""
+
+    rows: Rows
+    at: Rows | None
+    values: torch.Tensor
+    share: float
+    more: tuple[More, ...] = ()
+
+    def mean(self, part: slice, out: torch.Tensor) -> torch.Tensor:
+        """Of a part of the rows, at the beginning of ``out``, (n or more, ...)."""
+        n = len(self.rows[part])
+        if self.at is None:
+            mean = torch.mul(self.values[part], self.share, out=out[:n])
+        else:
+            chosen = torch.from_numpy(self.at[part])
+            mean = torch.index_select(self.values, 0, chosen, out=out[:n]).mul_(self.share)
+        for more in self.more:
+            first, last = np.searchsorted(more.to, (part.start, part.start + n))
+            if last > first:
+                to = torch.from_numpy(more.to[first:last] - part.start)
+                added = more.values.index_select(0, torch.from_numpy(more.at[first:last]))
+                mean.index_add_(0, to, added.mul_(more.share))
+        return mean
+
+
+def pieces_of(parts: Sequence[Touched], shares: Sequence[float]) -> list[Piece]:
+    """Σ share · gradient, planned.
+
+    Args:
+        parts: of each worker, with rows in ascending order.
+    """
+    if len(parts) == 1:
+        return [Piece(parts[0].rows, None, parts[0].values, shares[0])]
+    rows, order = ascending(np.concatenate([part.rows for part in parts]))
+    again = same_as_before(rows)
+    if not again.any():
+        return [
+            Piece(part.rows, None, part.values, share)
+            for part, share in zip(parts, shares, strict=True)
+        ]
+    firsts = order[~again]
+    to = firsts[(np.cumsum(~again) - 1)[again]]
+    return _divided(parts, shares, to, order[again])
+
+
+def _divided(
+    parts: Sequence[Touched],
+    shares: Sequence[float],
+    to: Rows,  # (k,) places in all rows, one worker's behind the other's
+    at: Rows,  # (k,) that are to be added there; both ascend with the rows that they are
+) -> list[Piece]:
+    """By workers."""
+    starts = np.cumsum([0, *(len(part.rows) for part in parts)])
+    owner, adder = (np.searchsorted(starts, places, "right") - 1 for places in (to, at))
+    kept = [_without(len(part.rows), at[adder == w] - starts[w]) for w, part in enumerate(parts)]
+    pieces = []
+    for w, (part, share) in enumerate(zip(parts, shares, strict=True)):
+        own, more = kept[w], []
+        for other in np.unique(adder[owner == w]).tolist():
+            chosen = (owner == w) & (adder == other)
+            places = to[chosen] - starts[w]
+            places = places if own is None else np.searchsorted(own, places)
+            values, other_share = parts[other].values, shares[other]
+            more.append(More(places, at[chosen] - starts[other], values, other_share))
+        rows = part.rows if own is None else part.rows[own]
+        pieces.append(Piece(rows, own, part.values, share, tuple(more)))
+    return pieces
+
+
+def _without(n: int, gone: Rows) -> Rows | None:
+    """The places of n rows without these; ``None``: all."""
+    if not len(gone):
+        return None
+    kept = np.ones(n, dtype=bool)
+    kept[gone] = False
+    return np.flatnonzero(kept)
 
 
 class Merger:
     """Merges the sparse gradients of one parameter, in memory that is kept."""
 
     def __init__(self) -> None:
-        self._parts: torch.Tensor | None = None
         self._sums: torch.Tensor | None = None
 
     def merge(self, parts: Sequence[Touched], shares: Sequence[float]) -> Touched:
@@ -42,33 +134,14 @@ class Merger:
         """
         if len(parts) == 1 and shares[0] == 1.0:
             return parts[0]
-        rows = np.concatenate([part.rows for part in parts])
-        self._parts = room(self._parts, len(rows), parts[0].values)
+        pieces = pieces_of(parts, shares)
+        rows = np.concatenate([piece.rows for piece in pieces])
+        self._sums = room(self._sums, len(rows), parts[0].values)
         end = 0
-        for part, share in zip(parts, shares, strict=True):
-            start, end = end, end + len(part.rows)
-            torch.mul(part.values, share, out=self._parts[start:end])
-        return self._joined(rows, self._parts[:end])
-
-    def _joined(self, rows: Rows, values: torch.Tensor) -> Touched:
-        """Add up what belongs to one row."""
-        order = np.argsort(rows, kind="stable")  # linear: a few ascending stretches are merged
-        ascending = rows[order]
-        first = np.ones(len(rows), dtype=bool)
-        np.not_equal(ascending[1:], ascending[:-1], out=first[1:])
-        if first.all():
-            return Touched(rows, values)
-        firsts = torch.from_numpy(order[first])
-        self._sums = room(self._sums, len(firsts), values)
-        sums = torch.index_select(values, 0, firsts, out=self._sums[: len(firsts)])
-        place = np.cumsum(first) - 1
-        again = ~first
-        sums.index_add_(
-            0,
-            torch.from_numpy(place[again]),
-            values.index_select(0, torch.from_numpy(order[again])),
-        )
-        return Touched(ascending[first], sums)
+        for piece in pieces:
+            start, end = end, end + len(piece.rows)
+            piece.mean(slice(0, len(piece.rows)), self._sums[start:end])
+        return Touched(rows, self._sums[:end])
 
 
 def room(memory: torch.Tensor | None, n: int, like: torch.Tensor) -> torch.Tensor:
