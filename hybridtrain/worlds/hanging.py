@@ -8,7 +8,8 @@ least once a second, so the numbers are coarse: nobody is in a hurry here.
 How long a stretch may be is learnt, worker by worker and kind by kind, from the longest so far.
 What has not been seen before (the first step, which compiles; the first validation; the first
 checkpoint) gets the time in which torch's own process groups would give up. A number given by the
-user is taken at its word, but for what comes before a worker's first step is over.
+user is taken at its word, but for what comes before a worker's first step is over; and what it does
+for the first time may take some seconds in any case, as modules are imported then.
 
 A pause of the watching process itself (Ctrl-Z, a container that is frozen, a machine that swaps)
 is nobody's fault: a look counts for little more than the interval between looks.
@@ -25,7 +26,8 @@ from hybridtrain.pulse import Doing, Pulse
 
 _FACTOR = 20.0  # times the longest stretch of that kind
 _QUICK_S, _PATIENT_S = 300.0, 1800.0
-_QUICK = (Doing.STEP, Doing.EVALUATION)  # the user's model computes, as it has done before
+STEPS = (Doing.STEP, Doing.EVALUATION)  # the user's model computes, as it has done before
+_FIRST_S = 10.0  # at least, for what is done for the first time
 _FIRST_TIMES = 10.0  # as long as given, for the first step and what comes before it
 _WARN_AT = 0.5  # of what is allowed
 
@@ -56,10 +58,11 @@ class Patience:
     def limit_s(self, sign: Sign, longest_s: float) -> float:
         """For the stretch that the worker is in; the longest of its kind took ``longest_s``."""
         if self.given_s is not None:
-            return self.given_s * (1.0 if sign.trained else _FIRST_TIMES)
-        if sign.first:
+            limit_s = self.given_s * (1.0 if sign.trained else _FIRST_TIMES)
+            return max(limit_s, _FIRST_S) if sign.nth <= 1 else limit_s
+        if sign.nth <= 1:
             return _PATIENT_S
-        least_s = _QUICK_S if sign.doing in _QUICK else _PATIENT_S
+        least_s = _QUICK_S if sign.doing in STEPS else _PATIENT_S
         return max(least_s, _FACTOR * longest_s)
 
     @property
@@ -72,8 +75,8 @@ class Patience:
 class Sign:
     """What is seen of a worker.
 
-    ``pid``: of its process; ``waits``: for an answer; ``doing``: what it does, ``first``: for the
-    first time; ``beats``: words and messages so far; ``trained``: a step, of training or of an
+    ``pid``: of its process; ``waits``: for an answer; ``doing``: what it does, for the ``nth``
+    time; ``beats``: words and messages so far; ``trained``: a step, of training or of an
     evaluation, is over.
     """
 
@@ -81,23 +84,27 @@ class Sign:
     waits: bool
     doing: Doing
     beats: int
-    first: bool = False
+    nth: int = 2
     trained: bool = True
 
     @classmethod
     def of(cls, pid: int, waits: bool, heard: int, pulse: Pulse) -> Sign:
         """As it is now; ``heard`` counts messages."""
         doing = pulse.doing
-        trained = any(pulse.begun(each) > (each == doing) for each in _QUICK)
-        return cls(pid, waits, doing, pulse.beats + heard, pulse.begun(doing) <= 1, trained)
+        trained = any(pulse.begun(each) > (each == doing) for each in STEPS)
+        return cls(pid, waits, doing, pulse.beats + heard, pulse.begun(doing), trained)
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The worker shows no sign of life. ``hung``: for longer than is allowed; else it is early."""
+    """The worker shows no sign of life, in what it does for the ``nth`` time.
+
+    ``longest_s``: it has ever been so long in that; ``hung``: for longer than is allowed.
+    """
 
     worker: int
     doing: Doing
+    nth: int
     for_s: float
     limit_s: float
     longest_s: float
@@ -114,7 +121,7 @@ class _Account:
     def remember(self) -> None:
         """This stretch is over."""
         doing = self.sign.doing
-        if not self.sign.first:
+        if self.sign.nth > 1:
             self.longest_s[doing] = max(self.silent_s, self.longest_s.get(doing, 0.0))
 
 
@@ -164,4 +171,4 @@ class Looks:
         if not hung and (account.warned or for_s < _WARN_AT * limit_s):
             return None
         account.warned = True
-        return Silent(worker, sign.doing, for_s, limit_s, longest_s, hung)
+        return Silent(worker, sign.doing, sign.nth, for_s, limit_s, longest_s, hung)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hybridtrain.pulse import STACKS_SIGNAL, Pulse
-from hybridtrain.worlds.hanging import Looks, Patience, Sign, Silent
+from hybridtrain.worlds.hanging import STEPS, Looks, Patience, Sign, Silent
 
 _USUAL_S = 1.0  # between looks
 _AGAIN_S = 0.1  # until the stacks may be there
@@ -55,6 +55,9 @@ class Watched(Protocol):
         ...
 
     def kill(self, cause: str) -> None: ...
+
+
+_BOTTOM = ("in _run_in_worker", "in _outcome", "in run_worker")
 
 
 class Also(Protocol):
@@ -148,7 +151,7 @@ class Watchman:
                 self._say(f"worker {silent.worker} {why}; it is waited for")
             return
         what = _in_words(silent, _state_in_words(worker.pid), _waiting(silent.worker, workers))
-        where = f"\nIts stacks, innermost call first:\n{stacks.rstrip()}" if stacks else ""
+        where = f"\nIts stacks, innermost call first:\n{_shortened(stacks)}" if stacks else ""
         if silent.hung:
             self._say(f"worker {silent.worker} (process {worker.pid}) hangs: it {what}{where}")
             worker.kill(f"hung and was killed: it {what}")
@@ -172,10 +175,19 @@ def _named(workers: Iterable[Watched], number: int) -> Watched:
 
 def _in_words(silent: Silent, state: str, waiting: str) -> str:
     longest = f", where it never took more than {silent.longest_s:.3g} s" * (silent.longest_s >= 1)
-    return (
-        f"has shown no sign of life for {silent.for_s:.3g} s {silent.doing}{longest}"
-        f"{state}{waiting}"
-    )
+    where = f"{silent.doing}{f' (number {silent.nth})' * (silent.doing in STEPS)}"
+    return f"has shown no sign of life for {silent.for_s:.3g} s {where}{longest}{state}{waiting}"
+
+
+def _shortened(stacks: str) -> str:
+    """Without the frames that every worker stands on."""
+    kept: list[str] = []
+    ours = False
+    for line in stacks.rstrip().splitlines():
+        ours = line.startswith("  ") and (ours or line.endswith(_BOTTOM))
+        if not ours:
+            kept.append(line)
+    return "\n".join(kept)
 
 
 def _waiting(number: int, workers: Iterable[Watched]) -> str:

@@ -89,7 +89,16 @@ def test_a_given_time_holds_for_everything_once_a_step_is_over() -> None:
     for doing in Doing:
         life = Life(Patience(8.0))
         life.trains(seconds=3.0)
+        life.does(doing, 3.0)
         assert hung_after_s(life.does(doing, 30)) == 8
+
+
+def test_what_is_done_for_the_first_time_may_take_some_seconds_whatever_was_given() -> None:
+    life = Life(Patience(2.0))
+    life.does(Doing.STEP, 1)
+    life.does(Doing.STEP, 1)
+    assert hung_after_s(life.does(Doing.CHECKPOINT, 30)) == 10
+    assert hung_after_s(life.does(Doing.CHECKPOINT, 30)) == 2
 
 
 def test_a_given_time_is_stretched_for_what_comes_before_the_end_of_the_first_step() -> None:

@@ -154,6 +154,7 @@ def test_a_worker_that_has_done_its_job_and_does_not_leave_is_killed_and_its_res
     def body(client: Client) -> int:
         train(client)
         if client.worker == 1:
+            client.pulse.beat(Doing.ENDING)  # then it is not the first time, which may take longer
             threading._register_atexit(oversleep)  # type: ignore[attr-defined]
         return client.worker
 

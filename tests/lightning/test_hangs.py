@@ -19,14 +19,15 @@ LIMIT_S = 1.5
 
 
 class Place(Callback):
-    """Worker 1 stays somewhere, once, for so long."""
+    """Worker 1 stays somewhere for so long, the second time that it comes there."""
 
     def __init__(self, where: str, seconds: float) -> None:
-        self.where, self.seconds = where, seconds
+        self.where, self.seconds, self.visits = where, seconds, 0
 
     def stay(self, where: str, trainer: Trainer) -> None:
-        if where == self.where and trainer.global_rank == 1:
-            self.where = ""
+        self.visits += where == self.where and trainer.global_rank == 1
+        if self.visits == 2:
+            self.visits += 1
             time.sleep(self.seconds)
 
     def on_train_batch_end(self, trainer: Any, module: Any, out: Any, batch: Any, n: int) -> None:
@@ -64,7 +65,7 @@ def hang(policy: str, module: Regression, *callbacks: Callback) -> str:
     """The obituary."""
     strategy = HybridStrategy(policy, hang_timeout_s=LIMIT_S, stop_grace_s=5)
     with pytest.raises(WorkerDied) as caught:
-        fit(strategy, 2, 4, module, callbacks=[*callbacks], max_epochs=2)
+        fit(strategy, 2, 4, module, callbacks=[*callbacks], max_epochs=3)
     return str(caught.value)
 
 
@@ -74,15 +75,20 @@ def test_a_worker_that_hangs_in_a_training_step_is_shown_with_the_line_it_hangs_
     obituary = hang("hybrid", Staying())
     assert obituary.startswith("worker 1 (process ")
     assert "hung and was killed: it has shown no sign of life for" in obituary
-    assert "in a training step; meanwhile worker 0 waits for its release" in obituary
+    assert "in a training step (number 3); meanwhile worker 0 waits for its release" in obituary
     shown = capfd.readouterr().err
     assert "may hang" in shown and "test_hangs.py" in shown and "in stay" in shown
+    assert "child.py" not in shown, "where our own frames begin is of no interest"
 
 
 @pytest.mark.parametrize(
     ("policy", "where", "words"),
     [
-        ("async", "validation", "in an evaluation step; meanwhile worker 0 waits for all in "),
+        (
+            "async",
+            "validation",
+            "in an evaluation step (number 2); meanwhile worker 0 waits for all in ",
+        ),
         ("hybrid", "epoch", "at the beginning or end of an epoch or of a validation; meanwhile "),
     ],
 )
