@@ -103,6 +103,9 @@ class Boundary(pl.Callback):
 
     # ---- signs of life --------------------------------------------------------------------------
 
+    def on_train_end(self, *_: Any) -> None:
+        self._beat(Doing.ENDING)
+
     def teardown(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.ENDING)
 
@@ -111,13 +114,14 @@ class Boundary(pl.Callback):
 
     def _mark_checkpoints(self, trainer: Any) -> None:
         """Saving may take long, whoever asks for it."""
-        save, beat = trainer.save_checkpoint, self._beat
+        save, beat, pulse = trainer.save_checkpoint, self._beat, self._client.pulse
 
         def marked(*args: Any, **kwargs: Any) -> Any:
+            after = Doing.ENDING if pulse.doing is Doing.ENDING else Doing.BETWEEN
             beat(Doing.CHECKPOINT)
             try:
                 return save(*args, **kwargs)
             finally:
-                beat(Doing.BETWEEN)
+                beat(after)
 
         trainer.save_checkpoint = marked
