@@ -27,7 +27,7 @@ STEP = 3
 
 def train(*faults: dict[str, Any], policy: str = "hybrid", **options: Any) -> tuple[Any, Any]:
     """Two workers, two epochs of six steps; a validation and a checkpoint after each."""
-    ours = ("on_oom", "on_nonfinite", "checkpoint")
+    ours = ("on_oom", "on_nonfinite", "checkpoint", "hang_timeout_s")
     mine = {name: options.pop(name) for name in ours if name in options}
     strategy = HybridStrategy(policy, faults=[{"worker": 1, **each} for each in faults], **mine)
     pl.seed_everything(7, verbose=False)
@@ -85,9 +85,9 @@ def test_a_fault_ends_the_run_as_the_real_one_would(kind: str, error: Any, text:
 
 
 def test_losing_the_processes_that_read_data_is_what_it_would_be_for_torch() -> None:
-    """Which sees either the death or the broken pipe first."""
+    """Which sees the death or the broken pipe first, or waits for half a message for ever."""
     with pytest.raises((RuntimeError, OSError, EOFError)) as caught:
-        train({"step": 1, "kind": "lose_data_loader"}, n_readers=1)
+        train({"step": 1, "kind": "lose_data_loader"}, n_readers=1, hang_timeout_s=10)
     assert not isinstance(caught.value, InjectedFault)
     assert told() == [("lose_data_loader", "compute", 1, 1)]
 
