@@ -1,0 +1,115 @@
+"""``scripts/fault_matrix.py`` and ``scripts/soak.py``: what they make of what they have seen."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from trials import work
+from trials.apart import run_apart
+from trials.cell import Case, Row, cases
+from trials.soaking import SIZE, Soaked, rates, soak
+from trials.tap import Part, Tap, farthest, recomputed
+
+ROOT = Path(__file__).parents[2]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"scripts/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_matrix_has_every_kind_in_every_phase_that_it_can_happen_in() -> None:
+    found = cases(["hybrid", "async"], ["stop", "continue", "restart"])
+    assert len(found) == len(set(found)) == 6 * 37
+    assert {case.worker for case in found if case.phase == "checkpoint"} == {0}
+
+
+def test_a_cell_complains_of_whatever_must_not_be() -> None:
+    fine = Row(Case("hybrid", "restart", "kill", "push"), "restarted", as_undisturbed=True)
+    assert fine.complaints == []
+    for name, value in {
+        "outcome": "hung",
+        "torn": 1,
+        "lost": 4,
+        "doubled": 1,
+        "difference": 1e-2,
+        "as_undisturbed": False,
+        "home": False,
+        "left": ["process 7 (python)"],
+    }.items():
+        assert len(Row(**{**vars(fine), name: value}).complaints) == 1, name
+    report = script("fault_matrix").report([fine, Row(Case("hybrid", "stop", "hang", "pull"))])
+    assert "| kill | push | restarted, = bits | – |" in report
+    assert "| hang | pull | – | **hung: hung** |" in report and "Hung: 1." in report
+
+
+def part(worker: int, samples: tuple[int, ...], version: int) -> Part:
+    return Part(worker, samples, float(len(samples)), version)
+
+
+def test_what_plain_torch_makes_of_the_same_mini_batches_tells_a_missing_one() -> None:
+    parts = [[part(0, (0, 1), 0), part(1, (2, 3), 0)], [part(0, (4, 5), 1), part(1, (6,), 0)]]
+    tap = Tap(True, torch.zeros(2, 4))
+    tap.parts = parts
+    tap.states = [{"parameters": values} for values in recomputed(tap, 8)]
+    assert len(tap.states) == 3 and farthest(tap, 8) == 0
+    tap.parts = [parts[0], parts[1][:1]]
+    assert farthest(tap, 8) > 1e-3
+    tap.parts = [parts[0], [parts[1][0], part(1, (6,), 1)]]
+    assert farthest(tap, 8) > 1e-5, "another version"
+
+
+def leaving(folder: Path) -> None:
+    import os
+    import tempfile
+    import time
+
+    if os.fork() == 0:
+        time.sleep(100)
+    Path(tempfile.mkstemp()[1]).write_text("left")
+
+
+def test_what_a_trial_leaves_is_seen_and_ended() -> None:
+    ending = run_apart(leaving, 20.0)
+    assert ending.status == 0
+    assert Counter(each.partition(" ")[0].partition("/")[0] for each in ending.left) == {
+        "process": 1,
+        "tmp": 1,
+    }
+
+
+def test_random_faults_come_about_as_often_as_they_should() -> None:
+    per_step = sum(fault["rate"] for fault in rates(5.0))
+    steps_per_s = SIZE.workers / (1.5 * work.Size(step_s=SIZE.step_s).step_s)
+    assert 1 / (per_step * steps_per_s) == pytest.approx(5.0)
+
+
+def test_a_short_soak_without_faults_uses_each_sample_once_an_epoch() -> None:
+    run = soak("async", 1, None)
+    assert (run.outcome, run.missing, run.twice, run.left) == ("finished", 0, 0, [])
+    assert run.updates == SIZE.samples / SIZE.batch
+
+
+def test_the_table_of_a_soak_holds_the_loss_against_undisturbed_runs() -> None:
+    def run(disturbed: bool, loss: float, **more: Any) -> Soaked:
+        return Soaked("async", 9, disturbed, "finished", loss=loss, **more)
+
+    runs = [
+        run(True, 0.5, faults={"kill in push": 2}, wall_s=90.0),
+        run(False, 0.4),
+        run(False, 0.6),
+    ]
+    table = script("soak").table(runs)
+    assert "| `async` | 1.5 | 2 (2 kill in push) |" in table
+    assert "0.5 (0.4 to 0.6 undisturbed)" in table
