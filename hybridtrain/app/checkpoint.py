@@ -14,19 +14,31 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.files import fault_of
+from hybridtrain.lightning.resume import read_format
 
 
-def check_checkpoint(path: Path, module: pl.LightningModule) -> None:
-    """Raise UserError unless ``path`` holds a Lightning checkpoint of ``module``."""
+def check_checkpoint(path: Path, module: pl.LightningModule) -> int:
+    """How many updates are behind the checkpoint; 0: it does not say.
+
+    Raises:
+        UserError: unless ``path`` holds a Lightning checkpoint of ``module``, undamaged.
+    """
     content = _load(path)
     if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
         raise UserError(f"ckpt={path}: this file holds no Lightning checkpoint (no state_dict)")
+    read_format(content)
     _check_parameters(path, content["state_dict"], module)
+    step = content.get("global_step", 0)
+    return step if isinstance(step, int) else 0
 
 
 def _load(path: Path) -> Any:
     if not path.is_file():
         raise UserError(f"ckpt={path}: there is no such file")
+    fault = fault_of(path) if zipfile.is_zipfile(path) else None  # older ones have no checksums
+    if fault is not None:
+        raise UserError(f"ckpt={path}: the file is corrupt: {fault}; choose another, or ckpt=last")
     try:
         return torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)

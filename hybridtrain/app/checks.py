@@ -25,6 +25,8 @@ PRECISIONS = (
 # Numbers that may also be words, or the reverse; everything else keeps the type of its default.
 FREE = ("trainer.devices", "trainer.overfit_batches", "trainer.fast_dev_run", "seed", "run_dir")
 
+TOP = ("seed", "test", "test_only", "profile", "ckpt")
+
 
 def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Everything that can be told without this machine's hardware and without importing torch."""

@@ -15,7 +15,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from hybridtrain.app import compose, jobs, sweep
+from hybridtrain.app import compose, jobs, resuming, sweep
 from hybridtrain.app.outcome import FAILED, Outcome, guarded
 from hybridtrain.app.quiet import hush
 from hybridtrain.errors import UserError
@@ -42,6 +42,8 @@ def _command(argv: Sequence[str], overrides: list[str]) -> Outcome:
     if not {"", str(Path.cwd())}.intersection(sys.path):
         sys.path.insert(0, str(Path.cwd()))  # the console script: a user's module lies here
     flags, found = _split(list(argv))
+    overrides[:] = found
+    found = resuming.expanded(found, bool({"-m", "--multirun"} & set(flags)))
     overrides[:] = found
     jobs.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]
     return _hydra_main([*flags, *found])

@@ -90,7 +90,7 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     another model is passed on), ``task=own`` when no task is named, and that ``model.width`` may
     be a new key. The same holds for ``data``. Everything else passes unchanged.
     """
-    overrides = [_quoted_checkpoint(text) for text in overrides]
+    overrides = [_quoted_path(text) for text in overrides]
     try:
         parsed = parse(overrides)
     except Exception:  # Hydra reports it
@@ -109,13 +109,13 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     return result
 
 
-def _quoted_checkpoint(text: str) -> str:
+def _quoted_path(text: str) -> str:
     """``ckpt=run/epoch=3-step=96.ckpt``: Hydra wants quotes around a value with ``=`` in it.
 
     That is how Lightning names its checkpoints, and the shell has taken the user's quotes away.
     """
     key, _, value = text.partition("=")
-    if key != "ckpt" or "=" not in value or value[:1] in ("'", '"'):
+    if key not in ("ckpt", "resume") or "=" not in value or value[:1] in ("'", '"'):
         return text
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"ckpt='{escaped}'"
+    return f"{key}='{escaped}'"

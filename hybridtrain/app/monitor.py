@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.app.logged import log_histogram, scalars
 from hybridtrain.app.stats import RunStats, counted, history_row, with_known
@@ -35,6 +38,7 @@ class RunMonitor(pl.Callback):
         self.directory = Path(directory) if directory is not None else None
         self.log_every_s = log_every_s
         self.hparams: dict[str, Any] | None = None  # given by the command line, logged at the start
+        self.goes_on_at: int | None = None  # updates behind the checkpoint of a run that goes on
         self._samples = 0.0
         self._counts = True  # nobody knows better
         self._steps, self._every = 0, 1
@@ -44,6 +48,7 @@ class RunMonitor(pl.Callback):
         self._last_log = float("-inf")
         self._made = time.monotonic()  # one clock for all processes of a host
         self._history: History | None = None
+        self._refused = False  # by the disk
         self._loss_sum: torch.Tensor | None = None  # since the last row
         self._n_losses = 0
         self._ages: dict[int, int] = {}  # at the last log
@@ -61,6 +66,9 @@ class RunMonitor(pl.Callback):
         """Start the clock."""
         self._counts = getattr(trainer.strategy, "run_stats", None) is None
         self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
+        if self._history is not None and self.goes_on_at is not None:
+            with self._disk():
+                self._history.go_on(self.goes_on_at, self.stats(trainer)["updates"])
         self._began = time.perf_counter()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -154,9 +162,22 @@ class RunMonitor(pl.Callback):
 
     def _leave(self, trainer: pl.Trainer, stats: RunStats) -> None:
         if self.directory is not None and trainer.is_global_zero and self.directory.is_dir():
-            unfinished = self.directory / f"{STATS_FILE}.new"
-            unfinished.write_text(json.dumps(stats))
-            unfinished.replace(self.directory / STATS_FILE)
+            with self._disk():
+                unfinished = self.directory / f"{STATS_FILE}.new"
+                unfinished.write_text(json.dumps(stats))
+                unfinished.replace(self.directory / STATS_FILE)
+
+    @contextmanager
+    def _disk(self) -> Iterator[None]:
+        """A disk that is full ends no run, and that is said once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._refused:
+                rank_zero_warn(
+                    f"{self.directory}: the course of the run is lost ({error.strerror})"
+                )
+            self._refused = True
 
     # ---- history --------------------------------------------------------------------------------
 
@@ -189,4 +210,5 @@ class RunMonitor(pl.Callback):
         if self._loss_sum is not None:
             row["train_loss"] = float(self._loss_sum) / self._n_losses
         self._loss_sum, self._n_losses = None, 0
-        self._history.add({**row, **{k: v for k, v in metrics.items() if k not in row}})
+        with self._disk():
+            self._history.add({**row, **{k: v for k, v in metrics.items() if k not in row}})

@@ -1,9 +1,8 @@
-"""The configuration of a run, as its record keeps it, and back again."""
+"""What the record of a run is told of its configuration and its seed."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
-RUN_DIR = "{run_dir}"  # stands for the run's directory, which is another one in a replay
+from hybridtrain.app.configured import portable
 
 
 def seed_all(seed: int | None, drawn: int | None = None) -> int | None:
@@ -46,27 +45,6 @@ def describe_run(cfg: DictConfig, trainer: pl.Trainer, drawn_seed: int | None) -
 def _checkpoints(run_dir: Path) -> list[str]:
     """Those that lie there already, below the run's directory."""
     return sorted(str(path.relative_to(run_dir)) for path in run_dir.rglob("*.ckpt"))
-
-
-def portable(cfg: DictConfig) -> dict[str, Any]:
-    """Everything resolved, with a name in the place of the run's directory."""
-    copy = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-    OmegaConf.set_struct(copy, False)
-    copy.run_dir = RUN_DIR
-    content: Any = OmegaConf.to_container(copy, resolve=True)
-    return {str(key): value for key, value in content.items()}
-
-
-def placed(content: Any, run_dir: Path) -> Any:
-    """The other way round."""
-    match content:
-        case dict():
-            return {key: placed(value, run_dir) for key, value in content.items()}
-        case list():
-            return [placed(value, run_dir) for value in content]
-        case str():
-            return content.replace(RUN_DIR, os.fspath(run_dir))
-    return content
 
 
 def hash_of_checkpoint(path: Path) -> str:

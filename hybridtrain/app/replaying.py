@@ -11,8 +11,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from hybridtrain.app.configured import changed_keys, placed, portable
 from hybridtrain.app.quiet import hush, hush_lightning
-from hybridtrain.app.recorded import hash_of_checkpoint, placed, portable
+from hybridtrain.app.recorded import hash_of_checkpoint
 from hybridtrain.app.run import Parts, build
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.rerun import changed_code, changed_versions, replay_fit
@@ -151,7 +152,7 @@ def differences(record: Record) -> list[str]:
 
 def _changed_inputs(told: Mapping[str, Any]) -> Iterator[str]:
     if (edited := _edited(told)) is not None:
-        for key, before, now in _changed_keys(told["config"], edited):
+        for key, before, now in changed_keys(told["config"], edited):
             yield f"configuration: {key}={now} in .hydra/config.yaml, {before} in the run"
     if ckpt := told["config"]["ckpt"]:
         now = hash_of_checkpoint(Path(ckpt))
@@ -170,12 +171,3 @@ def _edited(told: Mapping[str, Any]) -> dict[str, Any] | None:
         return portable(cfg)
     except Exception as error:  # YAML's, OmegaConf's
         raise UserError(f"configuration: {path} cannot be read ({type(error).__name__})") from error
-
-
-def _changed_keys(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(then, dict) and isinstance(now, dict):
-        for key in sorted({*then, *now}):
-            inner = f"{path}.{key}" if path else str(key)
-            yield from _changed_keys(then.get(key), now.get(key), inner)
-    elif then != now:
-        yield path, then, now

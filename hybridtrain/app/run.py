@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -20,15 +15,18 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ProgressBar
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
-from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from hybridtrain.app import jobs, summary
+from hybridtrain.app.begun import begin, claimed, keeping_whole, unsaved
 from hybridtrain.app.checkpoint import check_checkpoint
 from hybridtrain.app.checks import check_config
+from hybridtrain.app.continued import go_on
+from hybridtrain.app.ending import mapping_signals, no_process_left, terminating
 from hybridtrain.app.evaluate import Subject, evaluate, has_test
+from hybridtrain.app.kept import newest
 from hybridtrain.app.machine import check_directory, check_machine
 from hybridtrain.app.monitor import RunMonitor
-from hybridtrain.app.outcome import Outcome, exit_code, guarded, interrupted
+from hybridtrain.app.outcome import FAILED, Outcome, guarded
 from hybridtrain.app.quiet import hush_lightning
 from hybridtrain.app.recorded import describe_run, seed_all
 from hybridtrain.app.targets import check_targets
@@ -61,11 +59,16 @@ def execute(cfg: DictConfig) -> Outcome:
     def body() -> Outcome:
         parts = build(cfg, overrides)
         box.append(parts)
+        begin(cfg)
         _train_and_test(cfg, parts)
-        return Outcome(metric=_metric(cfg, parts.metrics))
+        return _outcome(cfg, parts)
 
-    with _terminating(), _no_process_left(), vanishing_sockets():
-        outcome = guarded(lambda: _mapping_signals(body, box), overrides)
+    def strategy() -> Any:
+        return box[0].trainer.strategy if box else None
+
+    claim = claimed(Path(cfg.run_dir))
+    with terminating(), no_process_left(), vanishing_sockets(), claim:
+        outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
     if box:
         _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
     return replace(outcome, directory=summary.short(cfg.run_dir))
@@ -87,10 +90,12 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
     if data is not None:
         _must_be(data, pl.LightningDataModule, "data", cfg.data)
-    if cfg.ckpt is not None:
-        check_checkpoint(Path(cfg.ckpt), module)
+    step = 0 if cfg.ckpt is None else check_checkpoint(Path(cfg.ckpt), module)
     loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
-    trainer = _trainer(cfg, _callbacks(cfg, loggers), loggers)
+    callbacks = _callbacks(cfg, loggers)
+    if cfg.get("resume") is not None:
+        loggers = go_on(loggers, callbacks, step)
+    trainer = _trainer(cfg, callbacks, loggers)
     if cfg.get("profile"):
         vars(trainer)["profiler"] = _profiler(cfg)
     describe_run(cfg, trainer, drawn_seed)
@@ -168,7 +173,10 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
     trainer, module, data = parts.trainer, parts.module, parts.data
     ckpt = cfg.ckpt
     if not cfg.test_only:
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None)
+        with keeping_whole(trainer):
+            trainer.fit(
+                module, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None
+            )
         parts.metrics |= {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
         ckpt = _best(trainer)
     if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
@@ -187,7 +195,16 @@ def _quiet_csv(loggers: list[Logger]) -> list[Logger]:
 def _best(trainer: pl.Trainer) -> str | None:
     callback = trainer.checkpoint_callback
     path = callback.best_model_path if isinstance(callback, ModelCheckpoint) else ""
-    return path or None
+    return path if path and Path(path).is_file() else None  # the disk may have refused it
+
+
+def _outcome(cfg: DictConfig, parts: Parts) -> Outcome:
+    metric, lost = _metric(cfg, parts.metrics), unsaved(parts.trainer)
+    if not lost:
+        return Outcome(metric=metric)
+    name, reason = next(iter(lost.items()))
+    error = f"trained to the end, but {len(lost)} checkpoints are missing, {name} ({reason})"
+    return Outcome(exit=FAILED, metric=metric, error=error)
 
 
 def _metric(cfg: DictConfig, metrics: dict[str, float]) -> float | None:
@@ -201,58 +218,6 @@ def _metric(cfg: DictConfig, metrics: dict[str, float]) -> float | None:
             f"{', '.join(sorted(metrics)) or 'none'}"
         )
     return metrics[name]
-
-
-def _mapping_signals(body: Any, box: list[Parts]) -> Outcome:
-    """Lightning turns Ctrl-C into exit status 1; give it back the shell's number."""
-    try:
-        result: Outcome = body()
-    except KeyboardInterrupt:
-        return interrupted(signal.SIGINT)
-    except SIGTERMException:
-        return interrupted(signal.SIGTERM)
-    except SystemExit as stop:
-        known = getattr(box[0].trainer.strategy, "interrupted_by", None) if box else None
-        if known is not None:
-            return interrupted(int(known))
-        if isinstance(stop.__context__, KeyboardInterrupt):
-            return interrupted(signal.SIGINT)
-        return Outcome(exit=exit_code(stop))
-    return result
-
-
-@contextmanager
-def _terminating() -> Iterator[None]:
-    """SIGTERM ends a run as an exception would: callbacks save, children stop, status 143."""
-
-    def stop(signum: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    try:
-        before = signal.signal(signal.SIGTERM, stop)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    interrupt = signal.getsignal(signal.SIGINT)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after the first
-
-
-@contextmanager
-def _no_process_left() -> Iterator[None]:
-    """Kill what an interrupted strategy left behind (Lightning's forked DDP does)."""
-    before = {x.pid for x in multiprocessing.active_children()}
-    try:
-        yield
-    finally:
-        left = [x for x in multiprocessing.active_children() if x.pid not in before]
-        for child in left:
-            child.join(timeout=2.0)
-            child.kill()
-            child.join()
 
 
 def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> None:
@@ -272,7 +237,8 @@ def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> N
     )
     if (stats := summary.left_stats(directory)) is not None:
         result.take(stats)
-    result.metrics = parts.metrics
+    result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
+    result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt)
     summary.write(result, directory)
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
     print("\n".join(summary.lines(result, directory, tensorboard)), flush=True)
@@ -282,13 +248,9 @@ def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: Outcome) -> str |
     """The best checkpoint; of a run that was cut short, the newest, to go on from."""
     if cfg.test_only:
         return str(cfg.ckpt)
-    newest = _newest(Path(cfg.run_dir))
-    return newest if outcome.exit != 0 else _best(trainer) or newest
-
-
-def _newest(directory: Path) -> str | None:
-    found = sorted(directory.glob("checkpoints/*.ckpt"), key=lambda x: x.stat().st_mtime)
-    return str(found[-1]) if found else None
+    best = _best(trainer) if outcome.exit == 0 else None
+    path = best or newest([Path(cfg.run_dir) / "checkpoints"])
+    return None if path is None else str(path)
 
 
 def _device(trainer: pl.Trainer) -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from hybridtrain.app.monitor import STATS_FILE
 from hybridtrain.app.stats import RunStats, Staleness
+from hybridtrain.files import write_whole
 from hybridtrain.slowness import Slow, slow_worker
 
 SUMMARY_FILE = "summary.json"
@@ -40,6 +42,8 @@ class Summary:
     left_out: dict[str, list[int]] = field(default_factory=dict)  # fault -> by worker
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
+    unsaved: dict[str, str] = field(default_factory=dict)  # checkpoints that are missing: reasons
+    resumed: str | None = None  # the checkpoint that the run went on from, in the same directory
     exit: int = 0
     error: str | None = None
 
@@ -79,7 +83,10 @@ def left_stats(directory: Path) -> RunStats | None:
 def write(summary: Summary, directory: Path) -> None:
     """Write ``summary.json``; numbers that JSON cannot hold become null."""
     text = json.dumps(_plain(asdict(summary)), indent=2)
-    (directory / SUMMARY_FILE).write_text(text + "\n")
+    try:
+        write_whole(directory / SUMMARY_FILE, (text + "\n").encode())
+    except OSError as error:  # as for checkpoints
+        print(f"hybridtrain: no {SUMMARY_FILE} ({error.strerror})", file=sys.stderr)
 
 
 def _plain(value: Any) -> Any:
@@ -110,7 +117,9 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("left out", _left_out(summary)),
         *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
-        ("to go on", _go_on(summary)),
+        ("not saved", "; ".join(f"{short(k)} ({v})" for k, v in summary.unsaved.items())),
+        ("resumed", f"from {short(summary.resumed)}" if summary.resumed else ""),
+        ("to go on", _go_on(summary, directory)),
         ("logs", short(directory)),
     ]
     if tensorboard:
@@ -119,10 +128,10 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
     return [head, *(f"  {name.ljust(width)}  {text}" for name, text in rows if text)]
 
 
-def _go_on(summary: Summary) -> str:
+def _go_on(summary: Summary, directory: Path) -> str:
     if summary.exit == 0 or summary.checkpoint is None:
         return ""
-    return f"the same command with ckpt={shlex.quote(short(summary.checkpoint))}"
+    return f"python -m hybridtrain resume={shlex.quote(short(directory))}"
 
 
 def _effective_batch(summary: Summary) -> str:

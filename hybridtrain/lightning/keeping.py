@@ -49,14 +49,18 @@ class Keeping:
             for path, reason in self.unsaved.lost.items():
                 rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
 
-    def take_over(self, trainer: Any) -> None:
-        """In every worker, of which one writes; a plugin of the user's own stays."""
+    def take_over(self, trainer: Any, links: bool = True) -> None:
+        """In every worker, of which one writes; a plugin of the user's own stays.
+
+        Args:
+            links: whether callbacks may be changed that make links; they cannot travel then.
+        """
         strategy = trainer.strategy
         if type(strategy._checkpoint_io) not in (type(None), TorchCheckpointIO):
             return
         strategy.checkpoint_io = writer = WholeCheckpointIO(self.unsaved)
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+            if links and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
                 _link_if_possible(callback, self.unsaved)
         if self.how == "background" and not any(reads_at_once(each) for each in trainer.loggers):
             for callback in trainer.checkpoint_callbacks:

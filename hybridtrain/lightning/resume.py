@@ -13,7 +13,7 @@ done up to the last step, and Lightning's counters are set back to it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,21 @@ def _state(sampler: EpochSampler, unseen: dict[Lap, Spans]) -> dict[str, Any]:
     }
 
 
+def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What lies under the key, if anything does.
+
+    Raises:
+        UserError: if a newer version of this package wrote it.
+    """
+    ours: dict[str, Any] | None = checkpoint.get(KEY)
+    if ours is not None and ours["format"] > FORMAT:
+        raise UserError(
+            f"the checkpoint's key {KEY!r} has format {ours['format']}, and this version of "
+            f"hybridtrain reads up to {FORMAT}; update hybridtrain, or delete the key from the file"
+        )
+    return ours
+
+
 def read(checkpoint: dict[str, Any]) -> Resumed | None:
     """What a loaded checkpoint says, if it is of the middle of an epoch.
 
@@ -111,12 +126,7 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
     Raises:
         UserError: if a newer version of this package wrote it.
     """
-    ours = checkpoint.get(KEY)
-    if ours is not None and ours["format"] > FORMAT:
-        raise UserError(
-            f"the checkpoint's key {KEY!r} has format {ours['format']}, and this version of "
-            f"hybridtrain reads up to {FORMAT}; update hybridtrain, or delete the key from the file"
-        )
+    ours = read_format(checkpoint)
     loops = checkpoint.get("loops", {}).get("fit_loop")
     if loops is None:
         return None

@@ -46,19 +46,47 @@ class History:
     folder: Path
     _columns: list[str] = field(default_factory=list)
     _next_s: float = 0.0
+    _before: dict[str, float] = field(default_factory=dict)  # of an earlier time, in some columns
 
     def due(self, train_s: float) -> bool:
         """Whether it is time for another row: 0.1 s, and 1 % of the time so far, after the last."""
         return train_s >= self._next_s
 
+    def go_on(self, updates: int, counted: int) -> None:
+        """Keep the rows up to so many updates, and count on from the last of them.
+
+        Args:
+            updates: behind the checkpoint from which the run goes on.
+            counted: of these, by who counts now.
+        """
+        course = read_history(self.folder)
+        values = zip(*course.columns.values(), strict=True)
+        rows = [dict(zip(course.columns, map(_whole, row), strict=True)) for row in values]
+        kept = [row for row in rows if row["updates"] <= updates]
+        if not kept:
+            return
+        last = kept[-1]
+        self._widen(self.folder / HISTORY_FILE, course.columns)
+        for row in kept:
+            self._append(row)
+        per_update = last["samples"] / last["updates"] if last["updates"] else 0.0
+        samples = last["samples"] + (updates - last["updates"]) * per_update
+        self._before = {"wall_s": last["wall_s"], "train_s": last["train_s"]}
+        self._before |= {"samples": samples, "updates": updates - counted}
+
     def add(self, row: Mapping[str, float]) -> None:
         """Another row. Raises OSError."""
         train_s = row["train_s"]
         self._next_s = train_s + max(LEAST_S, LEAST_SHARE * train_s)
+        row = {**row, **{name: row[name] + more for name, more in self._before.items()}}
         names = {name.replace("\n", " "): value for name, value in row.items()}
         path = self.folder / HISTORY_FILE
         if not self._columns or not names.keys() <= set(self._columns):
             self._widen(path, names)
+        self._append(names)
+
+    def _append(self, names: Mapping[str, float]) -> None:
+        path = self.folder / HISTORY_FILE
         with path.open("a", newline="") as file:
             file.write(_line(_cell(names.get(name)) for name in self._columns))
 
@@ -73,6 +101,10 @@ class History:
         unfinished.replace(path)
 
 
+def _whole(value: float) -> float:
+    return int(value) if value.is_integer() else value
+
+
 def _line(cells: Iterable[str]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(cells)
@@ -80,7 +112,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _cell(value: float | None) -> str:
-    if value is None:
+    if value is None or math.isnan(value):
         return ""
     return str(value) if isinstance(value, int) else f"{value:.7g}"
 
