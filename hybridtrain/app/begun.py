@@ -12,7 +12,6 @@ from omegaconf import DictConfig
 from pytorch_lightning import Trainer
 
 from hybridtrain.app import kept
-from hybridtrain.app.summary import SUMMARY_FILE
 from hybridtrain.lightning.keeping import Keeping
 
 
@@ -32,7 +31,7 @@ def begin(cfg: DictConfig) -> None:
         return
     directory = Path(cfg.run_dir)
     kept.sign(directory)
-    (directory / SUMMARY_FILE).unlink(missing_ok=True)
+    (directory / kept.SUMMARY_FILE).unlink(missing_ok=True)
 
 
 @contextmanager

@@ -18,11 +18,10 @@ from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
 from hybridtrain.app.configured import placed, portable
-from hybridtrain.app.summary import SUMMARY_FILE
 from hybridtrain.errors import UserError
 from hybridtrain.files import fault_of
 
-RUN_FILE = "run.json"
+RUN_FILE, SUMMARY_FILE = "run.json", "summary.json"
 FORMAT = 1  # of what lies in a run's directory
 CONFIG = Path(".hydra") / "config.yaml"
 OVERRIDES = Path(".hydra") / "overrides.yaml"

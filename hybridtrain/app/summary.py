@@ -12,12 +12,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hybridtrain.app.kept import SUMMARY_FILE
 from hybridtrain.app.monitor import STATS_FILE
 from hybridtrain.app.stats import RunStats, Staleness
 from hybridtrain.files import write_whole
 from hybridtrain.slowness import Slow, slow_worker
-
-SUMMARY_FILE = "summary.json"
 
 
 @dataclass(slots=True)

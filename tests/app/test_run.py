@@ -16,7 +16,7 @@ from tests.app.tiny import TINY, N
 KEYS = {
     *("strategy", "workers", "device", "updates", "samples", "samples_per_s", "wall_s"),
     *("train_s", "started", "effective_batch", "waiting_share", "staleness", "lead", "dropped"),
-    *("left_out", "metrics", "checkpoint", "exit", "error", "slow"),
+    *("left_out", "metrics", "checkpoint", "exit", "error", "slow", "unsaved", "resumed"),
 }
 
 
