@@ -34,7 +34,7 @@ from hybridtrain.lightning.lock_free import check_lock_free
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
-from hybridtrain.lightning.sending import check_sending
+from hybridtrain.lightning.startup import check_startup
 from hybridtrain.memory.scratch import Scratch
 from hybridtrain.messages import Stopped
 from hybridtrain.slowness import SlowReport
@@ -87,8 +87,8 @@ class HybridLauncher(_Launcher):
         loggers = logger_states(trainer) if start_method == "fork" else []
         scratch = Scratch()
         job = _Job(trainer, function, args, kwargs, snapshot, loggers, scratch.path)
-        check_sending(start_method, job, job.named())
         n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
+        check_startup(strategy, start_method, threads, usable_cores(), job)
         in_update = usable_cores() if strategy.regime.lockstep else 1
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)

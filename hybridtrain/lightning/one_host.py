@@ -11,6 +11,7 @@ from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.ahead import Ahead
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.startup import check_loader
 
 
 class OneHost:
@@ -82,6 +83,12 @@ class OneHost:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """As Lightning does it, with a look at where mini-batches are to go through."""
+        if self.global_rank == 0:
+            check_loader(dataloader, self.world_size)
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As Lightning does it, unless it has been done already."""

@@ -12,6 +12,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,24 @@ from hybridtrain.errors import UserError
 _LEADS_BACK = frozenset({"_trainer", "_fabric", "trainer"})
 
 
-def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> None:
+@dataclass(slots=True)
+class Load:
+    """What is sent to a spawned worker, in bytes: its own, and of tensors, which all share."""
+
+    own: int = 0
+    shared: int = 0
+
+
+def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> Load:
     """See that workers started this way can have ``job``, of which ``named`` are the parts.
+
+    Returns how much that is; nothing is sent to a forked worker.
 
     Raises:
         UserError: naming the line that trains on import, or the attribute that cannot be sent.
     """
     if start_method == "fork":
-        return
+        return Load()
     if (line := unguarded_line()) is not None:
         raise UserError(
             f"workers are started by {start_method}, which imports the script anew in each of "
@@ -40,8 +51,9 @@ def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> None:
         )
     main = sys.modules.get("__main__")
     lost = () if _can_be_imported(main) else ("__main__",)
-    if _fails(job, lost) is None:
-        return
+    load = Load()
+    if _fails(job, lost, load) is None:
+        return load
     for path, part in named.items():
         if (found := unsendable(part, path, lost)) is not None:
             raise UserError(
@@ -101,26 +113,42 @@ def _can_be_imported(main: Any) -> bool:
 
 
 class _Nowhere:
-    """A file that forgets."""
+    """A file that forgets all but how much it was."""
 
-    def write(self, part: bytes) -> int:
-        return len(part)
+    def __init__(self, load: Load) -> None:
+        self._load = load
+
+    def write(self, part: Any) -> int:
+        n_bytes = memoryview(part).nbytes
+        self._load.own += n_bytes
+        return n_bytes
 
 
 class _Probe(ForkingPickler):
     """Pickles to nowhere and skips what is large, or can only be sent while a process starts."""
 
-    def __init__(self, lost: tuple[str, ...]) -> None:
-        super().__init__(_Nowhere())
-        self._lost = lost
+    def __init__(self, lost: tuple[str, ...], load: Load) -> None:
+        super().__init__(_Nowhere(load))
+        self._lost, self._load = lost, load
+        self._counted: set[int] = set()  # where storages are that more than one tensor may have
 
     def persistent_id(self, obj: Any) -> str | None:
         if isinstance(obj, torch.Tensor):
             if obj.requires_grad and not obj.is_leaf:
                 raise pickle.PicklingError("a tensor with a history cannot be sent: detach it")
+            self._count(obj)
             return "tensor"
         known = isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage)
         return "other" if known or type(obj).__module__.startswith("multiprocessing.") else None
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        """Torch puts it into shared memory, once for all workers."""
+        plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        if plain and not tensor.is_shared():
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._counted:
+                self._counted.add(storage.data_ptr())
+                self._load.shared += storage.nbytes()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type | types.FunctionType) and obj.__module__ in self._lost:
@@ -128,10 +156,17 @@ class _Probe(ForkingPickler):
         return NotImplemented
 
 
-def _fails(obj: Any, lost: tuple[str, ...]) -> str | None:
+def load_of(obj: Any) -> Load:
+    """How much of it is sent to a spawned worker."""
+    load = Load()
+    _fails(obj, (), load)
+    return load
+
+
+def _fails(obj: Any, lost: tuple[str, ...], load: Load | None = None) -> str | None:
     """Why it cannot be sent, if so."""
     try:
-        _Probe(lost).dump(obj)
+        _Probe(lost, load or Load()).dump(obj)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
