@@ -87,7 +87,8 @@ class Row:
 
     @property
     def _poisons(self) -> bool:
-        return self.case.kind in ("nan", "corrupt_gradient") and self.case.policy != "stop"
+        left_out = self.case.kind == "nan" and self.case.policy != "stop"
+        return left_out or self.case.kind == "corrupt_gradient"
 
 
 def cases(strategies: list[str], policies: list[str]) -> list[Case]:

@@ -119,7 +119,7 @@ def train(
     OBSERVED.append(watch)
     for listener in LISTENERS:
         listener(module.diary)
-    trainer.fit(module, training, DataLoader(numbers(24), 4))
+    trainer.fit(module, training, DataLoader(numbers(24), 4, num_workers=readers))
     return module, trainer
 
 
