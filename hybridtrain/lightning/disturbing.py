@@ -142,6 +142,8 @@ def _strike(pid: int, fault: Fault) -> None:
     """The process is dead, or stopped, when this returns."""
     say(f"faults: {fault}, process {pid}")
     with suppress(OSError):  # it has ended by itself
+        if os.getsid(pid) != os.getsid(0):
+            return  # long ended, and the number is another's
         if fault.kind == "hang":
             os.kill(pid, signal.SIGSTOP)
             return
