@@ -11,6 +11,16 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from tests.app.tiny import TinyData, TinyModule
 
+BUSY = [
+    "model._target_=tests.app.busy.BusyModule",
+    "data._target_=tests.app.busy.BusyData",
+    "trainer.accelerator=cpu",
+    "trainer.max_epochs=100000",
+    "trainer.devices=2",
+    "model.sleep_s=0.01",
+    "hydra.run.dir=.",
+]
+
 
 class BusyModule(TinyModule):
     """Leaves the file ``reached`` in its third step."""

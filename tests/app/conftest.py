@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.app.zygote import Zygote
+
 
 @dataclass
 class Result:
@@ -39,6 +41,14 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    """Forks command lines as processes."""
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
 
 
 @pytest.fixture

@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.app.busy import BUSY
 from tests.app.zygote import Run, Zygote
 
-BUSY = [
-    "model._target_=tests.app.busy.BusyModule",
-    "data._target_=tests.app.busy.BusyData",
-    "trainer.accelerator=cpu",
-    "trainer.max_epochs=100000",
-    "trainer.devices=2",
-    "model.sleep_s=0.01",
-    "hydra.run.dir=.",
-]
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
 pytestmark = LINUX
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 def ended(run: Run, end: str) -> int:
