@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
 from hybridtrain.app.configured import placed, portable
+from hybridtrain.app.owner import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.files import fault_of
 
@@ -46,6 +47,8 @@ def check_run(directory: Path) -> None:
             f"resume={directory}: this is not the directory of a run (it has no {CONFIG}){hint}; "
             "give one that a run has written to, such as outputs/DATE/TIME-ID"
         )
+    for name in (CONFIG, OVERRIDES):
+        check_owner(directory / name, f"resume={directory}")
     made = _read(directory / RUN_FILE)
     if made.get("format", FORMAT) > FORMAT:
         raise UserError(

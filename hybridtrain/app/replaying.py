@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.app.configured import changed_keys, placed, portable
+from hybridtrain.app.owner import check_owner
 from hybridtrain.app.quiet import hush, hush_lightning
 from hybridtrain.app.recorded import hash_of_checkpoint
 from hybridtrain.app.run import Parts, build
@@ -88,6 +89,7 @@ def rebuilt(
     change: Callable[[DictConfig], None] = lambda cfg: None,
 ) -> Parts:
     """Trainer, module and data as the run had them, before it began; they write to ``folder``."""
+    check_owner(record.path, "replay")
     told = about(record)
     content = told["config"]
     if anyway and (edited := _edited(told)) is not None:
@@ -165,6 +167,7 @@ def _edited(told: Mapping[str, Any]) -> dict[str, Any] | None:
     path = Path(told["run_dir"]) / ".hydra" / "config.yaml"
     if not path.is_file():
         return None
+    check_owner(path, "replay")
     try:
         cfg = OmegaConf.load(path)
         assert isinstance(cfg, DictConfig), "it is a mapping"

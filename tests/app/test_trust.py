@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from hybridtrain.app.replaying import replay
 from hybridtrain.errors import UserError
-from hybridtrain.recording import read_record
+from hybridtrain.recording import find_record, read_record
 from hybridtrain.report.runs import read_run
 from hybridtrain.transcribe import load_module
 from tests.app.busy import BUSY
@@ -146,3 +147,28 @@ def test_a_run_directory_executes_nothing_before_it_is_known_to_be_one(
     yaml_bomb(Path(f".hydra/{name}"))
     assert command("resume=.").code == 2
     assert not Path("exploded").exists()
+
+
+# ---- what names code -----------------------------------------------------------------------------
+
+
+def test_a_run_that_others_can_change_is_neither_resumed_nor_replayed(command: Command) -> None:
+    assert command(*TINY, "trainer.devices=1", "strategy=hybrid", "hydra.run.dir=run").code == 0
+    config, record = Path("run/.hydra/config.yaml"), find_record(Path("run"))
+    config.chmod(0o666)
+    result = command("resume=run")
+    assert result.code == 2
+    assert "run/.hydra/config.yaml can be written by everybody" in result.complaint
+    config.chmod(0o644)
+    record.chmod(0o666)
+    with pytest.raises(UserError, match="can be written by everybody, and names the code"):
+        replay(read_record(record), anyway=False)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives files to another user")
+def test_a_run_of_somebody_else_is_not_resumed(command: Command) -> None:
+    Path(".hydra").mkdir()
+    for name in ("config.yaml", "overrides.yaml"):
+        Path(".hydra", name).write_text("{}")
+        os.chown(Path(".hydra", name), NOBODY, NOBODY)
+    assert f"belongs to another user (number {NOBODY})" in command("resume=.").complaint
