@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def sockets_of(run: Run) -> dict[str, str]:
     held = set()
     for pid in run.processes():
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            held.add(os.readlink(fd))  # noqa: PTH115  (no path)
+            with suppress(FileNotFoundError):  # closed since
+                held.add(os.readlink(fd))  # noqa: PTH115  (no path)
     found = {}
     for kind in ("tcp", "tcp6", "udp", "udp6", "raw", "raw6", "unix", "packet", "netlink"):
         net = Path(f"/proc/{run.pid}/net/{kind}")
@@ -82,9 +84,10 @@ def memory_is_private(run: Run) -> None:
     """What lies in nameless files may be opened by their owner, and by nobody else."""
     seen = []
     for fd in Path(f"/proc/{run.pid}/fd").iterdir():
-        if os.readlink(fd).startswith("/memfd:hybridtrain"):  # noqa: PTH115  (no path)
-            seen.append(fd)
-            assert fd.stat().st_mode & 0o777 == 0o600
+        with suppress(FileNotFoundError):  # closed since
+            if os.readlink(fd).startswith("/memfd:hybridtrain"):  # noqa: PTH115  (no path)
+                assert fd.stat().st_mode & 0o777 == 0o600
+                seen.append(fd)
     assert seen
     if os.geteuid() == 0:
         reading = ["head", "-c", "1", str(seen[0])]
