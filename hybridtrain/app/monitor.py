@@ -158,7 +158,8 @@ class RunMonitor(pl.Callback):
         self._ages = dict(ages)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-            log_histogram(logger, "staleness", {k: n for k, n in fresh.items() if n > 0}, step)
+            with self._disk():
+                log_histogram(logger, "staleness", {k: n for k, n in fresh.items() if n > 0}, step)
 
     def _leave(self, trainer: pl.Trainer, stats: RunStats) -> None:
         if self.directory is not None and trainer.is_global_zero and self.directory.is_dir():

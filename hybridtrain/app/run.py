@@ -13,7 +13,13 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from pytorch_lightning.callbacks import Callback, LearningRateMonitor, ModelCheckpoint, ProgressBar
+from pytorch_lightning.callbacks import (
+    Callback,
+    Checkpoint,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    ProgressBar,
+)
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from hybridtrain.app import jobs, summary
@@ -153,7 +159,7 @@ def _callbacks(cfg: DictConfig, loggers: list[Logger]) -> list[Callback]:
     if cfg.trainer.enable_progress_bar is False or cfg.trainer.barebones:
         off.append(ProgressBar)
     if cfg.trainer.enable_checkpointing is False or cfg.trainer.barebones:
-        off.append(ModelCheckpoint)
+        off.append(Checkpoint)
     if not loggers:
         off.append(LearningRateMonitor)
     for callback in found:

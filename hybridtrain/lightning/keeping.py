@@ -13,6 +13,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.patient import let_write
 from hybridtrain.lightning.saving import WholeCheckpointIO
 from hybridtrain.lightning.unsaved import Told, Unsaved
 
@@ -56,6 +57,7 @@ class Keeping:
             links: whether callbacks may be changed that make links; they cannot travel then.
         """
         strategy = trainer.strategy
+        let_write(trainer.loggers)
         if type(strategy._checkpoint_io) not in (type(None), TorchCheckpointIO):
             return
         strategy.checkpoint_io = writer = WholeCheckpointIO(self.unsaved)

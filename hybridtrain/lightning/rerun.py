@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.instead import CELLS, Instead
+from hybridtrain.lightning.periodic import scheduled
 from hybridtrain.lightning.recording import differences, hash_now, versions
 from hybridtrain.recording.file import Record
 from hybridtrain.recording.player import Player, Replayed
@@ -58,6 +59,7 @@ def replay_fit(
         UserError: if something differs, naming it.
     """
     _check(record, trainer.strategy, anyway)
+    scheduled(trainer, record.told)
     return Rerun(record, anyway).fit(trainer, module, **options)
 
 

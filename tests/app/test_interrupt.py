@@ -10,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from hybridtrain.files import fault_of
 from tests.app.conftest import summary
 from tests.app.tiny import TINY
 
@@ -80,7 +82,26 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_status(
     found = summary("here")
     assert found["exit"] == 128 + signum
     assert found["updates"] > 0
-    assert Path(found["checkpoint"]).is_file()
+    path = Path(found["checkpoint"])
+    assert fault_of(path) is None
+    if strategy == "hybrid":  # one, of one moment, and nothing else was written after it
+        assert path.name == "interrupted.ckpt"
+        step = torch.load(path, weights_only=True)["global_step"]
+        assert step == found["updates"]
+        assert not [x for x in path.parent.iterdir() if x.stat().st_mtime > path.stat().st_mtime]
+
+
+def test_a_second_signal_ends_a_run_at_once_though_its_workers_do_not_listen() -> None:
+    deaf = ["model.sleep_s=1000", "trainer.max_epochs=9", "trainer.devices=2"]
+    run = _start(*TINY, *deaf, "strategy.stop_grace_s=1000", "hydra.run.dir=here")
+    _wait_for(Path("here/record.bin"), run)
+    time.sleep(1.0)
+    run.send_signal(signal.SIGTERM)
+    time.sleep(1.5)  # sooner, it would be the same one again
+    assert run.poll() is None
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=20) == 143
+    assert _none_left(run.pid)
 
 
 def test_ctrl_c_ends_a_sweep_and_the_job_saves_a_checkpoint() -> None:
