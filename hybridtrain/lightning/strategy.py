@@ -32,6 +32,7 @@ from hybridtrain.lightning.disturbing import Faults
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.launcher import HybridLauncher
+from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
@@ -157,6 +158,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def enter_worker(self, client: Client, trainer: Any) -> None:
         """From now on this process is a worker."""
+        be_lean()
         self._client = client
         self._collectives = Collectives(client)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
