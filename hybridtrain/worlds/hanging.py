@@ -28,7 +28,7 @@ _FACTOR = 20.0  # times the longest stretch of that kind
 _QUICK_S, _PATIENT_S = 300.0, 1800.0
 STEPS = (Doing.STEP, Doing.EVALUATION)  # the user's model computes, as it has done before
 _FIRST_S = 10.0  # at least, for what is done for the first time
-_FIRST_TIMES = 10.0  # as long as given, for the first step and what comes before it
+_START_TIMES, _START_S = 10.0, 60.0  # as long as given, and at least, until a first step is over
 _WARN_AT = 0.5  # of what is allowed
 
 
@@ -58,8 +58,9 @@ class Patience:
     def limit_s(self, sign: Sign, longest_s: float) -> float:
         """For the stretch that the worker is in; the longest of its kind took ``longest_s``."""
         if self.given_s is not None:
-            limit_s = self.given_s * (1.0 if sign.trained else _FIRST_TIMES)
-            return max(limit_s, _FIRST_S) if sign.nth <= 1 else limit_s
+            if not sign.trained:
+                return max(self.given_s * _START_TIMES, _START_S)
+            return max(self.given_s, _FIRST_S) if sign.nth <= 1 else self.given_s
         if sign.nth <= 1:
             return _PATIENT_S
         least_s = _QUICK_S if sign.doing in STEPS else _PATIENT_S

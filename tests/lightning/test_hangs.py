@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.outcome import WorkerDied
+from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit, regression_data
 
 LIMIT_S = 1.5
@@ -108,6 +109,16 @@ def test_a_first_step_that_takes_longer_than_the_limit_is_no_hang() -> None:
     strategy = HybridStrategy(hang_timeout_s=LIMIT_S)
     _, trainer = fit(strategy, 2, 4, Compiling(), max_epochs=1)
     assert trainer.global_step == 6
+
+
+@pytest.mark.slow
+def test_a_spawned_worker_shows_its_stacks_as_well(capfd: pytest.CaptureFixture[str]) -> None:
+    fault = {"worker": 1, "step": 2, "kind": "hang", "phase": "compute"}
+    strategy = HybridStrategy(start_method="spawn", hang_timeout_s=2.0, faults=[fault])
+    with pytest.raises(WorkerDied, match=r"worker 1 .* hung and was killed"):
+        fit(strategy, 2, 4, SpawnRegression())
+    shown = capfd.readouterr().err
+    assert "may hang" in shown and "in training_step" in shown and "child.py" not in shown
 
 
 @pytest.mark.slow
