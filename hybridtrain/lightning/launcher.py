@@ -123,13 +123,9 @@ def world_of(
     strategy: HybridStrategy, server: Any, start_method: str, threads: int
 ) -> ProcessWorld:
     """Where workers run, with somebody who looks for those that hang, and for slow ones."""
-    judge, grace_s, n_workers = (
-        Judge(strategy.on_failure),
-        strategy.stop_grace_s,
-        strategy.world_size,
-    )
     watchman = Watchman(strategy.patience, also=SlowReport(server.ledger.stats, to_stderr))
-    return ProcessWorld(server, n_workers, start_method, threads, grace_s, judge, watchman)
+    judge, size, grace_s = Judge(strategy.on_failure), strategy.world_size, strategy.stop_grace_s
+    return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchman)
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
