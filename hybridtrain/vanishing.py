@@ -16,10 +16,12 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_sharer
 from pathlib import Path
 from typing import Any
 
 _SHELL = "/bin/sh"
+_PATIENCE_S = 5.0
 # Once more after a second: a process that was about to end may have put something there.
 _WAIT_AND_REMOVE = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$0" || { sleep 1; rm -rf -- "$0"; }'
 
@@ -80,3 +82,14 @@ def vanishing_sockets() -> Iterator[None]:
             yield
         finally:
             config.pop("tempdir", None)
+            _stop_servers(str(folder))
+
+
+def _stop_servers(folder: str) -> None:
+    """Those of this process whose socket is about to go: they are started anew when needed."""
+    fork_server: Any = forkserver._forkserver
+    if str(fork_server._forkserver_address or "").startswith(folder):
+        fork_server._stop()
+    sharer = resource_sharer._resource_sharer  # type: ignore[attr-defined]
+    if str(sharer._address or "").startswith(folder):
+        resource_sharer.stop(timeout=_PATIENCE_S)

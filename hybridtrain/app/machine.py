@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
@@ -57,11 +58,9 @@ def _check_cpu(trainer: DictConfig) -> None:
 
 def check_directory(directory: Path) -> None:
     """The run directory exists or can be made, and can be written."""
-    probe = directory / ".writable"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise UserError(
             f"the run directory {directory} cannot be written ({error.strerror}); choose another "

@@ -81,7 +81,7 @@ RUNS = {
 )
 @pytest.mark.parametrize("kind", RUNS)
 def test_nothing_is_left_of_any_run(kind: str, end: str, zygote: Zygote, tmp_path: Path) -> None:
-    more = {"exception": ["model.fail_at=4"], "end": ["trainer.max_epochs=1"]}.get(end, [])
+    more = {"exception": ["model.fail_at=20"], "end": ["trainer.max_epochs=1"]}.get(end, [])
     run = zygote.start(tmp_path, *BUSY, *RUNS[kind], *more)
     run.until("reached")
     status = ended(run, end)

@@ -138,7 +138,7 @@ def test_two_processes_at_once_make_one_whole_corpus(tmp_path: Path):
     ]
     results = [process.communicate(timeout=100) for process in both]
     assert [out.split() for out, _ in results] == [[b"30"], [b"30"]], results
-    assert [p.suffix for p in sorted((tmp_path / "spoken_digits").iterdir())] == ["", ".lock"]
+    assert [p.suffix for p in sorted((tmp_path / "spoken_digits").iterdir())] == [""]
 
 
 def test_without_the_extra_one_line_says_how_to_get_it(

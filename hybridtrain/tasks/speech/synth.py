@@ -13,6 +13,7 @@ SHA-256 per shard; a corpus that does not agree with it is made again, with one 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -20,6 +21,8 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from importlib.util import find_spec
@@ -32,6 +35,7 @@ from hybridtrain.tasks.speech.fsdd import WORDS
 from hybridtrain.tasks.speech.shards import speak_shards
 from hybridtrain.tasks.speech.utterance import SPLITS, Clip, Utterance
 from hybridtrain.tasks.speech.voices import ACCENTS, SPEAKERS
+from hybridtrain.vanishing import removed_in_the_end
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # part of the key: raise it when the same settings mean other sound
@@ -59,13 +63,11 @@ class SpokenDigits:
 
     def prepare(self) -> None:
         """Make the corpus unless it is there and whole (checked by its hashes)."""
-        from filelock import FileLock
-
         self._check()
         folder = self.folder()
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{folder}.lock"):
+            with _locked(folder.parent):
                 if not self._is_whole(folder):
                     self._make(folder)
         except OSError as error:
@@ -117,12 +119,10 @@ class SpokenDigits:
                 " other data: data=fsdd data.root=<folder>, data=csv data.train=<file.csv>"
             )
         new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        try:
+        with removed_in_the_end(new):
             self._fill(new)
             shutil.rmtree(folder, ignore_errors=True)
             new.rename(folder)
-        finally:
-            shutil.rmtree(new, ignore_errors=True)
         _manifest.cache_clear()
 
     def _fill(self, folder: Path) -> None:
@@ -188,6 +188,17 @@ def _root(root: str | None) -> Path:
         return Path(root).expanduser().resolve()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "hybridtrain"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Nobody else makes a corpus there meanwhile. The lock is the folder's, so no file is left."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _rows(shard: str, jobs: list[Job], lengths: list[int]) -> list[dict[str, Any]]:
