@@ -95,9 +95,10 @@ TWICE = """
     from hybridtrain.vanishing import vanishing_sockets
 
     if __name__ == "__main__":
+        context = multiprocessing.get_context("forkserver")
         for _ in range(2):
             with vanishing_sockets():
-                process = multiprocessing.get_context("forkserver").Process(target=print, args=("hi",))
+                process = context.Process(target=print, args=("hi",))
                 process.start()
                 process.join()
                 print(process.exitcode, DupFd(0).detach() > 0, flush=True)
@@ -108,12 +109,8 @@ def test_servers_of_sockets_that_went_are_started_anew(tmp_path: Path) -> None:
     script = tmp_path / "twice.py"
     script.write_text(textwrap.dedent(TWICE))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    line = [sys.executable, str(script)]
     done = subprocess.run(
-        [sys.executable, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=environment,
-        check=False,
+        line, capture_output=True, text=True, timeout=60, env=environment, check=False
     )
     assert done.stdout.split() == ["hi", "0", "True"] * 2, done.stderr
