@@ -4,8 +4,10 @@
 
 First the parts: a word on the pulse (two in a training step, in the worker) and a look at four
 workers (one a second, in the parent). Then the digits are trained side by side, alternately with
-and without (A B B A A B ...): speed, and processor time of parent and workers together, which other
-load on the machine changes less. Without: no pulse, no looks, no report of slow workers.
+and without (A B B A A B ...): what the parts are of a step; speed; processor time of parent and
+workers together, which other load on the machine changes less; and the same of runs that are both
+without, which says what such a ratio is worth. Without: no pulse, no looks, no report of slow
+workers.
 """
 
 from __future__ import annotations
@@ -44,9 +46,10 @@ def main() -> int:
     repeats = parser.parse_args().repeats
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    print(f"a word on the pulse: {word_us():.2f} µs; a look at four workers: {look_us():.0f} µs")
+    word, look = word_us(), look_us()
+    print(f"a word on the pulse: {word:.2f} µs; a look at four workers: {look:.0f} µs", flush=True)
     for policy in ("hybrid", "async"):
-        print(f"{policy:8}" + side_by_side(policy, repeats), flush=True)
+        print(f"{policy:8}" + side_by_side(policy, repeats, 2 * word, look), flush=True)
     return 0
 
 
@@ -87,23 +90,38 @@ def look_us() -> float:
     return 1e6 * min(timeit.repeat(look, number=1000, repeat=9)) / 1000
 
 
-def side_by_side(policy: str, repeats: int) -> str:
+@dataclass(frozen=True)
+class Done:
+    """Of one run; ``busy_s``: processor time of all its processes."""
+
+    samples_per_s: float
+    step_s: float
+    busy_s: float
+
+
+def side_by_side(policy: str, repeats: int, in_step_us: float, in_second_us: float) -> str:
     """Alternating runs."""
-    speed, busy = [], []
+    speed, busy, null, share = [], [], [], 0.0
     for repeat in range(repeats):
-        order = [True, False] if repeat % 2 else [False, True]
-        done = {watched: digits(policy, watched) for watched in order}
-        speed.append(done[True][0] / done[False][0])
-        busy.append(done[True][1] / done[False][1])
-    pairs = " ".join(f"{ratio:.3f}" for ratio in busy)
+        order = ["with", "without", "again"]
+        done = {how: digits(policy, how == "with") for how in order[:: -1 if repeat % 2 else 1]}
+        speed.append(done["with"].samples_per_s / done["without"].samples_per_s)
+        busy.append(done["with"].busy_s / done["without"].busy_s)
+        null.append(done["again"].busy_s / done["without"].busy_s)
+        share = 1e-4 * (in_step_us / done["with"].step_s + in_second_us)
     return (
-        f"speed with / without: {statistics.median(speed):.3f}; processor time with / without: "
-        f"{statistics.median(busy):.4f} ({pairs})"
+        f"the parts: {share:.3f} % of a step; with / without: speed {_spread(speed)}, processor "
+        f"time {_spread(busy)}; without / without: {_spread(null)}"
     )
 
 
-def digits(policy: str, watched: bool) -> tuple[float, float]:
-    """Samples a second, and processor seconds, of twelve epochs of 48 mini-batches."""
+def _spread(ratios: list[float]) -> str:
+    low, high = min(ratios), max(ratios)
+    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def digits(policy: str, watched: bool) -> Done:
+    """Twelve epochs of 48 mini-batches."""
     pl.seed_everything(0, verbose=False)
     before_s = _processor_s()
     with _unwatched(not watched):
@@ -121,7 +139,8 @@ def digits(policy: str, watched: bool) -> tuple[float, float]:
         module = DigitsModule(optimizer=partial(torch.optim.Adam, lr=0.002))
         trainer.fit(module, DigitsData(batch_size=30))
     stats = trainer.strategy.run_stats()  # type: ignore[attr-defined]
-    return stats["samples_per_s"], _processor_s() - before_s
+    busy_s = _processor_s() - before_s
+    return Done(stats["samples_per_s"], statistics.mean(stats["step_s"]), busy_s)
 
 
 def _processor_s() -> float:

@@ -30,6 +30,7 @@ STEPS = (Doing.STEP, Doing.EVALUATION)  # the user's model computes, as it has d
 _FIRST_S = 10.0  # at least, for what is done for the first time
 _START_TIMES, _START_S = 10.0, 60.0  # as long as given, and at least, until a first step is over
 _WARN_AT = 0.5  # of what is allowed
+_AWAITED_S = 60.0  # is long while others wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,13 @@ class Patience:
             return _PATIENT_S
         least_s = _QUICK_S if sign.doing in STEPS else _PATIENT_S
         return max(least_s, _FACTOR * longest_s)
+
+    def early_s(self, limit_s: float, longest_s: float, awaited: bool) -> float:
+        """When to say that a stretch is long; earlier if the worker is ``awaited`` by others."""
+        early_s = _WARN_AT * limit_s
+        if self.given_s is not None or not awaited:
+            return early_s
+        return min(early_s, max(_AWAITED_S, 2 * longest_s))
 
     @property
     def interval_s(self) -> float:
@@ -145,7 +153,8 @@ class Looks:
         self._last_s = now_s
         for worker in self._accounts.keys() - signs.keys():
             del self._accounts[worker]
-        found = [self._one(worker, sign, passed_s) for worker, sign in signs.items()]
+        awaited = any(sign.waits for sign in signs.values())
+        found = [self._one(worker, sign, passed_s, awaited) for worker, sign in signs.items()]
         return [each for each in found if each is not None]
 
     def excuse(self, worker: int) -> None:
@@ -153,7 +162,7 @@ class Looks:
         if (account := self._accounts.get(worker)) is not None:
             account.silent_s = 0.0
 
-    def _one(self, worker: int, sign: Sign, passed_s: float) -> Silent | None:
+    def _one(self, worker: int, sign: Sign, passed_s: float, awaited: bool) -> Silent | None:
         account = self._accounts.get(worker)
         if account is None or account.sign.pid != sign.pid:  # another process in its place
             account = self._accounts[worker] = _Account(sign)
@@ -162,14 +171,15 @@ class Looks:
             account.sign, account.silent_s, account.warned = sign, 0.0, False
         elif not sign.waits:
             account.silent_s += passed_s
-        return self._judged(worker, account)
+        return self._judged(worker, account, awaited)
 
-    def _judged(self, worker: int, account: _Account) -> Silent | None:
+    def _judged(self, worker: int, account: _Account, awaited: bool) -> Silent | None:
         sign, for_s = account.sign, account.silent_s
         longest_s = account.longest_s.get(sign.doing, 0.0)
         limit_s = self.patience.limit_s(sign, longest_s)
         hung = for_s >= limit_s
-        if not hung and (account.warned or for_s < _WARN_AT * limit_s):
+        early_s = self.patience.early_s(limit_s, longest_s, awaited)
+        if not hung and (account.warned or for_s < early_s):
             return None
         account.warned = True
         return Silent(worker, sign.doing, sign.nth, for_s, limit_s, longest_s, hung)

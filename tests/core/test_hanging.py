@@ -131,6 +131,26 @@ def test_steps_between_two_looks_count() -> None:
     assert hung_after_s(life.does(Doing.STEP, 30)) == 8
 
 
+def test_who_is_awaited_is_named_after_a_minute_and_who_is_not_after_half_of_its_time() -> None:
+    for others_wait, early_s in ((True, 60.0), (False, 900.0)):
+        looks = Looks(Patience())
+        found: list[Silent] = []
+        for now in range(1000):
+            other = Sign(2, others_wait, Doing.EPOCH, 0 if others_wait else now)
+            found += looks.look(float(now), {1: Sign(1, False, Doing.CHECKPOINT, 0), 2: other})
+        assert [(each.worker, each.for_s, each.hung) for each in found] == [(1, early_s, False)]
+
+
+def test_a_worker_that_is_always_that_long_is_not_named_again() -> None:
+    looks, said, now = Looks(Patience()), [], 0.0
+    for beats in range(4):
+        for _ in range(80):
+            signs = {1: Sign(1, False, Doing.CHECKPOINT, beats), 2: Sign(2, True, Doing.EPOCH, 0)}
+            said += [beats for _ in looks.look(now, signs)]
+            now += 1.0
+    assert said == [0]
+
+
 def test_an_excuse_begins_the_stretch_anew_and_silently() -> None:
     life = Life(Patience(20.0))
     life.trains()
