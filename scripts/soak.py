@@ -37,14 +37,18 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--strategies", nargs="+", default=["hybrid", "async"])
+    parser.add_argument("--strategies", nargs="*", default=["hybrid", "async"])
     parser.add_argument("--minutes", type=float, default=30.0, help="of each (default 30)")
+    parser.add_argument("--epochs", type=int, help="so many, instead of minutes")
     parser.add_argument("--every", type=float, default=5.0, help="seconds to a fault (default 5)")
     parser.add_argument("--seeds", type=int, default=3, help="undisturbed runs (default 3)")
     parser.add_argument("--patience", type=float, default=120.0, help="with DDP (default 120 s)")
     parser.add_argument("--no-ddp", action="store_true", help="leave Lightning's DDP out")
     parser.add_argument("--out", help="also write soak.json and soak.md to this folder")
+    parser.add_argument("--read", nargs="+", help="no runs, but those of these soak.json")
     given = parser.parse_args()
+    if given.read is not None:
+        given.read = [run for path in given.read for run in read(path)]
     for name in ("minutes", "every", "patience"):
         if getattr(given, name) <= 0:
             parser.error(f"--{name} must be above 0")
@@ -56,15 +60,7 @@ def main() -> int:
     given = parse()
     hush()
     hush_lightning()
-    runs: list[Soaked] = []
-    for strategy in given.strategies:
-        short = _told(soak(strategy, _TRIAL_EPOCHS, given.every))
-        epochs = max(_TRIAL_EPOCHS, int(60 * given.minutes / short.wall_s * _TRIAL_EPOCHS))
-        runs.append(_told(soak(strategy, epochs, given.every)))
-        runs += [_told(soak(strategy, epochs, None, seed)) for seed in range(given.seeds)]
-    if not given.no_ddp:
-        for signum in (signal.SIGKILL, signal.SIGSTOP):
-            runs.append(_told(disturb_ddp(1000, signum, given.every, given.patience)))
+    runs = given.read if given.read is not None else run_all(given)
     print(table(runs))
     if given.out:
         folder = Path(given.out)
@@ -73,6 +69,30 @@ def main() -> int:
         (folder / "soak.json").write_text(json.dumps(content, indent=1) + "\n")
         (folder / "soak.md").write_text(table(runs) + "\n")
     return int(any(is_bad(run) for run in runs if run.strategy != "ddp"))
+
+
+def run_all(given: argparse.Namespace) -> list[Soaked]:
+    """One after the other."""
+    runs: list[Soaked] = []
+    for strategy in given.strategies:
+        epochs = given.epochs or _epochs_in(given.minutes, strategy, given.every)
+        runs.append(_told(soak(strategy, epochs, given.every)))
+        runs += [_told(soak(strategy, epochs, None, seed)) for seed in range(given.seeds)]
+    if not given.no_ddp:
+        for signum in (signal.SIGKILL, signal.SIGSTOP):
+            runs.append(_told(disturb_ddp(1000, signum, given.every, given.patience)))
+    return runs
+
+
+def _epochs_in(minutes: float, strategy: str, every_s: float) -> int:
+    """So many fit in, after a short trial."""
+    short = _told(soak(strategy, _TRIAL_EPOCHS, every_s))
+    return max(_TRIAL_EPOCHS, int(60 * minutes / short.wall_s * _TRIAL_EPOCHS))
+
+
+def read(path: str) -> list[Soaked]:
+    """Of an earlier ``soak.json``."""
+    return [Soaked(**run) for run in json.loads(Path(path).read_text())["runs"]]
 
 
 def _told(run: Soaked) -> Soaked:
