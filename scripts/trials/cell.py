@@ -115,8 +115,10 @@ def undisturbed_states(strategy: str) -> States:
     """After every update of a run in which nothing goes wrong."""
     ending = run_apart(lambda folder: _trial(Case(strategy), None, folder), LIMIT_S)
     assert ending.result is not None, ending.output
-    states: States = ending.result[1]
-    return states
+    row, states = ending.result
+    assert row.outcome == "finished", f"{row} {ending.output}"
+    made: States = states
+    return made
 
 
 def _without_result(case: Case, ending: Ending) -> Row:
@@ -188,7 +190,7 @@ def _judge_samples(row: Row, tap: Tap, error: BaseException | None) -> None:
 
 
 def _judge_states(row: Row, tap: Tap, folder: Path, undisturbed: States | None) -> None:
-    row.difference = farthest(tap, SIZE.samples)
+    row.difference = farthest(tap, SIZE.samples) if tap.states else None
     if undisturbed is not None and row.case.strategy == "hybrid":
         pairs = zip(tap.states, undisturbed, strict=False)
         row.as_undisturbed = all(same(mine, theirs) for mine, theirs in pairs)
