@@ -3,6 +3,9 @@
 Torch walks a table's rows one strided element at a time; numpy, told that a row is one item of so
 many bytes, copies it as a block: 2,000 rows of 64 numbers are written in 50 instead of 160 µs.
 
+To ask torch for a tensor's memory as such items takes six calls, as long as it takes to copy 100
+rows; so what rows are copied to is a *block*, which keeps both looks at one memory.
+
 Legend: R rows, n of them, each of shape (...).
 """
 
@@ -18,6 +21,19 @@ Rows = np.ndarray[tuple[int], np.dtype[np.int64]]  # row numbers, (n,)
 _HUGE = 2 * 2**20  # bytes of a large page
 
 
+class Block:
+    """Memory for some rows of a table.
+
+    Args:
+        size: how many, at most.
+        like: a table's, (R, ...).
+    """
+
+    def __init__(self, size: int, like: torch.Tensor) -> None:
+        self.tensor = torch.empty((size, *like.shape[1:]), dtype=like.dtype)
+        self.items = _items(self.tensor)
+
+
 class Table:
     """The rows of a tensor.
 
@@ -28,29 +44,29 @@ class Table:
     def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
         self.n_rows = whole.shape[0]
-        self._item = np.dtype((np.void, whole[:1].numel() * whole.element_size()))
-        self._items = self._as_items(whole)
+        self._items = _items(whole)
 
-    def _as_items(self, rows: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-        """Rows of this table's kind as one item each, (n,)."""
-        raw = rows.detach().view(len(rows), -1).view(torch.uint8).numpy()
-        return raw.view(self._item)[:, 0]
+    def take(self, rows: Rows, out: Block) -> torch.Tensor:
+        """Copy these rows to the beginning of ``out``; returns that part, (n, ...)."""
+        n = len(rows)
+        if n:
+            self._items.take(rows, out=out.items[:n], mode="clip")
+        return out.tensor[:n]
 
-    def take(self, rows: Rows, out: torch.Tensor) -> torch.Tensor:
-        """Copy these rows to the beginning of ``out``, (n or more, ...); returns that part."""
-        part = out[: len(rows)]
-        if len(rows):
-            np.take(self._items, rows, out=self._as_items(part), mode="clip")
-        return part
-
-    def put(self, rows: Rows, values: torch.Tensor) -> None:
-        """Write these rows, each once; ``values`` is (n, ...)."""
-        if len(rows):
-            self._items[rows] = self._as_items(values)
+    def put(self, rows: Rows, values: Block) -> None:
+        """Write these rows, each once, from the beginning of ``values``."""
+        self._items[rows] = values.items[: len(rows)]
 
     def copy_rows(self, rows: Rows, source: Table) -> None:
         """Write what another table of the same kind has in these rows."""
         self._items[rows] = source._items[rows]
+
+
+def _items(rows: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.void]]:
+    """Rows as one item each, (n,)."""
+    item = np.dtype((np.void, rows[:1].numel() * rows.element_size()))
+    raw = rows.detach().view(len(rows), -1).view(torch.uint8).numpy()
+    return raw.view(item)[:, 0]
 
 
 def is_table(tensor: torch.Tensor) -> bool:

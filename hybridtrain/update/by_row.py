@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from hybridtrain.memory import Rows, Store, Table
-from hybridtrain.memory.packed import rows_of, used
-from hybridtrain.memory.table import is_table, zeros_like
+from hybridtrain.memory.packed import rows_of
+from hybridtrain.memory.table import Block, is_table, zeros_like
 from hybridtrain.messages import Clip
 from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.evaluation import Again, Evaluation
@@ -140,8 +140,7 @@ class ByRow(WholeParameters):
         parts = []
         for each in present:
             packed, place = each.packed[number], self._rows[each.worker][index]
-            values = used(packed, place).view(packed.n_rows, *place.shape[1:])
-            parts.append(Touched(rows_of(packed), values))
+            parts.append(Touched(rows_of(packed), place[: packed.n_rows]))
         return _Brought(parts, [each.share for each in present])
 
     def _merged(self, index: int, brought: _Brought) -> _Brought:
@@ -164,7 +163,7 @@ class ByRow(WholeParameters):
         tables += [self._table(index, name, state[name]) for name in self._kernel.names]
 
         def step(scratch: Scratch, piece: Piece, part: slice) -> None:
-            run(piece.rows[part], piece.mean(part, scratch[-1]), tables, scratch)
+            run(piece.rows[part], piece.mean(part, scratch[-1].tensor), tables, scratch)
 
         pieces = pieces_of(brought.parts, brought.shares)
         self._over_pieces(step, pieces, parameter)
@@ -222,8 +221,7 @@ class ByRow(WholeParameters):
     def _scratch_of(self, lane: int, size: int, like: torch.Tensor) -> Scratch:
         known, key = self._scratch[lane], (like.dtype, like.shape[1:])
         if key not in known:
-            shape = size, *like.shape[1:]
-            known[key] = [torch.empty(shape, dtype=like.dtype) for _ in range(_TEMPORARIES)]
+            known[key] = [Block(size, like) for _ in range(_TEMPORARIES)]
         return known[key]
 
     # ---- state ----------------------------------------------------------------------------------

@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from hybridtrain.memory import Rows, Table
+from hybridtrain.memory.table import Block
 from hybridtrain.update.touched import Touched
 
-Scratch = Sequence[torch.Tensor]  # (n or more, ...) each
+Scratch = Sequence[Block]  # n rows or more each
 # rows (n,) -> what was returned for each portion of them
 Map = Callable[[Callable[[Scratch, slice], Any], Rows], list[Any]]
 
@@ -85,11 +86,11 @@ class Glide:
         def glide(scratch: Scratch, part: slice) -> np.ndarray[Any, np.dtype[np.bool_]]:
             own = rows[part]
             speed = self.buffer.take(own, scratch[0]).mul_(momentum)
-            self.buffer.put(own, speed)
+            self.buffer.put(own, scratch[0])
             before = self._parameter.take(own, scratch[1])
             speed = speed.mul_(momentum) if nesterov else speed
-            after = torch.add(before, speed, alpha=rate, out=scratch[2][: len(own)])
-            self._parameter.put(own, after)
+            after = torch.add(before, speed, alpha=rate, out=scratch[2].tensor[: len(own)])
+            self._parameter.put(own, scratch[2])
             moved: np.ndarray[Any, np.dtype[np.bool_]]
             moved = before.ne_(after).flatten(1).any(dim=1).numpy()
             return moved
@@ -119,11 +120,11 @@ class Glide:
             own, gradient = rows[part], g[part]
             speed = self.buffer.take(own, scratch[0]).mul_(missed[part]).mul_(momentum)
             speed.add_(gradient, alpha=fresh)
-            self.buffer.put(own, speed)
+            self.buffer.put(own, scratch[0])
             if nesterov:
                 speed = gradient.add_(speed, alpha=momentum)
-            moved = self._parameter.take(own, scratch[1]).add_(speed, alpha=rate)
-            self._parameter.put(own, moved)
+            self._parameter.take(own, scratch[1]).add_(speed, alpha=rate)
+            self._parameter.put(own, scratch[1])
 
         if len(rows):
             over(push, rows)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from hybridtrain.memory import Rows, Table
+from hybridtrain.memory.table import Block
 
 Group = Mapping[str, Any]  # hyper-parameters
 State = dict[str, Any]  # what torch's optimizer keeps for a parameter
 Tables = Sequence[Table]  # of the parameter, and of what is kept for it
-# rows (n,), gradient (n, ...) that may be changed, tables, scratch: (n or more, ...) each
-StepRows = Callable[[Rows, torch.Tensor, Tables, Sequence[torch.Tensor]], None]
+# rows (n,), gradient (n, ...) that may be changed, tables, scratch: n rows or more each
+StepRows = Callable[[Rows, torch.Tensor, Tables, Sequence[Block]], None]
 
 
 class RowKernel(ABC):
@@ -46,8 +47,9 @@ class RowSgd(RowKernel):
     def prepare(self, group: Group, state: State) -> StepRows:
         rate = _directed(group, -float(group["lr"]))
 
-        def step(rows: Rows, g: torch.Tensor, tables: Tables, out: Sequence[torch.Tensor]) -> None:
-            tables[0].put(rows, tables[0].take(rows, out[0]).add_(g, alpha=rate))
+        def step(rows: Rows, g: torch.Tensor, tables: Tables, out: Sequence[Block]) -> None:
+            tables[0].take(rows, out[0]).add_(g, alpha=rate)
+            tables[0].put(rows, out[0])
 
         return step
 
@@ -63,12 +65,14 @@ class RowAdagrad(RowKernel):
         rate = _number(group["lr"]) / (1 + (float(state["step"]) - 1) * group["lr_decay"])
         rate, eps = _directed(group, -float(rate)), group["eps"]
 
-        def step(rows: Rows, g: torch.Tensor, tables: Tables, out: Sequence[torch.Tensor]) -> None:
+        def step(rows: Rows, g: torch.Tensor, tables: Tables, out: Sequence[Block]) -> None:
             parameter, total = tables
-            sums = total.take(rows, out[0]).add_(torch.mul(g, g, out=out[1][: len(rows)]))
-            total.put(rows, sums)
+            sums = total.take(rows, out[0])
+            sums.add_(torch.mul(g, g, out=out[1].tensor[: len(rows)]))
+            total.put(rows, out[0])
             g.div_(sums.sqrt_().add_(eps))
-            parameter.put(rows, parameter.take(rows, out[1]).add_(g, alpha=rate))
+            parameter.take(rows, out[1]).add_(g, alpha=rate)
+            parameter.put(rows, out[1])
 
         return step
 
@@ -89,19 +93,20 @@ class RowSparseAdam(RowKernel):
         size = _number(group["lr"]) * math.sqrt(1 - beta2**count) / (1 - beta1**count)
         backwards = group.get("maximize", False)
 
-        def step(rows: Rows, g: torch.Tensor, tables: Tables, out: Sequence[torch.Tensor]) -> None:
+        def step(rows: Rows, g: torch.Tensor, tables: Tables, out: Sequence[Block]) -> None:
             parameter, mean, square = tables
-            change = out[2][: len(rows)]
+            change = out[2].tensor[: len(rows)]
             if backwards:
                 g.neg_()
             upper = mean.take(rows, out[0])
             upper.add_(torch.sub(g, upper, out=change).mul_(1 - beta1))
-            mean.put(rows, upper)
+            mean.put(rows, out[0])
             lower = square.take(rows, out[1])
             lower.add_(torch.mul(g, g, out=change).sub_(lower).mul_(1 - beta2))
-            square.put(rows, lower)
+            square.put(rows, out[1])
             upper.div_(lower.sqrt_().add_(eps)).mul_(-float(size))
-            parameter.put(rows, parameter.take(rows, change).add_(upper))
+            parameter.take(rows, out[2]).add_(upper)
+            parameter.put(rows, out[2])
 
         return step
 

@@ -76,15 +76,14 @@ def pieces_of(parts: Sequence[Touched], shares: Sequence[float]) -> list[Piece]:
     if len(parts) == 1:
         return [Piece(parts[0].rows, None, parts[0].values, shares[0])]
     rows, order = ascending(np.concatenate([part.rows for part in parts]))
-    again = same_as_before(rows)
-    if not again.any():
+    again = np.flatnonzero(same_as_before(rows))
+    if not len(again):
         return [
             Piece(part.rows, None, part.values, share)
             for part, share in zip(parts, shares, strict=True)
         ]
-    firsts = order[~again]
-    to = firsts[(np.cumsum(~again) - 1)[again]]
-    return _divided(parts, shares, to, order[again])
+    first = np.searchsorted(rows, rows[again])  # the leftmost of equal ones
+    return _divided(parts, shares, order[first], order[again])
 
 
 def _divided(
@@ -94,18 +93,19 @@ def _divided(
     at: Rows,  # (k,) that are to be added there; both ascend with the rows that they are
 ) -> list[Piece]:
     """By workers."""
-    starts = np.cumsum([0, *(len(part.rows) for part in parts)])
-    owner, adder = (np.searchsorted(starts, places, "right") - 1 for places in (to, at))
-    kept = [_without(len(part.rows), at[adder == w] - starts[w]) for w, part in enumerate(parts)]
+    ends = np.cumsum([len(part.rows) for part in parts])
+    owner, adder = np.searchsorted(ends, to, "right"), np.searchsorted(ends, at, "right")
+    starts = [0, *ends.tolist()]
     pieces = []
     for w, (part, share) in enumerate(zip(parts, shares, strict=True)):
-        own, more = kept[w], []
-        for other in np.unique(adder[owner == w]).tolist():
-            chosen = (owner == w) & (adder == other)
-            places = to[chosen] - starts[w]
-            places = places if own is None else np.searchsorted(own, places)
-            values, other_share = parts[other].values, shares[other]
-            more.append(More(places, at[chosen] - starts[other], values, other_share))
+        own = _without(len(part.rows), at[adder == w] - starts[w])
+        more = []
+        for other in range(w + 1, len(parts)):
+            chosen = np.flatnonzero((owner == w) & (adder == other))
+            if len(chosen):
+                places, theirs = to[chosen] - starts[w], at[chosen] - starts[other]
+                places = places if own is None else np.searchsorted(own, places)
+                more.append(More(places, theirs, parts[other].values, shares[other]))
         rows = part.rows if own is None else part.rows[own]
         pieces.append(Piece(rows, own, part.values, share, tuple(more)))
     return pieces

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store, Table
+from hybridtrain.memory.table import Block
 
 ROWS = [50, 3, 400]
 
@@ -86,9 +87,9 @@ def test_a_table_reads_and_writes_rows_of_any_kind(
 ) -> None:
     whole = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
     table, rows = Table(whole), np.array([7, 0, 3])
-    out = torch.empty((5, *shape[1:]), dtype=dtype)
+    out = Block(5, whole)
     taken = table.take(rows, out)
-    assert torch.equal(taken, whole[rows]) and taken.data_ptr() == out.data_ptr()
-    table.put(np.array([1, 8, 2]), taken)
+    assert torch.equal(taken, whole[rows]) and taken.data_ptr() == out.tensor.data_ptr()
+    table.put(np.array([1, 8, 2]), out)
     assert torch.equal(whole[[1, 8, 2]], whole[rows])
     assert len(table.take(np.empty(0, np.int64), out)) == 0
