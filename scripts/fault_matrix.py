@@ -28,7 +28,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     parser.add_argument("--only", nargs="+", default=[], metavar="KIND[:PHASE]")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each cell (default 1)")
+    parser.add_argument("--read", nargs="+", default=[], help="no runs, but these matrix.json")
     parser.add_argument("--out", help="also write README.md and matrix.json to this folder")
     return parser.parse_args()
 
@@ -59,14 +60,7 @@ def wanted(case: Case, only: Sequence[str]) -> bool:
 def main() -> int:
     """Run all; 1 if anything is as it must not be."""
     given = parse()
-    hush()
-    hush_lightning()
-    base = {name: undisturbed_states(name) for name in given.strategies}
-    rows: list[Row] = []
-    for case in cases(given.strategies, given.policies):
-        for _ in range(given.repeats if wanted(case, given.only) else 0):
-            rows.append(try_out(case, base[case.strategy]))
-            print(told(rows[-1]), file=sys.stderr, flush=True)
+    rows = [row for path in given.read for row in read(path)] or run_all(given)
     print(report(rows))
     if given.out:
         folder = Path(given.out)
@@ -77,9 +71,32 @@ def main() -> int:
     return int(any(row.complaints for row in rows))
 
 
+def run_all(given: argparse.Namespace) -> list[Row]:
+    """One cell after the other."""
+    hush()
+    hush_lightning()
+    base = {name: undisturbed_states(name) for name in given.strategies}
+    rows: list[Row] = []
+    for case in cases(given.strategies, given.policies):
+        for _ in range(given.repeats if wanted(case, given.only) else 0):
+            rows.append(try_out(case, base[case.strategy]))
+            print(told(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+def read(path: str) -> list[Row]:
+    """Of an earlier ``matrix.json``."""
+    known = {field.name for field in fields(Row)}
+    found = json.loads(Path(path).read_text())["rows"]
+    return [
+        Row(**{k: v for k, v in row.items() if k in known} | {"case": Case(**row["case"])})
+        for row in found
+    ]
+
+
 def as_json(row: Row) -> dict[str, Any]:
     """All that was seen."""
-    return {**asdict(row), **asdict(row.case), "complaints": row.complaints}
+    return {**asdict(row), "complaints": row.complaints}
 
 
 def told(row: Row) -> str:

@@ -25,11 +25,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.machine import in_short, machine
-from trials.soaking import Soaked, disturb_ddp, soak
+from trials.soaking import BATCHES, Soaked, disturb_ddp, soak
 
 from hybridtrain.app.quiet import hush, hush_lightning
 
-_TRIAL_EPOCHS = 3
+_TRIAL_EPOCHS, _TRIAL_STEPS = 8, 200.0  # how long an epoch lasts, with a fault in so many steps
 
 
 def parse() -> argparse.Namespace:
@@ -75,19 +75,14 @@ def run_all(given: argparse.Namespace) -> list[Soaked]:
     """One after the other."""
     runs: list[Soaked] = []
     for strategy in given.strategies:
-        epochs = given.epochs or _epochs_in(given.minutes, strategy, given.every)
-        runs.append(_told(soak(strategy, epochs, given.every)))
+        epoch_s = _told(soak(strategy, _TRIAL_EPOCHS, _TRIAL_STEPS)).wall_s / _TRIAL_EPOCHS
+        epochs = given.epochs or max(1, int(60 * given.minutes / epoch_s))
+        runs.append(_told(soak(strategy, epochs, given.every * BATCHES / epoch_s)))
         runs += [_told(soak(strategy, epochs, None, seed)) for seed in range(given.seeds)]
     if not given.no_ddp:
         for signum in (signal.SIGKILL, signal.SIGSTOP):
             runs.append(_told(disturb_ddp(1000, signum, given.every, given.patience)))
     return runs
-
-
-def _epochs_in(minutes: float, strategy: str, every_s: float) -> int:
-    """So many fit in, after a short trial."""
-    short = _told(soak(strategy, _TRIAL_EPOCHS, every_s))
-    return max(_TRIAL_EPOCHS, int(60 * minutes / short.wall_s * _TRIAL_EPOCHS))
 
 
 def read(path: str) -> list[Soaked]:

@@ -58,21 +58,23 @@ class Soaked:
     output: str = ""
 
 
-def rates(every_s: float) -> list[dict[str, Any]]:
-    """Faults at random, one in about so many seconds of all workers."""
-    visits_per_s = SIZE.workers / (1.5 * SIZE.step_s)
-    total = sum(SHARES.values()) * every_s * visits_per_s
+BATCHES = SIZE.samples // SIZE.batch  # of an epoch
+
+
+def rates(every_steps: float) -> list[dict[str, Any]]:
+    """Faults at random, one in about so many steps of all workers."""
+    total = sum(SHARES.values()) * every_steps
     return [
         {"kind": kind, "phase": phase, "rate": share / total, "seed": number}
         for number, ((kind, phase), share) in enumerate(SHARES.items())
     ]
 
 
-def soak(strategy: str, epochs: int, every_s: float | None, seed: int = work.SEED) -> Soaked:
+def soak(strategy: str, epochs: int, every_steps: float | None, seed: int = work.SEED) -> Soaked:
     """One run of so many epochs, in processes of its own."""
-    made = Soaked(strategy, epochs, every_s is not None)
+    made = Soaked(strategy, epochs, every_steps is not None)
     watch = _Watch()
-    ending = run_apart(lambda f: _run(made, every_s, seed, f), 24 * 3600.0, watch)
+    ending = run_apart(lambda f: _run(made, every_steps, seed, f), 24 * 3600.0, watch)
     found: Soaked = ending.result or made
     found.wall_s, found.left = round(ending.wall_s, 1), ending.left
     found.output = "" if found.outcome == "finished" else ending.output[-4000:]
@@ -94,7 +96,7 @@ class _Watch:
         return time.monotonic() - self._since_s < STUCK_S
 
 
-def _run(made: Soaked, every_s: float | None, seed: int, folder: Path) -> Soaked:
+def _run(made: Soaked, every_steps: float | None, seed: int, folder: Path) -> Soaked:
     torch.set_num_threads(1)
     failures._LONGEST_DELAY_S = BACK_OFF_S  # or most workers would be away most of the time
     size = work.Size(SIZE.workers, SIZE.samples, SIZE.batch, made.epochs, SIZE.step_s)
@@ -102,8 +104,8 @@ def _run(made: Soaked, every_s: float | None, seed: int, folder: Path) -> Soaked
     work.LISTENERS.append(lambda d: taps.append(_told(folder, tapped(False, d, keeps=False))))
     options: dict[str, Any] = {"on_failure": "restart", "max_restarts": None}
     options |= {"stop_grace_s": GRACE_S, "hang_timeout_s": HANG_S, "checkpoint": "background"}
-    if every_s is not None:
-        options["faults"] = rates(every_s)
+    if every_steps is not None:
+        options["faults"] = rates(every_steps)
     try:
         _, trainer = work.train(made.strategy, size, folder, seed=seed, keep=1, **options)
         made.outcome, made.loss = "finished", float(trainer.callback_metrics["val/loss"])
