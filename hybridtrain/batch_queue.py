@@ -168,6 +168,10 @@ class BatchQueue:
         for one in self._passes.values():
             one.give_back(worker)
 
+    def has_left(self) -> bool:
+        """Whether there is something that nobody has drawn."""
+        return any(one.left for one in self._passes.values())
+
     def unseen(self) -> dict[Lap, Spans]:
         """What of each pass is not behind the parameters yet."""
         return {lap: one.unseen() for lap, one in self._passes.items()}

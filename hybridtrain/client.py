@@ -48,6 +48,7 @@ from hybridtrain.messages import (
     Ticket,
     Writes,
 )
+from hybridtrain.news import Gone, Tell, Told
 from hybridtrain.pulse import Pulse
 from hybridtrain.spans import Spans
 
@@ -85,9 +86,16 @@ class Client:
         self.version = 0  # of the last release
         self.solo = False  # the others have ended: meetings are with oneself
         self.pulse = Pulse()  # whether anybody watches is for the world to say
+        self.joins = False  # training has begun long ago
         self._line = line
         self._stop: Stop | None = None
+        self._told: Tell | None = None  # asked, and not answered yet
+        self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
         self._release: Callable[[Released], object] | None = None  # takes it, when it comes
+        self.gone: list[Gone] = []  # who will not come back
+        self.left = False  # whether they have left something of the shared queue
+        self.on_gone: Callable[[], object] = lambda: None  # somebody has just gone
+        self.tells: Callable[[], bytes] | None = None  # where training is
         self._covers: list[Cover] = []
         self.unseen: dict[Lap, Spans] = {}  # of the shared queue, at the last snapshot
 
@@ -131,7 +139,14 @@ class Client:
         """It is under way: wait for it, and let ``then`` have it."""
         released: Released = self._answer(Released)[0]
         self.version = released.version
+        if self.joins:  # from here on this worker is one of all
+            self.joins = self.solo = False
         then(released)
+
+    @property
+    def next_version(self) -> int:
+        """Of the parameters after the step that was made last, be it under way."""
+        return self.version + (self._release is not None)
 
     def push(self, push: Push) -> Released:
         """Offer the gradient in the row, and wait; returns the version to go on from."""
@@ -200,7 +215,29 @@ class Client:
             return [item]
         payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
         reply, _ = self._ask(Gather(tag, payload, patient), Gathered)
+        self.met, self.left = reply.workers, reply.left
         return [pickle.loads(each) for each in reply.payloads]
+
+    @property
+    def there(self) -> tuple[int, ...]:
+        """The workers that are there, or about to come back."""
+        gone = {each.worker for each in self.gone}
+        return tuple(worker for worker in range(self.n_workers) if worker not in gone)
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among those that are there."""
+        return self.there.index(self.worker)
+
+    @property
+    def place(self) -> int:
+        """Where this worker's item lies among those of the last meeting."""
+        return 0 if self.solo else self.met.index(self.worker)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker does what one has to do for all: log, save, draw."""
+        return self.worker == self.there[0]
 
     def note(self, note: Note) -> None:
         """Say something that needs no answer."""
@@ -217,9 +254,7 @@ class Client:
         if not self.solo:
             self.settle()
         while self._stop is None and not self.solo and self._line.ready():
-            reply, _ = self._line.receive()
-            assert isinstance(reply, Stop), reply
-            self._stop = reply
+            self._hear(self._line.receive()[0])
         if self._stop is not None and not self.solo:
             raise StopRequested
 
@@ -230,15 +265,36 @@ class Client:
 
     def _answer(self, kind: type[Any]) -> tuple[Any, int | None]:
         while True:
+            if self._told is not None and kind in (Released, Averaged):
+                self._tell(self._told)
             reply, fd = self._line.receive()
             match reply:
                 case Stop(now=True):
                     self._stop = reply
                     raise StopRequested
-                case Stop():
-                    self._stop = reply
+                case Stop() | Gone() | Tell():
+                    self._hear(reply)
                 case Refused(reason):
                     raise UserError(reason)
                 case _:
                     assert isinstance(reply, kind), reply
                     return reply, fd
+
+    def _hear(self, reply: Reply) -> None:
+        """What comes unasked."""
+        match reply:
+            case Stop():
+                self._stop = reply
+            case Gone():
+                self.gone.append(reply)
+                self.on_gone()
+            case Tell():
+                self._told = reply
+            case _:
+                raise AssertionError(reply)
+
+    def _tell(self, asked: Tell) -> None:
+        """Now that this worker waits, in the middle of a step that is to be done again."""
+        assert self.tells is not None, "who is asked trains"
+        self._told = None
+        self._line.send(Told(asked.worker, self.tells()))

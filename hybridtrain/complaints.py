@@ -1,8 +1,12 @@
-"""What the server says when workers wait for what will not come."""
+"""What the server says when workers wait for what will not come, or bring what makes no sense."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+from hybridtrain.messages import Push
+from hybridtrain.update import Optimizers
 
 
 def missed(worker: int, waiting: Iterable[int]) -> str:
@@ -20,6 +24,34 @@ def stuck(policy: object, waiting: Sequence[tuple[str, Iterable[int]]]) -> str:
         f"policy {policy} would wait for ever: all who are left wait ({'; '.join(who)}), and "
         "nobody is left to free them; this is an error of the policy, or of a worker that left"
     )
+
+
+def objection(
+    worker: int, push: Push, others: Mapping[int, Push], optimizers: Optimizers
+) -> str | None:
+    """Why this push makes no sense beside those of ``others`` in the same step, if so."""
+    other = next((p.optimizer for p in others.values()), push.optimizer)
+    if other != push.optimizer:
+        return (
+            f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
+            f"{other}; in lock-step all workers must step their optimizers in the same order"
+        )
+    reason = optimizers.objection(worker, push)
+    return reason or _disagreement(worker, push, others, optimizers)
+
+
+def _disagreement(
+    worker: int, push: Push, others: Mapping[int, Push], optimizers: Optimizers
+) -> str | None:
+    """In lock-step everybody's optimizer must have the same parameters."""
+    for other, pushed in islice(others.items(), 1):  # who agree among themselves
+        if optimizers.members(other, pushed) != optimizers.members(worker, push):
+            return (
+                f"the parameter groups of optimizer {push.optimizer} differ between worker "
+                f"{worker} and worker {other}; unfreeze, add or remove parameters in the same "
+                "step of all workers (the same epoch, the same global_step)"
+            )
+    return None
 
 
 def _numbers(workers: Iterable[int]) -> str:

@@ -105,13 +105,13 @@ class Judge:
     _last_s: dict[int, float] = field(default_factory=dict)
 
     def failed(self, worker: int, n_left: int, at_s: float) -> Verdict:
-        """The worker has failed at ``at_s``; ``n_left`` others are there or about to be."""
+        """The worker has failed at ``at_s``; ``n_left`` others are there."""
         self.failures += 1
         match self.chosen.choice:
             case "continue":
                 return self._go_on(n_left)
             case "restart":
-                return self._replace(worker, at_s)
+                return self._replace(worker, n_left, at_s)
         return End()
 
     def _go_on(self, n_left: int) -> Verdict:
@@ -120,8 +120,10 @@ class Judge:
         left = f"{n_left} worker{'s' * (n_left != 1)} would be left"
         return End(f"{left}, fewer than min_workers={self.chosen.min_workers}")
 
-    def _replace(self, worker: int, at_s: float) -> Verdict:
+    def _replace(self, worker: int, n_left: int, at_s: float) -> Verdict:
         most = self.chosen.max_restarts
+        if n_left == 0:
+            return End("nobody is left who could say where training is")
         if most is not None and self.restarts >= most:
             return End(f"it was restarted as often as max_restarts={most} allows in a run")
         if at_s - self._last_s.get(worker, at_s) > _FORGET_S:

@@ -142,6 +142,10 @@ class Ledger:
         self._accounts[worker].released_at_s = self._accounts[worker].pushed_at_s = None
         self.clocks.leave(worker)
 
+    def comes(self, worker: int) -> None:
+        """The worker is there again: it computes from now."""
+        self._accounts[worker].released_at_s = self._now_s()
+
     def read(self, worker: int) -> None:
         """The worker took the current parameters outside a release."""
         self._accounts[worker].read_version = self.version

@@ -13,6 +13,7 @@ from hybridtrain.arrivals import Arrived
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import Borrow, Lent, Turn
 from hybridtrain.memory.packed import Packed
+from hybridtrain.news import Gone, Tell, Told
 from hybridtrain.spans import Spans
 
 Writes = Mapping[int, bytes]  # number of a parameter -> its elements, in the order of its shape
@@ -35,10 +36,9 @@ class Share:
 class Install:
     """The optimizers as the user configured them (worker 0), or nothing (the others).
 
-    Each is what :func:`hybridtrain.update.portable.dump` has made, or the number of one that is
-    installed already and is to stay (where others are replaced in mid-run).
-    ``version`` is the number of updates already behind the parameters (of a resumed run). Answered
-    with ``Done`` when all have asked, so that nobody pushes too early.
+    Each is what :func:`hybridtrain.update.portable.dump` has made, or the number of one that is to
+    stay (where others are replaced in mid-run). ``version`` is the number of updates already behind
+    the parameters. Answered with ``Done`` when all have asked, so that nobody pushes too early.
     """
 
     optimizers: tuple[bytes | int, ...] = ()
@@ -132,7 +132,6 @@ class Gather:
 @dataclass(frozen=True, slots=True)
 class Draw:
     """Positions for my next mini-batch, from the shared queue.
-
     ``spans``: what of the epoch's order, ``length`` long, is to be done in this pass; ``sizes``:
     everybody's mini-batches; ``drop_last``: whole ones only; ``begins``: I begin the pass (perhaps
     anew: what I had drawn of it, but not trained on, goes back). ``turn``: mini-batches are
@@ -157,7 +156,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The optimizers' states, if need be in a file; ``refresh``: my parameters of that version."""
+    """The optimizers' states, maybe in a file; ``refresh``: my parameters of that version, too."""
 
     refresh: bool = True
     place: str = ""
@@ -206,7 +205,7 @@ class Described:
     said: Mapping[str, Any]
 
 
-Note = Paused | Resumed | Stopped | Described | Arrived
+Note = Paused | Resumed | Stopped | Described | Arrived | Told
 
 # ---- replies ------------------------------------------------------------------------------------
 
@@ -251,9 +250,11 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """All payloads, in the order of the workers' numbers."""
+    """All payloads, in the order of ``workers``; ``left``: of the queue, by those who are gone."""
 
     payloads: tuple[bytes, ...]
+    workers: tuple[int, ...]
+    left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +296,5 @@ class Refused:
     reason: str
 
 
-Reply = (
-    Shared | Done | Averaged | Released | Gathered | Ticket | State | Stats | Stop | Refused | Lent
-)
+Answer = Shared | Done | Averaged | Released | Gathered | Ticket | State | Stats | Refused | Lent
+Reply = Answer | Stop | Gone | Tell

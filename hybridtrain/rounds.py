@@ -7,14 +7,13 @@ round cannot accept is raised; the server then refuses all who wait.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 
 from hybridtrain.averaging import Averaging
 from hybridtrain.batch_queue import BatchQueue
+from hybridtrain.complaints import objection
 from hybridtrain.errors import UserError
 from hybridtrain.events import (
     Apply,
-    Began,
     Drop,
     Fact,
     Hold,
@@ -29,7 +28,7 @@ from hybridtrain.events import (
 )
 from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
-from hybridtrain.messages import Average, Cover, Push, Released, Reply, Writes
+from hybridtrain.messages import Average, Averaged, Cover, Push, Released, Reply, Writes
 from hybridtrain.policies import Policy, Regime
 from hybridtrain.update import Optimizers, Stepped
 from hybridtrain.update.pool import Pool
@@ -63,9 +62,10 @@ class Rounds:
         self.optimizers = Optimizers()
         self.broken = False  # somebody has stopped: no round can be a whole one any more
         self.wake_at_s: float | None = None  # when the policy wants to be told the time
-        self._policy, self._regime, self._ledger, self._queue = policy, regime, ledger, queue
+        self._policy, self.regime, self._ledger, self._queue = policy, regime, ledger, queue
         self._averaging = Averaging(workers, pool)
         self._pushes: dict[int, Push] = {}  # of those who wait
+        self._means: dict[int, Averaged] = {}  # of those who have one, and have not pushed yet
         self._ready: set[int] = set()  # who waits to begin
         self._held: list[tuple[int, int, tuple[Cover, ...]]] = []  # worker, age, mini-batches
         self._stepped = Stepped(())  # in the round that ends
@@ -83,19 +83,14 @@ class Rounds:
         """Who waits for a release or a mean."""
         return self._averaging.waiting | self._pushes.keys() | self._ready
 
-    @property
-    def n_waiting(self) -> int:
-        """How many wait for a release or a mean."""
-        return len(self._averaging.waiting) + len(self._pushes) + len(self._ready)
-
     def who_waits(self) -> list[tuple[str, Iterable[int]]]:
         """What for, and who."""
         averages = ("the mean of all gradients", self._averaging.waiting)
         return [("their release", self._pushes), ("their turn", self._ready), averages]
 
-    def began(self, version: int) -> None:
-        """Training begins; so many updates have been made before."""
-        self._obey(Began(version))
+    def tell(self, fact: Fact) -> None:
+        """The policy is to know, and nothing follows yet."""
+        self._obey(fact)
 
     def ready(self, worker: int, writes: Writes) -> Replies:
         """The worker could begin a mini-batch, after its user's ``writes``."""
@@ -115,17 +110,26 @@ class Rounds:
         Raises:
             UserError: if the push makes no sense; ``OptimizerFailed`` if the step failed.
         """
-        if (reason := self._objection(worker, push)) is not None:
+        others = self._pushes if self.regime.lockstep else {}
+        if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
         self._pushes[worker] = push
         self._ledger.pushed(worker, self._samples(push), push.fault)
+        self._means.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         return freed + self._obey(Pushed(worker, self._ledger.clock(), push.loss))
 
-    def average(self, worker: int, request: Average) -> Replies:
-        """The worker wants the mean of all gradients before it pushes."""
+    def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
+        """The worker wants the mean of all gradients before it pushes.
+
+        ``anew``: it does a step again whose mean may be there already.
+        """
         assert self.store is not None, "parameters are shared before gradients are averaged"
-        return [*self._averaging.ask(worker, request, self.store)]
+        if anew and (mean := self._means.get(worker)) is not None:
+            return [(worker, mean)]
+        means = self._averaging.ask(worker, request, self.store)
+        self._means.update(means)
+        return [*means]
 
     def park(self, worker: int) -> Replies:
         """The worker waits for something else; who waits for it in a round need not any longer."""
@@ -153,6 +157,26 @@ class Rounds:
         freed: Replies = [*self._averaging.left(worker, self.store)]
         return freed + self._obey(Left(worker))
 
+    def miss(self, worker: int) -> Replies:
+        """The worker's process is gone, and another will do in its place what it has not done."""
+        self._ready.discard(worker)
+        self._ledger.left(worker)
+        if self.regime.lockstep:
+            self.join(worker)  # it may have been parked; what it has pushed lies in its row
+            return []
+        return self.lost(worker)
+
+    def settle_held(self, worker: int) -> None:
+        """What the worker has contributed and is held will count, whatever becomes of it."""
+        for other, _, covers in self._held:
+            if other == worker:
+                self._queue.settle(worker, covers)
+
+    @property
+    def pushed(self) -> set[int]:
+        """Whose contributions lie in their rows, and are no part of an update yet."""
+        return set(self._pushes)
+
     def refresh(self, worker: int) -> None:
         """Bring the worker's own parameters up to date."""
         if self.store is not None:
@@ -170,31 +194,6 @@ class Rounds:
         self._pushes.clear()
         self._ready.clear()
         self._averaging.dissolve()
-
-    def _objection(self, worker: int, push: Push) -> str | None:
-        """Why this push makes no sense, if so."""
-        if not self._regime.lockstep:
-            return self.optimizers.objection(worker, push)
-        other = next((p.optimizer for p in self._pushes.values()), push.optimizer)
-        if other != push.optimizer:
-            return (
-                f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
-                f"{other}; in lock-step all workers must step their optimizers in the same order"
-            )
-        reason = self.optimizers.objection(worker, push)
-        return reason or self._disagreement(worker, push)
-
-    def _disagreement(self, worker: int, push: Push) -> str | None:
-        """In lock-step everybody's optimizer must have the same parameters."""
-        for other, pushed in islice(self._pushes.items(), 1):  # who agree among themselves
-            members = self.optimizers.members(worker, push)
-            if self.optimizers.members(other, pushed) != members:
-                return (
-                    f"the parameter groups of optimizer {push.optimizer} differ between worker "
-                    f"{worker} and worker {other}; unfreeze, add or remove parameters in the same "
-                    "step of all workers (the same epoch, the same global_step)"
-                )
-        return None
 
     # ---- orders ---------------------------------------------------------------------------------
 
@@ -224,7 +223,7 @@ class Rounds:
         for worker, push in pushes.items():
             self.take(worker, push.writes)
         counted = self._step(pushes)
-        if self._stepped.again is None and (counted or self._held or self._regime.lockstep):
+        if self._stepped.again is None and (counted or self._held or self.regime.lockstep):
             ages = [self._ledger.age(worker) for worker in counted]
             self._ledger.updated([*ages, *[age for _, age, _ in self._held]])
         for worker, _, covers in self._held:
@@ -236,7 +235,7 @@ class Rounds:
 
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
         """Who counted, of all optimizers. In lock-step all are for one."""
-        if not self.optimizers.holding and (len(pushes) == 1 or self._regime.lockstep):
+        if not self.optimizers.holding and (len(pushes) == 1 or self.regime.lockstep):
             self._stepped = self.optimizers.step(pushes)
             return self._stepped.workers
         counted: list[int] = []

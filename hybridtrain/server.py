@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from hybridtrain.arrivals import Arrived
+from hybridtrain.assembly import Assembly
 from hybridtrain.batch_queue import BatchQueue
 from hybridtrain.complaints import missed, stuck
 from hybridtrain.errors import UserError
@@ -28,10 +29,8 @@ from hybridtrain.memory.lending import Borrow
 from hybridtrain.messages import (
     Average,
     Begin,
-    Done,
     Draw,
     Gather,
-    Gathered,
     Install,
     Note,
     Paused,
@@ -40,11 +39,9 @@ from hybridtrain.messages import (
     ReadStats,
     Refused,
     Released,
-    Reply,
     Request,
     Resumed,
     Share,
-    Shared,
     Snapshot,
     State,
     Stats,
@@ -53,8 +50,9 @@ from hybridtrain.messages import (
 )
 from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies, Rounds
-from hybridtrain.sharing import lend, no_snapshot, shared_store
-from hybridtrain.update import OptimizerFailed, Optimizers, load_updates
+from hybridtrain.sharing import lend, no_snapshot
+from hybridtrain.staff import Staff
+from hybridtrain.update import OptimizerFailed, Optimizers
 from hybridtrain.update.corrections import Correction
 from hybridtrain.update.late import LateGradients
 from hybridtrain.update.pool import Pool
@@ -85,9 +83,11 @@ class Server:
         self.failure: BaseException | None = None  # what an optimizer has raised
         members = self._members = set(range(n_workers))
         self._meeting: Meeting[Request] = Meeting(set(self._members))
-        self._pool, self._late = Pool(threads), LateGradients(correction, self.ledger.age)
+        self._pool, late = Pool(threads), LateGradients(correction, self.ledger.age)
         self._queue = BatchQueue(self._members)
         self._rounds = Rounds(policy, self.regime, self.ledger, self._queue, members, self._pool)
+        self._staff = Staff(members, self._meeting, self._queue, self._rounds, self.ledger)
+        self._assembly = Assembly(self._rounds, self._staff, self.ledger, self._pool, late)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -105,12 +105,15 @@ class Server:
 
     def handle(self, worker: int, request: Request) -> Replies:
         """One request in, replies out."""
-        return self._answer(worker, request) or self._free_the_stuck()
+        replies = self._answer(worker, request) or self._free_the_stuck()
+        return replies + self._staff.ask() if self._staff.waits else replies
 
     def _answer(self, worker: int, request: Request) -> Replies:
         match request:
             case Push() | Average() | Begin():
                 return self._round(worker, request)
+            case Share() | Install() if worker in self._staff.joining:
+                return self._staff.let_in(worker, request)
             case Gather() | Share() | Install():
                 return self._meet(worker, request)
             case Draw():
@@ -145,14 +148,6 @@ class Server:
         waiting = self._meeting.waiting
         return self._refuse(waiting, missed(worker, waiting)) if waiting else []
 
-    def lost(self, worker: int) -> Replies:
-        """The worker is gone, with whatever it had not pushed."""
-        self._members.discard(worker)
-        self._meeting.leave(worker)
-        self._queue.lost(worker)
-        freed = self._guarded([], lambda: self._rounds.lost(worker)) + self._close_meeting()
-        return freed or self._free_the_stuck()
-
     @property
     def wake_at_s(self) -> float | None:
         """When to call :meth:`wake`, if at all."""
@@ -164,18 +159,47 @@ class Server:
 
     def _free_the_stuck(self) -> Replies:
         """If all who are left wait, and no timer runs, they would wait for ever."""
-        if self._rounds.n_waiting + self._meeting.n_waiting < len(self._members):
+        if len(self._rounds.waiting) + self._meeting.n_waiting < len(self._members):
             return []
-        if self._stopped or not self._members or self.wake_at_s is not None:
+        if self._stopped or not self._members or self.wake_at_s is not None or self._staff.missing:
             return []
         reason = stuck(self.policy, [*self._rounds.who_waits(), ("all", self._meeting.waiting)])
         return self._refuse([], reason)
 
+    # ---- coming and going -----------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        """Whether it has begun, so that others could go on with it."""
+        return bool(self.optimizers.updates)
+
+    def lost(self, worker: int) -> Replies:
+        """The worker is gone, with whatever it had not pushed."""
+        return self._without(lambda: self._staff.lost(worker)) or self._free_the_stuck()
+
+    def leave(self, worker: int) -> Replies:
+        """The same, and the others are to go on without it."""
+        return self._staff.tell_of(worker) + self.lost(worker)
+
+    def miss(self, worker: int) -> Replies:
+        """The worker is gone, and will come back as another process."""
+        return self._without(lambda: self._staff.miss(worker)) + self._staff.ask()
+
+    def _without(self, going: Callable[[], Replies]) -> Replies:
+        return self._guarded([], going) + self._close_meeting()
+
     def admit(self, worker: int) -> Replies:
         """The worker is there (again), or what it did would not count: it begins (anew)."""
-        self._members.add(worker)
-        self._meeting.expected.add(worker)
-        return self._rounds.admit(worker)
+        return self._staff.admit(worker)
+
+    def call(self, worker: int) -> Replies:
+        """The new process could be started: find out where training is."""
+        self._staff.call(worker)
+        return self._staff.ask()
+
+    def back(self, worker: int) -> None:
+        """It is being started."""
+        self._staff.back(worker)
 
     # ---- rounds ---------------------------------------------------------------------------------
 
@@ -184,10 +208,11 @@ class Server:
             return [(worker, Stop(now=True))]
         match request:
             case Average():
-                return self._rounds.average(worker, request)
+                return self._rounds.average(worker, request, worker in self._staff.joining)
             case Begin(writes):
                 return self._guarded([worker], lambda: self._rounds.ready(worker, writes))
             case Push():
+                self._staff.joining.discard(worker)
                 return self._guarded([worker], lambda: self._rounds.push(worker, request))
 
     def _guarded(self, workers: Iterable[int], action: Callable[[], Replies]) -> Replies:
@@ -238,44 +263,16 @@ class Server:
             return []
         workers = list(items)
         try:
-            reply = self._conclude(workers, list(items.values()))
+            reply = self._assembly.conclude(workers, list(items.values()))
         except UserError as error:
             return self._refuse(workers, str(error))
         for worker in workers:
             self._rounds.join(worker)
         return [(worker, reply) for worker in workers]
 
-    def _conclude(self, workers: list[int], requests: list[Request]) -> Reply:
-        match requests[0]:
-            case Gather():
-                return Gathered(tuple(r.payload for r in requests if isinstance(r, Gather)))
-            case Share():
-                shares = [r for r in requests if isinstance(r, Share)]
-                return self._share(dict(zip(workers, shares, strict=True)))
-            case Install():
-                return self._install(workers, requests[0])
-        raise AssertionError(requests[0])
-
-    def _share(self, shares: dict[int, Share]) -> Shared:
-        self._rounds.store = store = shared_store(shares, self.ledger.n_workers, self.regime)
-        return Shared(store.arena.n_bytes)
-
-    def _install(self, workers: list[int], install: Install) -> Done:
-        assert self.store is not None, "parameters are shared before optimizers are installed"
-        known = self._rounds.optimizers.updates
-        updates = load_updates(install.optimizers, self.store, self._pool, known)
-        if not known:
-            self.ledger.start(install.version)
-            self._rounds.began(install.version)
-        self.adopt(self.store, Optimizers(updates, self.store, self._pool))
-        for worker in workers:
-            self._rounds.refresh(worker)
-        return Done()
-
     def adopt(self, store: Store | None, optimizers: Optimizers) -> None:
         """Step these from now on. Without a store there are no parameters, only time passes."""
-        self._rounds.store, self._rounds.optimizers = store, optimizers
-        optimizers.late = self._late.begun(store)
+        self._assembly.adopt(store, optimizers)
 
     # ---- stopping -------------------------------------------------------------------------------
 

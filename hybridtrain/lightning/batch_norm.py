@@ -108,7 +108,7 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         group: Collectives = ctx.group
         everybodys = group.all_gather(grads[0] * group.weight, sync_grads=False)
-        return everybodys.sum(dim=0)[group.worker] / max(group.weight, 1e-12), None
+        return everybodys.sum(dim=0)[group.place] / max(group.weight, 1e-12), None
 
 
 def synchronise(

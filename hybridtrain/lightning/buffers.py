@@ -40,6 +40,8 @@ class SharedBuffers:
     def meet(self) -> None:
         """All take worker 0's, wherever they have come from: at the start, before a validation."""
         mine = tensors(self._named)
+        if self._client.solo:
+            return
         values = self._client.gather("buffers", [b.cpu() for b in mine] if self._leads else None)[0]
         for buffer, value in zip(mine, values, strict=True):
             buffer.copy_(value)
@@ -62,7 +64,7 @@ class SharedBuffers:
 
     @property
     def _leads(self) -> bool:
-        return self._client.worker == 0
+        return self._client.leads
 
 
 def shared(module: torch.nn.Module) -> Named:

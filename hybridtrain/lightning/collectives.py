@@ -39,6 +39,11 @@ class Collectives:
         return self._client.worker
 
     @property
+    def place(self) -> int:
+        """Where this worker's part of the last meeting lies."""
+        return self._client.place
+
+    @property
     def n_workers(self) -> int:
         """W."""
         return self._client.n_workers
@@ -49,11 +54,16 @@ class Collectives:
             self._client.gather(f"barrier {name}", None)
 
     def broadcast(self, obj: T, src: int) -> T:
-        """Worker ``src``'s object, for everybody; for one who is left alone, his own."""
-        if self.local or self._client.solo:
+        """Worker ``src``'s object, for everybody; for one who is left alone, his own.
+
+        Where that worker is gone, the first of those who are there takes its place.
+        """
+        client = self._client
+        if self.local or client.solo:
             return obj
-        mine = obj if self._client.worker == src else None
-        return self._client.gather("broadcast", mine)[src]
+        source = src if src in client.there else client.there[0]
+        known = client.gather("broadcast", obj if client.worker == source else None)
+        return known[client.met.index(source)]
 
     def decide(self, decision: bool, all_must_agree: bool) -> bool:
         """Whether all (or any) workers say yes."""
@@ -112,7 +122,7 @@ class _GatherWithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = _stack(ctx.client, "all_gather backward", grads[0]).sum(dim=0)
-        return total[ctx.client.worker], None
+        return total[ctx.client.place], None
 
 
 def _stack(client: Client, tag: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -31,13 +31,13 @@ class Group:
 class EvaluationSampler(Sampler[int]):
     """Every m-th sample of m workers, none twice, in the order of the user's sampler."""
 
-    def __init__(self, indices: Sequence[int], worker: int, group: Group) -> None:
-        self._indices, self._worker, self._group = indices, worker, group
+    def __init__(self, indices: Sequence[int], place: int, group: Group) -> None:
+        self._indices, self._place, self._group = indices, place, group
         group.lengths.append(len(indices))
 
     def _share(self) -> range:
         n_active, everything = self._group.n_active, range(len(self._indices))
-        return everything[self._worker :: n_active] if self._worker < n_active else range(0)
+        return everything[self._place :: n_active] if self._place < n_active else range(0)
 
     def __len__(self) -> int:
         return len(self._share())

@@ -23,7 +23,7 @@ from hybridtrain.lightning.recording import Recording, server_maker
 from hybridtrain.recording.file import Record
 from hybridtrain.recording.witness import Stamp
 from hybridtrain.server import Server
-from hybridtrain.worlds.processes import one_thread
+from hybridtrain.worlds.placement import one_thread
 from hybridtrain.worlds.threads import Body, Cell
 
 if TYPE_CHECKING:

@@ -7,16 +7,14 @@ import signal
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.seed import reset_seed
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from pytorch_lightning.trainer import call
@@ -27,8 +25,10 @@ from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
 from hybridtrain.failures import Judge
 from hybridtrain.lightning.checks import check_parameters, check_trainer
+from hybridtrain.lightning.coming_back import ComingBack
 from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.disturbing import interrupt_updates
+from hybridtrain.lightning.farewell import save_interrupted, say_goodbye
 from hybridtrain.lightning.injection import inject
 from hybridtrain.lightning.lock_free import check_lock_free
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
@@ -46,8 +46,6 @@ from hybridtrain.worlds.watchman import Watchman, to_stderr
 if TYPE_CHECKING:
     from hybridtrain.lightning.instead import Instead
     from hybridtrain.lightning.strategy import HybridStrategy
-
-INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
 
 
 class HybridLauncher(_Launcher):
@@ -86,7 +84,7 @@ class HybridLauncher(_Launcher):
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
         loggers = logger_states(trainer) if start_method == "fork" else []
         scratch = Scratch()
-        job = _Job(trainer, function, args, kwargs, snapshot, loggers, scratch.path)
+        job = _Job(trainer, function, args, kwargs, snapshot, loggers, room=scratch.path)
         n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
         check_startup(strategy, start_method, threads, usable_cores(), job)
         in_update = usable_cores() if strategy.regime.lockstep else 1
@@ -97,7 +95,7 @@ class HybridLauncher(_Launcher):
         strategy.interrupted_by = None
         try:
             with strategy.keeping.listening(), vanishing_sockets():
-                results = world.run(partial(_run_in_worker, job))
+                results = world.run(partial(_run_in_worker, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
             if interruption.signum == signal.SIGTERM:
@@ -108,12 +106,12 @@ class HybridLauncher(_Launcher):
             strategy.remember_stats(server.ledger.stats() | faults)
             if watch is not None:
                 watch.conclude()
-        return unpack(trainer, results[0], results[1:], scratch)
+        return unpack(trainer, results, scratch)
 
     def _play(self, instead: Instead[Any], job: _Job) -> Any:
         """Run the workers in this process."""
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
-        return unpack(job.trainer, results[0], results[1:]) if results else None
+        return unpack(job.trainer, results) if results else None
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent passes signals on to its workers itself."""
@@ -201,6 +199,7 @@ class _Job:
     kwargs: dict[str, Any]
     global_state: _GlobalStateSnapshot | None
     loggers: list[dict[str, Any]]
+    told: bytes = b""  # where training is, for a worker that is restarted
     room: str = ""  # the path of a scratch file for what would be too much for a message
 
     def named(self) -> dict[str, Any]:
@@ -223,13 +222,14 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
-    trainer.strategy.enter_worker(client, trainer)
+    back = ComingBack(job.told, trainer, client) if job.told else None
+    trainer.strategy.enter_worker(client, trainer, back)
     inject(trainer, client, trainer.strategy.faults)
     trainer.strategy.keeping.take_over(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
-        returned = job.function(*job.args, **job.kwargs)
+        returned = job.function(**arguments(job, back))
         return pack(trainer, returned, job.room)
     except _TunerExitException:  # the search for a learning rate is over, and there was no more
         call._call_teardown_hook(trainer)
@@ -238,15 +238,27 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     except StopRequested as stop:
         client.note(Stopped())
         client.solo = True
-        _save_interrupted(trainer)
-        _say_goodbye(trainer, stop)
+        save_interrupted(trainer)
+        say_goodbye(trainer, stop)
         raise
     except Exception as error:
         client.solo = True
-        _say_goodbye(trainer, error)
+        say_goodbye(trainer, error)
         raise
     finally:
         leave_profile(trainer, client.worker)
+
+
+def arguments(job: _Job, back: ComingBack | None) -> dict[str, Any]:
+    """Of the trainer's function."""
+    if back is not None:
+        return back.arguments(job.function, job.args, job.kwargs)
+    return signature(job.function).bind(*job.args, **job.kwargs).arguments
+
+
+def _run_again(job: _Job, told: bytes) -> Callable[[Client], Any]:
+    """What a worker does that takes the place of one that was lost."""
+    return partial(_run_in_worker, replace(job, told=told))
 
 
 @torch.no_grad()
@@ -266,32 +278,3 @@ def forget_process_group() -> None:
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         distributed_c10d.GroupMember.WORLD = None
-
-
-def _save_interrupted(trainer: pl.Trainer) -> None:
-    """One checkpoint of the last whole update, where the others lie. Needs no other worker."""
-    checkpoint = trainer.checkpoint_callback
-    folder = getattr(checkpoint, "dirpath", None)
-    if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
-        return
-    path, strategy = Path(folder) / INTERRUPTED_CHECKPOINT, cast(Any, trainer.strategy)
-    try:
-        strategy.before_checkpoint()  # others may have made updates that this one has not
-        if trainer.global_step == 0:
-            return
-        trainer.save_checkpoint(path)
-        for callback in trainer.checkpoint_callbacks:  # one is enough
-            vars(callback)["_last_global_step_saved"] = trainer.global_step
-        if str(path) not in strategy.keeping.unsaved.lost:  # or it has been said why
-            print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
-    except Exception as error:
-        rank_zero_warn(f"no checkpoint could be written to {path}: {error}")
-
-
-def _say_goodbye(trainer: pl.Trainer, error: BaseException) -> None:
-    """What Lightning does in the process that called it: tell callbacks and loggers."""
-    try:
-        call._interrupt(trainer, error)
-        trainer._teardown()
-    except Exception as second:  # the first error is the one to report
-        rank_zero_warn(f"while ending after {type(error).__name__}: {second!r}")

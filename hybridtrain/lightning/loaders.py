@@ -21,10 +21,11 @@ from hybridtrain.lightning.evaluation import Dealt, EvaluationSampler, Group, Wh
 from hybridtrain.lightning.options import DataOptions
 from hybridtrain.lightning.orders import Drawn, Order, Seeded
 from hybridtrain.lightning.progress import precede, remeasure
+from hybridtrain.lightning.queue_sampler import QueueSampler
 from hybridtrain.lightning.recording import data_teller
 from hybridtrain.lightning.resting import Evaluation
 from hybridtrain.lightning.resume import KEY, Resumed, describe, others_go_on, read
-from hybridtrain.lightning.samplers import EpochSampler, Plan, QueueSampler, ShareSampler
+from hybridtrain.lightning.samplers import EpochSampler, Plan, ShareSampler
 from hybridtrain.policies import Regime
 
 
@@ -45,7 +46,8 @@ class Loaders:
         self._client, self._regime = client, regime
         self._options = options
         self._tell = data_teller(client, trainer)
-        self._samplers: list[EpochSampler] = []
+        self.samplers: list[EpochSampler] = []
+        self.remembers = False  # which step was made with which mini-batches
         self._made_in_epoch: int | None = None
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it
         self._resumed: Resumed | None = None
@@ -84,11 +86,11 @@ class Loaders:
             return self._training(dataloader, shuffle and not self._trainer.overfit_batches)
         indices = self._order(dataloader, shuffle)(0)
         if mode != RunningStage.PREDICTING:
-            return EvaluationSampler(indices, self._client.worker, self._group)
+            return EvaluationSampler(indices, self._client.rank, self._group)
         return Whole(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
 
     def _begin_evaluation(self) -> None:
-        self._group = Group(self._client.n_workers)
+        self._group = Group(len(self._client.there))
         self._predict_limit = self._trainer.limit_predict_batches
 
     def _dealt(self, batches: Any) -> Dealt:
@@ -114,15 +116,15 @@ class Loaders:
     def _training(self, dataloader: DataLoader[Any], shuffle: bool) -> EpochSampler:
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
         if self._made_in_epoch != epoch:  # the loaders are new or reloaded
-            self._samplers, self._made_in_epoch = [], epoch
-        plan, number = self._plan(dataloader, shuffle), len(self._samplers)
+            self.samplers, self._made_in_epoch = [], epoch
+        plan, number = self._plan(dataloader, shuffle), len(self.samplers)
         begun = None
         if self._resumed is not None and not hasattr(dataloader, "load_state_dict"):
             begun = self._resumed.begun(number, plan)
         self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._regime.lockstep else QueueSampler
-        self._samplers.append(kind(plan, epoch, self._client, number, begun))
-        return self._samplers[-1]
+        self.samplers.append(kind(plan, epoch, self._client, number, begun))
+        return self.samplers[-1]
 
     def _turn(self) -> int:
         """Mini-batches that belong to one optimizer step, and so to one worker."""
@@ -161,7 +163,7 @@ class Loaders:
         Raises:
             UserError: if nobody can tell.
         """
-        portions = [sampler.next_portion() for sampler in self._samplers]
+        portions = [sampler.next_portion() for sampler in self.samplers]
         weights = [portion.weight for portion in portions if portion is not None]
         known = [weight for weight in weights if weight is not None]
         sure = len(known) == len(portions) > 0
@@ -175,8 +177,8 @@ class Loaders:
 
     def commit(self) -> None:
         """A step has been made with the mini-batches since the last one."""
-        for sampler in self._samplers:
-            sampler.commit()
+        for sampler in self.samplers:
+            sampler.commit(self._client.next_version if self.remembers else None)
         loop = self._trainer.fit_loop
         ready = loop.epoch_loop.batch_progress.current.ready
         self._committed = (loop.epoch_progress.current.processed, ready)
@@ -194,8 +196,8 @@ class Loaders:
         if self._committed is not None and self._committed[0] == epoch:
             batches = self._committed[1]
         unseen = self._client.unseen if not self._regime.lockstep else {}
-        ours = describe(epoch, batches, self._samplers, unseen)
-        if others_go_on(self._samplers, ours):
+        ours = describe(epoch, batches, self.samplers, unseen)
+        if others_go_on(self.samplers, ours):
             loops = checkpoint["loops"]["fit_loop"]
             loops["epoch_loop.batch_progress"]["is_last_batch"] = False  # of this worker, it was
         return {**checkpoint, KEY: ours}
@@ -212,7 +214,7 @@ class Loaders:
     def _settle(self) -> None:
         """Counters have been restored, and loaders may have been made before they were."""
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
-        late = [sampler for sampler in self._samplers if sampler.epoch != epoch]
+        late = [sampler for sampler in self.samplers if sampler.epoch != epoch]
         for sampler in late:
             sampler.set_epoch(epoch)
         if late:
@@ -228,7 +230,7 @@ class Loaders:
             remeasure(self._trainer)
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
         lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
-        stale = self._moved or any(sampler.stale() for sampler in self._samplers)
+        stale = self._moved or any(sampler.stale() for sampler in self.samplers)
         if stale and not lightning_iterates:
             iter(loop._data_fetcher)
         self._moved = False

@@ -40,8 +40,13 @@ class OneHost:
     def world_size(self) -> int: ...
 
     @property
-    @abstractmethod
-    def global_rank(self) -> int: ...
+    def client(self) -> Client:
+        assert self._client is not None, "only workers have a client"
+        return self._client
+
+    @property
+    def global_rank(self) -> int:
+        return 0 if self._client is None else self._client.worker
 
     def remember_training(self, parts: dict[str, Any]) -> None:
         """The calling process has no optimizers of its own; its checkpoints have their states."""
@@ -54,6 +59,11 @@ class OneHost:
         if self._trained is not None and checkpoint.get("optimizer_states") == []:
             checkpoint = {**checkpoint, **self._trained}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Worker 0, or, when it is gone, the first of those who are there."""
+        return self._client is None or self._client.leads
 
     @property
     def is_distributed(self) -> bool:

@@ -29,7 +29,7 @@ class Seeded:
 
 
 class Drawn:
-    """The user's own sampler, drawn by worker 0 for everybody (it may be random)."""
+    """The user's own sampler, drawn by one worker for everybody (it may be random)."""
 
     def __init__(self, sampler: Sampler[int], client: Client) -> None:
         self._sampler, self._client = sampler, client
@@ -37,7 +37,7 @@ class Drawn:
     def __call__(self, epoch: int) -> list[int]:
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
-        mine = list(self._sampler) if self._client.worker == 0 else None
+        mine = list(self._sampler) if self._client.leads else None
         return self._client.gather("order of the epoch", mine)[0]
 
 

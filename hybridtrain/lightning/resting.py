@@ -76,7 +76,7 @@ class Evaluation:
         rests = self._roll is None
         roll = self._rest() if rests else self._roll
         if roll is not None and "end" in roll and "rests" in roll and not self._predicts:
-            self._share_outcome(roll.index("end"), rests)
+            self._share_outcome(self._client.met[roll.index("end")], rests)
         return result
 
     def _meet(self, what: str) -> list[str]:
@@ -93,6 +93,7 @@ class Evaluation:
     def _share_outcome(self, source: int, rests: bool) -> None:
         """Those who have rested become as worker ``source``."""
         mine = portrait(self._trainer) if self._client.worker == source else None
-        outcome = self._client.gather("end of an evaluation", mine, patient=True)[source]
+        known = self._client.gather("end of an evaluation", mine, patient=True)
+        outcome = known[self._client.met.index(source)]
         if rests:
             mirror(self._trainer, outcome)

@@ -71,17 +71,25 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> Home | Outputs |
         progress=_progress(trainer),
         callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
         module=of_module(trainer.lightning_module),
-        loggers=[_identity(logger) for logger in trainer.loggers],
+        loggers=[identity(logger) for logger in trainer.loggers],
     )
 
 
 def unpack(
-    trainer: pl.Trainer,
-    home: Home,
-    others: Sequence[Outputs | None] = (),
-    scratch: Scratch | None = None,
+    trainer: pl.Trainer, results: Sequence[Home | Outputs | None], scratch: Scratch | None = None
 ) -> Any:
-    """Called in the parent; returns what the trainer's method would have returned here."""
+    """Called in the parent; returns what the trainer's method would have returned here.
+
+    Raises:
+        RuntimeError: if the worker that should have packed has died before it could.
+    """
+    home = next((each for each in results if isinstance(each, Home)), None)
+    if home is None:
+        raise RuntimeError(
+            "the first worker was lost after training, and with it metrics and weights; the last "
+            "checkpoint has what it had saved"
+        )
+    others = [each for each in results if not isinstance(each, Home)]
     heavy = scratch.load() if scratch is not None and not home.heavy else _load(home.heavy)
     weights = heavy["weights"]
     trainer.precision_plugin.convert_module(trainer.lightning_module)  # as the workers did
@@ -113,7 +121,7 @@ def _trained(trainer: Any) -> dict[str, Any]:
     }
 
 
-def _identity(logger: Logger) -> dict[str, Any]:
+def identity(logger: Logger) -> dict[str, Any]:
     """What a logger has become: its version, the number of its run, its names."""
     return {k: v for k, v in vars(logger).items() if isinstance(v, str | int | float | None)}
 

@@ -23,8 +23,9 @@ from torch.utils.data import Sampler
 
 from hybridtrain.client import Client
 from hybridtrain.lightning.orders import Begun, Order
-from hybridtrain.messages import Cover, Draw, Lap
-from hybridtrain.spans import Spans, dealt, positions, split, total
+from hybridtrain.messages import Cover, Lap
+from hybridtrain.news import Gone
+from hybridtrain.spans import Spans, dealt, merged, positions, split, total, without
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class EpochSampler(Sampler[int]):
         self.source = begun.order if begun else plan.order  # of the current lap's order
         self.order: Sequence[int] = ()
         self._lap, self._ended = 0, False
+        self._crew = client.there  # who shares the passes that begin from now on
+        self._steps: list[tuple[int, int]] = []  # version, mini-batches then done of this iteration
 
     @property
     def batch_size(self) -> int:
@@ -114,6 +117,7 @@ class EpochSampler(Sampler[int]):
             self._lap += 1
         if self._iterated != self.epoch or not self._ended:
             self._planned.clear()
+        self._steps.clear()
         self._iterated, self._ended = self.epoch, False
         begun = self._resumed(self._lap)
         self.source = (begun or self.plan).order
@@ -144,10 +148,28 @@ class EpochSampler(Sampler[int]):
                 self._client.cover(portion.cover)
         return portion
 
-    def commit(self) -> None:
-        """A step has been made with all the mini-batches that training has got."""
+    def commit(self, version: int | None = None) -> None:
+        """A step has been made with all the mini-batches that training has got.
+
+        Args:
+            version: of the parameters after it, if it is to be remembered.
+        """
         if self._running is not None:
             self._done = (self.epoch, self._running)
+            if version is not None:
+                self._steps.append((version, self._running.batches))
+
+    def left_by(self, gone: Sequence[Gone]) -> Spans:
+        """Positions of the current pass that these workers would have done."""
+        return ()
+
+    def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
+        """The next iteration does these positions of the current pass, too, shared by ``crew``."""
+        self._crew, self._ended = crew, False
+
+    def shares_with(self, crew: tuple[int, ...]) -> None:
+        """Who shares the passes that begin from now on."""
+        self._crew = crew
 
     def progress(self, unseen: dict[Lap, Spans]) -> tuple[int, int, Spans]:
         """Of the current epoch: the lap, mini-batches done in it, and positions still to do.
@@ -163,26 +185,55 @@ class EpochSampler(Sampler[int]):
         begun = self._resumed(lap)
         spans = begun.spans if begun else ((0, self.plan.length),)
         drawn = unseen.get(Lap(self.number, self.epoch, lap))
-        return lap, batches, split(spans, done)[1] if drawn is None else drawn
+        if drawn is not None:
+            return lap, batches, drawn
+        rest, left = split(spans, done)[1], self.left_by(self._client.gone)
+        return lap, batches, merged([*without(left, rest), *rest]) if left else rest
 
 
 class ShareSampler(EpochSampler):
-    """This worker's fixed share of every global mini-batch.
+    """This worker's fixed share of every global mini-batch, as long as nobody is lost.
 
     A global mini-batch of G = sum(sizes) positions is dealt out in one pattern, as evenly as the
     sizes allow: with equal sizes every W-th sample. The last, smaller one is its beginning, so that
-    it is shared in proportion.
+    it is shared in proportion. What a worker that is gone has not done is shared out anew, to be
+    done at the end of the epoch.
     """
 
-    def _shares(self, todo: int) -> Iterator[list[int]]:
-        """This worker's places in each global mini-batch of ``todo`` positions."""
-        places, whole = self._places(), sum(self.plan.sizes)
+    _positions: Sequence[int] = ()  # of this iteration
+    _before = 0  # mini-batches of the pass that were done before it
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        """Mini-batches of those who share."""
+        return tuple(self.plan.sizes[worker] for worker in self._crew)
+
+    def _shares(self, todo: int, worker: int) -> Iterator[list[int]]:
+        """A worker's places in each global mini-batch of ``todo`` positions."""
+        places, whole = self._places(worker), sum(self._sizes)
         usable = todo // whole * whole if self.plan.drop_last else todo
         for start in range(0, usable, whole):
             yield [start + place for place in places if start + place < usable]
 
-    def _places(self) -> list[int]:
-        return dealt(self.plan.sizes)[self._client.worker]
+    def _places(self, worker: int) -> list[int]:
+        return dealt(self._sizes)[self._crew.index(worker)]
+
+    def left_by(self, gone: Sequence[Gone]) -> Spans:
+        """Positions of the current pass that these workers would have done."""
+        left: list[int] = []
+        for each in gone:
+            if each.worker in self._crew and self._iterated == self.epoch:
+                done = max([n for version, n in self._steps if version <= each.version], default=0)
+                n_before = max(done - self._before, 0)
+                shares = list(self._shares(len(self._positions), each.worker))[n_before:]
+                left += [self._positions[place] for share in shares for place in share]
+        return merged((position, position + 1) for position in left)
+
+    def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
+        """The next iteration does these positions of the current pass, too, shared by ``crew``."""
+        super().go_on(crew, spans)
+        batches = self._done[1].batches if self._done is not None else 0
+        self._begun = Begun(self.epoch, self.source, spans, batches, self._lap)
 
     def _todo(self) -> tuple[int, int]:
         """Positions to do in the first lap of the epoch, and mini-batches done before."""
@@ -196,46 +247,23 @@ class ShareSampler(EpochSampler):
         part of the length, though they do not come again.
         """
         todo, before = self._todo()
-        whole, size = sum(self.plan.sizes), self.batch_size
+        whole, size = sum(self._sizes), self.batch_size
         full, rest = divmod(todo, whole)
         rest = 0 if self.plan.drop_last else rest
-        last = sum(place < rest for place in self._places())
+        last = sum(place < rest for place in self._places(self._client.worker))
         return (before + full) * size + (last or (size if rest else 0))
 
     def __iter__(self) -> Iterator[int]:
         order, spans, batches = self._begin()
-        todo = list(positions(spans))
-        whole = sum(self.plan.sizes)
-        for number, places in enumerate(self._shares(len(todo)), 1):
+        self._positions = todo = list(positions(spans))
+        self._before = batches
+        whole = sum(self._sizes)
+        for number, places in enumerate(self._shares(len(todo), self._client.worker), 1):
             done = min(number * whole, len(todo))
             together = done - (number - 1) * whole
             self._plan_next(len(places), batches + number, done, None, together)
             share = [order[todo[place]] for place in places]
             yield from share or filler(order, self.batch_size)
-        self._ended = True
-
-
-class QueueSampler(EpochSampler):
-    """Mini-batches drawn one by one from the server's queue. It has no length, on purpose.
-
-    Lightning believes a length, and would miss validation and the last step if it were only an
-    upper bound.
-    """
-
-    def __iter__(self) -> Iterator[int]:
-        order, spans, batches = self._begin()
-        lap, begins = Lap(self.number, self.epoch, self._lap), True
-        plan, n_drawn, turn = self.plan, self.batch_size, self.plan.turn()
-        # The loader makes mini-batches by counting, so a smaller one must be the last.
-        while n_drawn == self.batch_size:
-            ask = Draw(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn)
-            ticket = self._client.draw(ask)
-            begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
-            if ticket.counts:
-                self._plan_next(n_drawn, batches, 0, Cover(lap, ticket.spans))
-            else:
-                self._plan_next(0, batches, 0, None)
-            yield from (order[position] for position in positions(ticket.spans))
         self._ended = True
 
 

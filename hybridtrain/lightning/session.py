@@ -92,8 +92,8 @@ class Session:
 
     @torch.no_grad()
     def _publish(self) -> None:
-        """Worker 0's parameters become the masters."""
-        if self._client.worker != 0:
+        """The first worker's parameters become the masters."""
+        if not self._client.leads or self._client.joins:
             return
         for parameter, slot in zip(self._parameters, self._store.layout.slots, strict=True):
             self._store.master(slot).copy_(parameter)
@@ -127,7 +127,7 @@ class Session:
             known[id(step)] if id(step) in known else dumped(optimizer, self._number_of)
             for step, optimizer in zip(steps, self._optimizers, strict=True)
         )
-        self._client.install(payload if self._client.worker == 0 else (), version)
+        self._client.install(payload if self._client.leads else (), version)
         self.steps = [self._remote(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
         return numbers
 

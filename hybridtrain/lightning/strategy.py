@@ -28,12 +28,14 @@ from hybridtrain.lightning.ahead import ahead
 from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.coming_back import ComingBack
 from hybridtrain.lightning.disturbing import Faults
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.loaders import Loaders
+from hybridtrain.lightning.losses import Losses
 from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.precision import take_over
@@ -133,6 +135,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self._session: Session | None = None
         self._snapshot: list[dict[str, Any]] | None = None
         self._count: UpdateCount | None = None  # where workers run freely
+        self._losses: Losses | None = None  # once training has begun
 
     # ---- who and where --------------------------------------------------------------------------
 
@@ -141,10 +144,6 @@ class HybridStrategy(OneHost, ParallelStrategy):
         if self._abstains:
             return 1  # or Lightning refuses a training_step that returns None
         return len(self.parallel_devices or [None]) * self.workers_per_device
-
-    @property
-    def global_rank(self) -> int:
-        return self._client.worker if self._client is not None else 0
 
     @property
     def root_device(self) -> torch.device:
@@ -156,10 +155,10 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     # ---- a worker's life ------------------------------------------------------------------------
 
-    def enter_worker(self, client: Client, trainer: Any) -> None:
-        """From now on this process is a worker."""
+    def enter_worker(self, client: Client, trainer: Any, back: ComingBack | None = None) -> None:
+        """From now on this process is a worker; ``back``: instead of one that was lost."""
         be_lean()
-        self._client = client
+        self._client, self._back = client, back
         self._collectives = Collectives(client)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.regime, self.data_options)
@@ -167,11 +166,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, Boundary(client, self))
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
-
-    @property
-    def client(self) -> Client:
-        assert self._client is not None, "only workers have a client"
-        return self._client
+        if back is not None:
+            back.prepare()
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
@@ -192,10 +188,14 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.lightning_module.to(self.root_device)
 
     def on_train_start(self) -> None:
-        if self._session is not None:
+        if self._session is not None and self._loaders is not None:
             self._session.install()
             if not self.regime.lockstep:
                 self._count = UpdateCount(self._session.trainer, self.client)
+            if self._count is not None and self.client.joins:
+                self.client.joins = self.client.solo = False
+                self._count.reach(self._session.pull())
+            self._losses = Losses(self, self._session.trainer, self._loaders, self._back)
 
     def await_turn(self) -> None:
         """Where workers take turns: before a mini-batch begins."""
@@ -232,6 +232,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.collectives.local, self._abstains = not self.regime.lockstep, False
         self.collectives.weight, together = self._loaders.weigh(batch)
         self._session.begin_batch(batch, self.collectives.weight, together)
+        if self._losses is not None:
+            self._losses.begin_batch()
 
     def optimizer_step(
         self,
@@ -254,10 +256,14 @@ class HybridStrategy(OneHost, ParallelStrategy):
         """All workers meet, at the same parameters. In lock-step they always are."""
         self.client.settle()
         self.collectives.local = False
+        if self._losses is not None and self._losses.epoch_is_over:
+            return
         if self._count is not None and self._session is not None:
             self.barrier("end of the epoch")
             self._count.reach(self._session.pull())
             self.barrier("same parameters")  # nobody moves them before all have read them
+        if self._losses is not None:
+            self._losses.meet()
 
     def on_validation_start(self) -> None:
         if self._session is not None:

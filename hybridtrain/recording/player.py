@@ -15,7 +15,7 @@ from typing import Any
 from hybridtrain.messages import Described, Install, Note, Request, Stopped
 from hybridtrain.recording.file import NOBODY, Event, Record
 from hybridtrain.recording.prints import Rows, print_of, print_of_parameters
-from hybridtrain.recording.witness import BROKEN, FINISHED, LOST, WOKE, Stamp, ending, kind_of
+from hybridtrain.recording.witness import BROKEN, FINISHED, LEFT, LOST, WOKE, Stamp, ending, kind_of
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
 from hybridtrain.update.turns import Ended
@@ -108,9 +108,10 @@ class Player:
 
     def _take(self, event: Event) -> Replies:
         worker = event.worker
-        if event.kind == LOST:
+        if event.kind in (LOST, LEFT):
             self._world.abandon(worker)
-            return self._server.lost(worker)
+            left = event.kind == LEFT
+            return self._server.leave(worker) if left else self._server.lost(worker)
         if event.kind == WOKE:
             return self._server.wake()
         word = self._next(event)

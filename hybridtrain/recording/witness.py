@@ -38,9 +38,9 @@ from hybridtrain.recording.prints import Rows, print_of, print_of_parameters, pr
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
 
-FINISHED, LOST, WOKE, BROKEN = "Finished", "Lost", "Woke", "Broken"
+FINISHED, LOST, WOKE, BROKEN, LEFT = "Finished", "Lost", "Woke", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *get_args(Note)))
-KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN)
+KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT)
 
 
 def kind_of(message: Request | Note) -> str:
@@ -137,6 +137,31 @@ class Witness:
         """See :class:`hybridtrain.server.Server`."""
         self._writer.event(LOST, worker, 0, self._tick(), 0.0, 0.0)
         return self._freed(self.server.lost(worker))
+
+    @property
+    def training(self) -> bool:
+        return self.server.training
+
+    def leave(self, worker: int) -> Replies:
+        """See :class:`hybridtrain.server.Server`."""
+        self._writer.event(LEFT, worker, 0, self._tick(), 0.0, 0.0)
+        return self._freed(self.server.leave(worker))
+
+    def miss(self, worker: int) -> Replies:
+        """See :class:`hybridtrain.server.Server`. What a new process does cannot be replayed."""
+        self._tick()
+        if self._writer.refusal is None:
+            reason = f"worker {worker} was restarted, and what follows cannot be replayed"
+            self._writer.refusal = OSError(reason)
+        return self._freed(self.server.miss(worker))
+
+    def call(self, worker: int) -> Replies:
+        """See :class:`hybridtrain.server.Server`."""
+        return self.server.call(worker)
+
+    def back(self, worker: int) -> None:
+        """See :class:`hybridtrain.server.Server`."""
+        self.server.back(worker)
 
     @property
     def wake_at_s(self) -> float | None:

@@ -51,6 +51,11 @@ class Channel:
         self._rings: int | None = None
         self._kept: deque[tuple[memoryview, int | None]] = deque()  # posted, but not gone out
 
+    @property
+    def sock(self) -> socket.socket:
+        """Its end, for a process that must not inherit it."""
+        return self._socket
+
     def fileno(self) -> int:
         """For ``select``: readable when something may have arrived."""
         return self._socket.fileno() if self._hears is None else self._hears

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from hybridtrain.worlds.channel import Channel, ChannelClosed
 from hybridtrain.worlds.outcome import Failed, Finished
 
 Body = Callable[[Client], Any]
+SocketPair = tuple[socket.socket, socket.socket]
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64-bit systems
@@ -39,6 +40,14 @@ class Birth:
     n_workers: int
     threads: int
     parent_pid: int | None
+
+    def arguments(
+        self, body: Body, pairs: Mapping[int, SocketPair], lines: Sequence[socket.socket] | None
+    ) -> tuple[Any, ...]:
+        """Of ``run_worker``; ``lines``: what a fork inherits and has to close, if it is one."""
+        mine = pairs[self.worker][1]
+        others = [each for pair in pairs.values() for each in pair if each is not mine]
+        return self, mine, body, [] if lines is None else [*others, *lines]
 
 
 def run_worker(

@@ -20,7 +20,8 @@ class WorkerProcess:
     """A process that does the work of one worker; another may take its place.
 
     ``number``: of the worker; ``sentinel``: readable once the process has ended; ``ended``: it has
-    said how it ended; ``gone``: it has been reaped; ``cause``: why the parent has killed it;
+    said how it ended; ``gone``: it has been reaped; ``mourned``: what follows has been
+    decided, though it may not have ended yet; ``cause``: why the parent has killed it;
     ``request``: what it waits to be answered; ``heard``: how many messages have come from it.
     """
 
@@ -32,6 +33,7 @@ class WorkerProcess:
     result: Any = None
     ended: bool = False
     gone: bool = False
+    mourned: bool = False
     cause: str = ""
     request: Request | None = None
     heard: int = 0

@@ -48,3 +48,9 @@ class WorkerError(RuntimeError):
 
 class WorkerDied(WorkerError):
     """A worker process ended without a word (killed, out of memory, crashed)."""
+
+
+def in_words(error: BaseException) -> str:
+    """What has happened to a worker, with its traceback if it has raised."""
+    notes = [note for note in getattr(error, "__notes__", []) if "in worker" in note]
+    return f"{notes[0]}\n{type(error).__name__}: {error}" if notes else str(error)

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
 
 _PROCESSOR = 39 - 3  # field 39 of /proc/<pid>/stat, counted from the third (proc_pid_stat(5))
 
@@ -43,3 +46,14 @@ def last_core(pid: int) -> int | None:
         return int(fields[_PROCESSOR])
     except (OSError, IndexError, ValueError):
         return None
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch's OpenMP team out of the server: it would spin on the workers' cores."""
+    former = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(former)

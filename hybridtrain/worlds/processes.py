@@ -11,29 +11,30 @@ process outlives ``run``.
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from hybridtrain.arrivals import Arrived
-from hybridtrain.failures import Judge, OnFailure
+from hybridtrain.errors import UserError
+from hybridtrain.failures import End, GoOn, Judge, OnFailure, Replace, Verdict
 from hybridtrain.messages import Described, Paused, Resumed, Shared, Stop, Stopped
+from hybridtrain.news import Told
 from hybridtrain.rounds import Replies
 from hybridtrain.serving import Serving
 from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.child import Birth, Body, run_worker
 from hybridtrain.worlds.crew import WorkerProcess
 from hybridtrain.worlds.nursery import Nursery
-from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied
-from hybridtrain.worlds.placement import stand_aside
+from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied, in_words
+from hybridtrain.worlds.placement import one_thread, stand_aside
 from hybridtrain.worlds.signals import Interrupted, caught_signals
-from hybridtrain.worlds.watchman import Watchman
+from hybridtrain.worlds.watchman import Watchman, to_stderr
 
 _POLL_S = 1.0
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
@@ -65,25 +66,31 @@ class ProcessWorld:
     _deadline_s: float | None = None
     _signals: list[int] = field(default_factory=list)
     _look_at_s: float = 0.0  # when to see next who shares a core
+    _due: dict[int, float] = field(default_factory=dict)  # who comes back, and when
+    _told: dict[int, bytes] = field(default_factory=dict)  # where training is, for whom
 
-    def run(self, body: Body) -> list[Any]:
+    def run(self, body: Body, again: Callable[[bytes], Body] | None = None) -> list[Any]:
         """Run ``body(client)`` in every worker; the results in the order of the workers.
+
+        Args:
+            body: what workers do.
+            again: what a worker does that is restarted, by what it is told of where training is.
 
         Raises:
             Interrupted: if SIGINT or SIGTERM ended the run.
             BaseException: what the first failing worker raised, with its traceback as a note.
         """
-        nursery = Nursery(self.start_method)
+        self._nursery, self._again = Nursery(self.start_method), again
         with self._selector() as selector, self._heard(selector), one_thread():
             try:
-                self._start(nursery, body, selector)
-                while not all(worker.gone for worker in self._workers):
+                self._start(range(self.n_workers), body, selector)
+                while self._due or not all(worker.gone for worker in self._workers):
                     self._turn(selector)
             finally:
                 self._kill_all()
                 for worker in self._workers:
                     worker.close()
-                nursery.close()
+                self._nursery.close()
                 self.server.close()
         if self._failure is not None:
             raise self._failure
@@ -100,28 +107,25 @@ class ProcessWorld:
         finally:
             selector.close()
 
-    def _start(self, nursery: Nursery, body: Body, selector: selectors.BaseSelector) -> None:
-        pairs = [channel_pair() for _ in range(self.n_workers)]
+    def _start(self, numbers: Sequence[int], body: Body, selector: selectors.BaseSelector) -> None:
+        pairs = {number: channel_pair() for number in numbers}
+        lines = [worker.channel.sock for worker in self._workers if worker.number not in pairs]
+        parent = None if self.start_method == "forkserver" else os.getpid()
+        births = [Birth(n, self.n_workers, self.threads_per_worker, parent) for n in numbers]
         forked = self.start_method == "fork"
-        parent_pid = None if self.start_method == "forkserver" else os.getpid()
-        rows: list[Sequence[Any]] = []
-        for number, (_, theirs) in enumerate(pairs):
-            birth = Birth(number, self.n_workers, self.threads_per_worker, parent_pid)
-            others = [s for n, pair in enumerate(pairs) for s in pair if n != number]
-            inherited = [*others, pairs[number][0]] if forked else []
-            rows.append((birth, theirs, body, inherited))
+        rows = [each.arguments(body, pairs, lines if forked else None) for each in births]
         try:
-            processes = nursery.start(run_worker, rows)
+            processes = self._nursery.start(run_worker, rows)
         except BaseException:
-            for ours, _ in pairs:
+            for ours, _ in pairs.values():
                 ours.close()
             raise
         finally:
-            for _, theirs in pairs:
+            for _, theirs in pairs.values():
                 theirs.close()
-        for number, process in enumerate(processes):
+        for number, process in zip(numbers, processes, strict=True):
             worker = WorkerProcess.of(number, Channel(pairs[number][0]), process)
-            self._workers.append(worker)
+            self._workers[number : number + 1] = [worker]
             worker.attend(selector)
 
     def _kill_all(self) -> None:
@@ -147,6 +151,7 @@ class ProcessWorld:
         if wake_at_s is not None and time.monotonic() >= wake_at_s:
             self._send(self.server.wake())
         self._react_to_signals()
+        self._call_back(selector)
         self._look()
         if self._deadline_s is not None and time.monotonic() > self._deadline_s:
             self._kill_all()
@@ -162,7 +167,8 @@ class ProcessWorld:
 
     def _timeout_s(self) -> float:
         next_s = self.watchman.due_s if self._deadline_s is None else self._deadline_s
-        due_s = [at_s for at_s in (next_s, self.server.wake_at_s) if at_s is not None]
+        times = (next_s, self.server.wake_at_s, *self._due.values())
+        due_s = [at_s for at_s in times if at_s is not None]
         return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
 
     def _listen(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:
@@ -183,6 +189,9 @@ class ProcessWorld:
             case Failed():
                 worker.ended = True
                 self._fail(worker, message.rebuild(worker.number))
+            case Told(number, payload):
+                self._told[number] = payload
+                self.server.back(number)  # whoever meets from now on waits for it
             case Paused() | Resumed() | Stopped() | Described() | Arrived():
                 worker.ended = worker.ended or isinstance(message, Stopped)
                 self._send(self.server.note(worker.number, message))
@@ -208,19 +217,64 @@ class ProcessWorld:
         worker.bury()
         if not worker.ended:
             self._fail(worker, WorkerDied(worker.obituary()))
-        self._send(self.server.lost(worker.number))
+        if not worker.mourned:
+            self._send(self.server.lost(worker.number))
 
     # ---- the beginning of the end ---------------------------------------------------------------
 
     def _fail(self, worker: WorkerProcess, error: BaseException) -> None:
+        """What follows is the judge's decision, if training has begun and is to go on."""
+        decides = self.server.training and self._deadline_s is None
+        verdict = self._verdict(worker, error) if decides else End()
+        match verdict:
+            case GoOn():
+                to_stderr(f"{in_words(error)}; the others go on without it")
+                worker.mourned = True
+                self._send(self.server.leave(worker.number))
+            case Replace(delay_s, number):
+                to_stderr(f"{in_words(error)}; restart {number}, in {delay_s:g} s")
+                worker.mourned = True
+                self._due[worker.number] = time.monotonic() + delay_s
+                self._send(self.server.miss(worker.number))
+            case End(reason):
+                if reason:
+                    error.add_note(f"The run ends, because {reason}.")
+                self._give_up(worker, error)
+
+    def _verdict(self, worker: WorkerProcess, error: BaseException) -> Verdict:
+        if isinstance(error, UserError):
+            return End()  # it would happen again
+        others = [w for w in self._workers if w is not worker]
+        n_left = sum(not w.ended and not w.gone for w in others)
+        return self.judge.failed(worker.number, n_left, time.monotonic())
+
+    def _give_up(self, worker: WorkerProcess, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
         self._ask_to_stop()
         self._send(self.server.note(worker.number, Stopped(broke=True)))
 
+    # ---- coming back ----------------------------------------------------------------------------
+
+    def _call_back(self, selector: selectors.BaseSelector) -> None:
+        """Those whose time has come are called; those for whom somebody has told are started."""
+        if all(w.ended or w.gone for w in self._workers if w.number not in self._due):
+            self._due.clear()  # training is over
+        for number, at_s in self._due.items():
+            if time.monotonic() >= at_s:
+                self._due[number] = math.inf
+                self._send(self.server.call(number))
+        for number, payload in list(self._told.items()):
+            if self._workers[number].gone and self._again is not None:
+                del self._told[number], self._due[number]
+                self._workers[number].close()
+                self._start([number], self._again(payload), selector)
+
     def _ask_to_stop(self) -> None:
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.grace_s
+            self._due.clear()
+            self._told.clear()
             self._send([(w.number, Stop()) for w in self._workers if not w.ended])
 
     def _react_to_signals(self) -> None:
@@ -239,14 +293,3 @@ class ProcessWorld:
             if readable is not None:
                 selector.register(readable, selectors.EVENT_READ, ("signal", None))
             yield
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Keep torch's OpenMP team out of the server: it would spin on the workers' cores."""
-    former = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(former)

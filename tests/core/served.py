@@ -98,7 +98,7 @@ def released(version: int, *workers: int) -> Replies:
 
 
 def gathered(payloads: Sequence[bytes], *workers: int) -> Replies:
-    return [(worker, Gathered(tuple(payloads))) for worker in workers]
+    return [(worker, Gathered(tuple(payloads), tuple(workers))) for worker in workers]
 
 
 def stopped(*workers: int) -> Replies:

@@ -87,7 +87,7 @@ def test_user_code_that_catches_exceptions_does_not_swallow_a_stop() -> None:
 
 
 def test_a_gathering_brings_all_items_in_order() -> None:
-    speaker, _ = client(Gathered((pickle.dumps("a"), pickle.dumps({"b": 1}))))
+    speaker, _ = client(Gathered((pickle.dumps("a"), pickle.dumps({"b": 1})), (0, 1)))
     assert speaker.gather("t", "a") == ["a", {"b": 1}]
 
 

@@ -78,7 +78,7 @@ def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Scr
     line.replies.append(Stop(now=True))
     with pytest.raises(StopRequested):
         client.check_stop()
-    line.replies.append(Gathered((b"", b"")))
+    line.replies.append(Gathered((b"", b""), (0, 1)))
     with pytest.raises(EOFError):  # what is asked afterwards is asked, not taken for the release
         client.gather("a", None)
     assert isinstance(line.sent[-1], Gather)

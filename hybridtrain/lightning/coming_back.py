@@ -1,0 +1,121 @@
+"""A worker that is restarted: where training is, told by another, and how it goes on from there.
+
+Parameters and the optimizers' states lie in host memory, so they need not be restored. What is
+missing is what Lightning knows of the course of training: its counters, callbacks, schedulers, what
+is left of the epoch. All of that makes a checkpoint, but for weights and states. One of the workers
+makes it while it waits in the middle of the step that the lost worker has left undone; a checkpoint
+of such a moment is one of the last whole step, from which the step is done again.
+
+Until its first step is made the new worker meets nobody: the others have been in those meetings.
+In lock-step all draw their random numbers alike (a seed for all), so the new worker takes the
+state of the generators over, as it was before the mini-batch was fetched. (Processes of a loader's
+own draw from others.)
+"""
+
+from __future__ import annotations
+
+import io
+import random
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+from hybridtrain.client import Client
+from hybridtrain.lightning.progress import precede
+from hybridtrain.lightning.results import identity
+from hybridtrain.lightning.state import without_fetching
+from hybridtrain.lightning.succession import keep_rows
+
+_PLACE = "the memory of this run"
+_OURS = "hybridtrain_run"
+
+
+class Whereabouts:
+    """In a worker that trains: tells where training is.
+
+    Args:
+        trainer: of this worker.
+        write: puts what is left of the epoch into a checkpoint.
+        back: if this worker itself is there again.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        write: Callable[[dict[str, Any]], dict[str, Any]],
+        back: ComingBack | None,
+    ) -> None:
+        self._trainer: Any = trainer
+        self._write, self._back = write, back
+        self._generators: tuple[Any, ...] = ()  # their states before the last mini-batch came
+        precede(trainer.fit_loop.epoch_loop, "_on_before_fetch", self._fetch)
+
+    def _fetch(self) -> None:
+        if self._back is not None:
+            self._back.begin()
+            self._back = None
+        self._generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def tell(self) -> bytes:
+        """Between two steps, though this worker is in the middle of one; ``torch.save``'s bytes."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        buffers = dict(trainer.lightning_module.named_buffers())
+        strategy.optimizer_state = without_fetching
+        strategy.lightning_module_state_dict = lambda: buffers
+        try:
+            checkpoint = _CheckpointConnector.dump_checkpoint(trainer._checkpoint_connector, False)
+        finally:
+            del strategy.optimizer_state, strategy.lightning_module_state_dict
+        checkpoint = self._write(checkpoint)
+        loggers = [identity(logger) for logger in trainer.loggers]
+        checkpoint[_OURS] = {"generators": self._generators, "loggers": loggers}
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        return content.getvalue()
+
+
+class ComingBack:
+    """In a worker that is restarted: lets Lightning go on from what was told.
+
+    Args:
+        told: by :class:`Whereabouts`.
+        trainer: of this worker.
+        client: to the server.
+    """
+
+    def __init__(self, told: bytes, trainer: pl.Trainer, client: Client) -> None:
+        # From another worker of this run over inherited sockets, so not a stranger's pickle.
+        self._checkpoint = torch.load(io.BytesIO(told), map_location="cpu", weights_only=False)
+        self._ours = self._checkpoint.pop(_OURS)
+        self._trainer: Any = trainer
+        client.joins = client.solo = True
+        trainer.strategy.load_checkpoint = self._load  # type: ignore[method-assign]
+
+    def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+        """Of the trainer's function, with a checkpoint to go on from."""
+        given = signature(function).bind(*args, **kwargs).arguments
+        return {**given, "ckpt_path": _PLACE}
+
+    def prepare(self) -> None:
+        """Loggers write to where they have written; called before they are opened."""
+        for logger, content in zip(self._trainer.loggers, self._ours["loggers"], strict=True):
+            vars(logger).update(content)
+            if isinstance(logger, CSVLogger) and self._trainer.is_global_zero:
+                keep_rows(logger)
+
+    def _load(self, *_: Any, **__: Any) -> dict[str, Any]:
+        weights = self._trainer.lightning_module.state_dict()  # which are not used
+        return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
+
+    def begin(self) -> None:
+        """The first mini-batch is about to come."""
+        torchs, numpys, pythons = self._ours["generators"]
+        torch.set_rng_state(torchs)
+        np.random.set_state(numpys)
+        random.setstate(pythons)

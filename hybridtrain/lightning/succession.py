@@ -1,0 +1,69 @@
+"""When worker 0 is gone: the first of the others logs, saves and reports from now on.
+
+Lightning decides in many places, some of them only once, by whether the process is rank 0.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.loggers import CSVLogger
+
+from hybridtrain.client import Client
+from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.results import identity
+
+
+def know_the_loggers(trainer: pl.Trainer, collectives: Collectives) -> None:
+    """All workers' loggers would write to where worker 0's do."""
+    for logger in trainer.loggers:
+        _ = logger.version  # chosen now, if it has not been
+    known = collectives.broadcast([identity(logger) for logger in trainer.loggers], 0)
+    for logger, content in zip(trainer.loggers, known, strict=True):
+        vars(logger).update(content)
+
+
+class Succession:
+    """Makes this worker the first, when it is.
+
+    Args:
+        trainer: of this worker.
+        client: knows who is gone.
+    """
+
+    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+        self._trainer: Any = trainer
+        self._client, self._leads = client, client.leads
+        client.on_gone = self._look
+
+    def _look(self) -> None:
+        if self._leads or not self._client.leads:
+            return
+        self._leads = True
+        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+        trainer = self._trainer
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                keep_rows(logger)
+        trainer.strategy.keeping.take_over(trainer)
+        for callback in trainer.callbacks:
+            if isinstance(callback, ProgressBar):
+                callback.enable()
+                callback.on_train_start(trainer, trainer.lightning_module)
+            succeed = getattr(callback, "succeed", None)
+            if succeed is not None:
+                succeed(trainer)
+
+
+def keep_rows(logger: CSVLogger) -> None:
+    """Open it; it would delete what another process has written."""
+    path = Path(logger.log_dir) / "metrics.csv"
+    before = path.read_text() if path.is_file() else ""
+    writer: Any = logger.experiment
+    if before:
+        path.write_text(before)
+        writer.metrics_keys = before.splitlines()[0].split(",")

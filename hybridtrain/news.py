@@ -1,0 +1,28 @@
+"""What workers hear unasked when one of them is gone or comes back, and their answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The worker is gone for good; update ``version`` was the last it may have had a part in."""
+
+    worker: int
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tell:
+    """The worker is about to be restarted: say where training is (``Told``), between two steps."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """Where training is, for the ``worker`` that is restarted, as ``torch.save`` writes it."""
+
+    worker: int
+    payload: bytes

@@ -1,0 +1,127 @@
+"""Workers that come and go: who is there, who is gone, and who is to come back.
+
+Theory of operation. Who is gone for good has left the policy, the meetings and the queue, and the
+others are told (``Gone``), because somebody has to do what it would have done.
+
+Who is to come back is missing. In lock-step its place is kept: the policy still waits for it, so
+no update is made without it, and those who wait for their release, or for a mean, stand at the
+step that it has left undone. One of them is asked where training is (``Tell``), and the new process
+goes on from there with exactly that step. Where workers run freely nobody waits for it, and whoever
+waits next for a release answers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridtrain.batch_queue import BatchQueue
+from hybridtrain.ledger import Ledger
+from hybridtrain.meeting import Meeting
+from hybridtrain.messages import Done, Install, Share, Shared
+from hybridtrain.news import Gone, Tell
+from hybridtrain.rounds import Replies, Rounds
+
+
+@dataclass
+class Staff:
+    """Keeps the list, and brings all who must know of a change to the same state.
+
+    Args:
+        members: the workers that are there or about to be; shared with the server.
+        meeting: all of them expect each other there.
+        queue: where mini-batches come from.
+        rounds: steps.
+        ledger: counts.
+    """
+
+    members: set[int]
+    meeting: Meeting[Any]
+    queue: BatchQueue
+    rounds: Rounds
+    ledger: Ledger
+    missing: set[int] = field(default_factory=set)  # their processes have ended
+    joining: set[int] = field(default_factory=set)  # there again, but have not pushed yet
+    _some_failed: bool = False
+    _called: set[int] = field(default_factory=set)  # to come back as soon as may be
+    _asked: dict[int, int] = field(default_factory=dict)  # for whom -> who is to tell
+
+    # ---- going ----------------------------------------------------------------------------------
+
+    def lost(self, worker: int) -> Replies:
+        """The worker is gone, with whatever it had not pushed."""
+        self.members.discard(worker)
+        self._away(worker)
+        return self.rounds.lost(worker)
+
+    def tell_of(self, worker: int) -> Replies:
+        """The others hear that it will not come back, and what it had a part in."""
+        others = self.members - self.missing - {worker}
+        return [(other, Gone(worker, self.ledger.version)) for other in sorted(others)]
+
+    def miss(self, worker: int) -> Replies:
+        """Its process has ended; another one will come."""
+        self._away(worker)
+        self.missing.add(worker)
+        return self.rounds.miss(worker)
+
+    def _away(self, worker: int) -> None:
+        self._forget(worker)
+        self._some_failed = True
+        self.meeting.leave(worker)
+        self.rounds.settle_held(worker)
+        self.queue.lost(worker)
+
+    def _forget(self, worker: int) -> None:
+        self.missing.discard(worker)
+        self.joining.discard(worker)
+        self._called.discard(worker)
+        self._asked = {w: who for w, who in self._asked.items() if worker not in (w, who)}
+
+    @property
+    def left(self) -> bool:
+        """Whether workers that are gone have left something of the queue."""
+        return self._some_failed and self.queue.has_left()
+
+    # ---- coming ---------------------------------------------------------------------------------
+
+    def admit(self, worker: int) -> Replies:
+        """The worker is there (again), or what it did would not count: it begins (anew)."""
+        self.members.add(worker)
+        self.meeting.expected.add(worker)
+        return self.rounds.admit(worker)
+
+    def call(self, worker: int) -> None:
+        """A new process could be started as this worker."""
+        self._called.add(worker)
+
+    @property
+    def waits(self) -> bool:
+        """Whether somebody has been called and nobody has been asked yet."""
+        return len(self._called) > len(self._asked)
+
+    def ask(self) -> Replies:
+        """Ask where training is, for who has been called and has nothing left in a round."""
+        there = sorted(self.members - self.missing - self.joining)
+        asked: Replies = []
+        for worker in sorted(self._called - self._asked.keys() - self.rounds.pushed):
+            if there:
+                self._asked[worker] = there[0]
+                asked.append((there[0], Tell(worker)))
+        return asked
+
+    def back(self, worker: int) -> None:
+        """A new process begins as this worker; whoever comes to a meeting waits for it."""
+        self._forget(worker)
+        self.joining.add(worker)
+        self.meeting.expected.add(worker)
+
+    def let_in(self, worker: int, request: Share | Install) -> Replies:
+        """Parameters and optimizers are there; it trains from the newest."""
+        assert self.rounds.store is not None, "only workers of a run that trains are restarted"
+        if isinstance(request, Share):
+            return [(worker, Shared(self.rounds.store.arena.n_bytes))]
+        self.rounds.refresh(worker)
+        self.rounds.join(worker)
+        self.ledger.comes(worker)
+        return [(worker, Done())]

@@ -1,0 +1,211 @@
+"""Runs that lose a worker and go on: without it, or with another process in its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from torch.utils.data import DataLoader, Dataset
+
+from hybridtrain import HybridStrategy
+from hybridtrain.errors import UserError
+from hybridtrain.worlds.outcome import WorkerDied
+from tests.lightning.toys import Regression, distance, make_trainer
+
+N, SIZE = 41, 4
+
+
+class Numbered(Dataset[Any]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> Any:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+        return x, x.pow(2).sum(0, keepdim=True), index
+
+
+class Mortal(Regression):
+    """Says what it has trained on; worker ``who`` is killed once, in its step ``when``.
+
+    ``phase``: before the gradient, at the end of the mini-batch (behind the update), or while it
+    validates.
+    """
+
+    def __init__(self, folder: Path, who: int, when: int, phase: str = "compute") -> None:
+        super().__init__(lambda p: torch.optim.Adam(p, lr=0.01))
+        self.double()
+        self.dropout = torch.nn.Dropout(0.1)
+        self.folder, self.who, self.when, self.phase = folder, who, when, phase
+        self.count = 0
+
+    def _reach(self, phase: str) -> None:
+        if phase != self.phase:
+            return
+        self.count += 1
+        mark = self.folder / "died"
+        if self.global_rank == self.who and self.count > self.when and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self._reach("compute")
+        x, y, _ = batch
+        return torch.nn.functional.mse_loss(self.net(self.dropout(x)), y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.strategy._session._batch.weight > 0:  # else a filler, beside the others
+            line = f"{self.current_epoch} {self.global_step} {batch[2].tolist()}\n"
+            with (self.folder / "seen").open("a") as file:
+                file.write(line)
+        self._reach("end")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._reach("validation")
+        x, y, _ = batch
+        self.log("val", torch.nn.functional.mse_loss(self.net(x), y), sync_dist=True)
+
+
+def run(
+    module: Mortal, policy: str, on_failure: str, n_workers: int = 3, **options: Any
+) -> pl.Trainer:
+    pl.seed_everything(3, verbose=False)
+    strategy = HybridStrategy(policy=policy, on_failure=on_failure)
+    trainer = make_trainer(strategy, n_workers, max_epochs=2, **options)
+    data = Numbered()
+    trainer.fit(module, DataLoader(data, SIZE, shuffle=True), DataLoader(data, 16))
+    return trainer
+
+
+def seen(folder: Path) -> dict[int, Counter[int]]:
+    """How often each sample was trained on, epoch by epoch."""
+    counts: dict[int, Counter[int]] = {}
+    for line in (folder / "seen").read_text().splitlines():
+        epoch, _, indices = line.split(" ", 2)
+        counts.setdefault(int(epoch), Counter()).update(map(int, indices[1:-1].split(",")))
+    return counts
+
+
+def undisturbed(folder: Path, policy: str) -> tuple[Mortal, pl.Trainer]:
+    folder.mkdir()
+    pl.seed_everything(5, verbose=False)
+    module = Mortal(folder, who=9, when=0)
+    return module, run(module, policy, "stop")
+
+
+def mortal(folder: Path, who: int, when: int, phase: str) -> Mortal:
+    pl.seed_everything(5, verbose=False)
+    return Mortal(folder, who, when, phase)
+
+
+EACH_ONCE = {epoch: Counter(range(N)) for epoch in range(2)}
+CASES = [("compute", 1, 1), ("end", 0, 3), ("validation", 2, 0)]
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize(("phase", "who", "when"), CASES)
+def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], policy: str, phase: str, who: int, when: int
+) -> None:
+    trainer = run(mortal(tmp_path, who, when, phase), policy, "continue")
+    assert seen(tmp_path) == EACH_ONCE
+    assert trainer.current_epoch == 2 and "val" in trainer.callback_metrics
+    assert f"worker {who}" in (said := capfd.readouterr().err) and "go on without it" in said
+
+
+@pytest.mark.parametrize(("phase", "who", "when"), CASES)
+def test_in_lock_step_a_restarted_worker_leaves_no_trace_in_the_parameters(
+    tmp_path: Path, phase: str, who: int, when: int
+) -> None:
+    module = mortal(tmp_path, who, when, phase)
+    trainer = run(module, "hybrid", "restart")
+    assert (tmp_path / "died").exists()
+    expected, other = undisturbed(tmp_path / "undisturbed", "hybrid")
+    assert distance(module, expected) == 0.0
+    assert trainer.global_step == other.global_step
+    assert seen(tmp_path) == seen(tmp_path / "undisturbed") == EACH_ONCE
+
+
+@pytest.mark.parametrize("policy", ["async", "ssp"])
+def test_where_workers_run_freely_a_restarted_one_does_what_is_left(
+    tmp_path: Path, policy: str
+) -> None:
+    run(mortal(tmp_path, 1, 2, "compute"), policy, "restart")
+    assert seen(tmp_path) == EACH_ONCE
+
+
+def test_when_worker_0_is_lost_another_logs_and_saves(tmp_path: Path) -> None:
+    module = mortal(tmp_path, 0, 0, "validation")
+    checkpoint = ModelCheckpoint(tmp_path / "checkpoints", save_top_k=-1)
+    logger = CSVLogger(tmp_path, name="", version="log")
+    run(
+        module,
+        "hybrid",
+        "continue",
+        callbacks=[checkpoint],
+        logger=logger,
+        enable_checkpointing=True,
+        log_every_n_steps=1,
+    )
+    rows = (tmp_path / "log" / "metrics.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["epoch", "0", "1"]
+    saved = sorted((tmp_path / "checkpoints").glob("*.ckpt"))
+    assert [path.name.split("-")[0] for path in saved] == ["epoch=0", "epoch=1"]
+    last = torch.load(saved[-1], weights_only=True)["state_dict"]
+    assert all(torch.equal(last[name], value) for name, value in module.state_dict().items())
+
+
+def raises(module: Any, **options: Any) -> pytest.ExceptionInfo[WorkerDied]:
+    strategy = HybridStrategy(**options)
+    trainer = make_trainer(strategy, 2, max_epochs=2)
+    with pytest.raises(WorkerDied) as caught:
+        trainer.fit(module, DataLoader(Numbered(), SIZE))
+    return caught
+
+
+def test_with_too_few_workers_left_the_run_ends_and_says_so(tmp_path: Path) -> None:
+    module = mortal(tmp_path, 1, 1, "compute")
+    caught = raises(module, on_failure="continue", min_workers=2)
+    assert any("1 worker would be left" in note for note in caught.value.__notes__)
+
+
+def test_a_worker_is_restarted_no_more_often_than_the_user_allows(tmp_path: Path) -> None:
+    class Doomed(Mortal):
+        def _reach(self, phase: str) -> None:
+            (self.folder / "died").unlink(missing_ok=True)
+            super()._reach(phase)
+
+    pl.seed_everything(5, verbose=False)
+    module = Doomed(tmp_path, 1, 1, "compute")
+    caught = raises(module, on_failure="restart", max_restarts=1)
+    assert any("max_restarts=1" in note for note in caught.value.__notes__)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"on_failure": "retry"}, "on_failure='retry' .* stop, continue, restart"),
+    ({"on_failure": "continue", "min_workers": 3}, "min_workers=3 .* for 2 workers.* at most 2"),
+    ({"on_failure": "continue", "min_workers": 0}, "min_workers=0 .* from 1 on"),
+    ({"min_workers": 2}, "min_workers=2 .* on_failure=stop"),
+    ({"on_failure": "restart", "max_restarts": 0}, "max_restarts=0, which allows none"),
+    ({"on_failure": "restart", "max_restarts": -1}, "max_restarts=-1 .* or null"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_what_makes_no_sense_is_refused_before_a_process_starts(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start: Callable[..., Any] = partial(pytest.fail, "a process was started")
+    monkeypatch.setattr("hybridtrain.worlds.nursery.Nursery.start", start)
+    with pytest.raises(UserError, match=message):
+        trainer = make_trainer(HybridStrategy(**options), 2)
+        trainer.fit(Regression(), DataLoader(Numbered(), SIZE))
