@@ -7,9 +7,9 @@ makes it while it waits in the middle of the step that the lost worker has left 
 of such a moment is one of the last whole step, from which the step is done again.
 
 Until its first step is made the new worker meets nobody: the others have been in those meetings.
-In lock-step all draw their random numbers alike (a seed for all), so the new worker takes the
-state of the generators over, as it was before the mini-batch was fetched. (Processes of a loader's
-own draw from others.)
+In lock-step all draw their random numbers alike (a seed for all) as long as their mini-batches are
+equal, so the new worker takes the state of the generators over, as it was before the mini-batch was
+fetched. (Processes of a loader's own draw from others.)
 """
 
 from __future__ import annotations

@@ -130,7 +130,6 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
-        self._client: Client | None = None
         self._loaders: Loaders | None = None
         self._session: Session | None = None
         self._snapshot: list[dict[str, Any]] | None = None

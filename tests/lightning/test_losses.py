@@ -22,12 +22,15 @@ from hybridtrain.errors import UserError
 from hybridtrain.worlds.outcome import WorkerDied
 from tests.lightning.toys import Regression, distance, make_trainer
 
-N, SIZE = 41, 4
+N, EVEN, SIZE = 41, 48, 4  # EVEN: all mini-batches are equal, and so the random numbers drawn
 
 
 class Numbered(Dataset[Any]):
+    def __init__(self, n: int = N) -> None:
+        self.n = n
+
     def __len__(self) -> int:
-        return N
+        return self.n
 
     def __getitem__(self, index: int) -> Any:
         x = torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
@@ -75,13 +78,11 @@ class Mortal(Regression):
         self.log("val", torch.nn.functional.mse_loss(self.net(x), y), sync_dist=True)
 
 
-def run(
-    module: Mortal, policy: str, on_failure: str, n_workers: int = 3, **options: Any
-) -> pl.Trainer:
+def run(module: Mortal, policy: str, on_failure: str, n: int = N, **options: Any) -> pl.Trainer:
     pl.seed_everything(3, verbose=False)
     strategy = HybridStrategy(policy=policy, on_failure=on_failure)
-    trainer = make_trainer(strategy, n_workers, max_epochs=2, **options)
-    data = Numbered()
+    trainer = make_trainer(strategy, 3, max_epochs=2, **options)
+    data = Numbered(n)
     trainer.fit(module, DataLoader(data, SIZE, shuffle=True), DataLoader(data, 16))
     return trainer
 
@@ -99,7 +100,7 @@ def undisturbed(folder: Path, policy: str) -> tuple[Mortal, pl.Trainer]:
     folder.mkdir()
     pl.seed_everything(5, verbose=False)
     module = Mortal(folder, who=9, when=0)
-    return module, run(module, policy, "stop")
+    return module, run(module, policy, "stop", EVEN)
 
 
 def mortal(folder: Path, who: int, when: int, phase: str) -> Mortal:
@@ -107,7 +108,10 @@ def mortal(folder: Path, who: int, when: int, phase: str) -> Mortal:
     return Mortal(folder, who, when, phase)
 
 
-EACH_ONCE = {epoch: Counter(range(N)) for epoch in range(2)}
+def each_once(n: int = N) -> dict[int, Counter[int]]:
+    return {epoch: Counter(range(n)) for epoch in range(2)}
+
+
 CASES = [("compute", 1, 1), ("end", 0, 3), ("validation", 2, 0)]
 
 
@@ -117,7 +121,7 @@ def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], policy: str, phase: str, who: int, when: int
 ) -> None:
     trainer = run(mortal(tmp_path, who, when, phase), policy, "continue")
-    assert seen(tmp_path) == EACH_ONCE
+    assert seen(tmp_path) == each_once()
     assert trainer.current_epoch == 2 and "val" in trainer.callback_metrics
     assert f"worker {who}" in (said := capfd.readouterr().err) and "go on without it" in said
 
@@ -127,12 +131,12 @@ def test_in_lock_step_a_restarted_worker_leaves_no_trace_in_the_parameters(
     tmp_path: Path, phase: str, who: int, when: int
 ) -> None:
     module = mortal(tmp_path, who, when, phase)
-    trainer = run(module, "hybrid", "restart")
+    trainer = run(module, "hybrid", "restart", EVEN)
     assert (tmp_path / "died").exists()
     expected, other = undisturbed(tmp_path / "undisturbed", "hybrid")
     assert distance(module, expected) == 0.0
     assert trainer.global_step == other.global_step
-    assert seen(tmp_path) == seen(tmp_path / "undisturbed") == EACH_ONCE
+    assert seen(tmp_path) == seen(tmp_path / "undisturbed") == each_once(EVEN)
 
 
 @pytest.mark.parametrize("policy", ["async", "ssp"])
@@ -140,7 +144,7 @@ def test_where_workers_run_freely_a_restarted_one_does_what_is_left(
     tmp_path: Path, policy: str
 ) -> None:
     run(mortal(tmp_path, 1, 2, "compute"), policy, "restart")
-    assert seen(tmp_path) == EACH_ONCE
+    assert seen(tmp_path) == each_once()
 
 
 def test_when_worker_0_is_lost_another_logs_and_saves(tmp_path: Path) -> None:
