@@ -24,7 +24,10 @@ def save_interrupted(trainer: pl.Trainer) -> None:
         if trainer.global_step == 0:
             return
         trainer.save_checkpoint(path)
-        print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
+        for callback in trainer.checkpoint_callbacks:  # one is enough
+            vars(callback)["_last_global_step_saved"] = trainer.global_step
+        if str(path) not in strategy.keeping.unsaved.lost:  # or it has been said why
+            print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
     except Exception as error:
         rank_zero_warn(f"no checkpoint could be written to {path}: {error}")
 
