@@ -12,13 +12,15 @@ user is taken at its word, but for what comes before a worker's first step is ov
 for the first time may take some seconds in any case, as modules are imported then.
 
 A pause of the watching process itself (Ctrl-Z, a container that is frozen, a machine that swaps)
-is nobody's fault: a look counts for little more than the interval between looks.
+is nobody's fault: a look counts for little more than the interval between looks. Nor is a machine
+with more work than cores: what a worker waits for a core does not count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from hybridtrain.errors import UserError
@@ -31,6 +33,7 @@ _FIRST_S = 10.0  # at least, for what is done for the first time
 _START_TIMES, _START_S = 10.0, 60.0  # as long as given, and at least, until a first step is over
 _WARN_AT = 0.5  # of what is allowed
 _AWAITED_S = 60.0  # is long while others wait
+_NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +149,23 @@ class Looks:
         self._accounts: dict[int, _Account] = {}
         self._last_s: float | None = None
 
-    def look(self, now_s: float, signs: Mapping[int, Sign]) -> list[Silent]:
-        """All who are there are looked at; returns those of whom there is something to say."""
+    def look(
+        self, now_s: float, signs: Mapping[int, Sign], starved_s: Mapping[int, float] = _NOBODY
+    ) -> list[Silent]:
+        """All who are there are looked at; returns those of whom there is something to say.
+
+        ``starved_s``: for how long, since the last look, a worker has waited for a core.
+        """
         passed_s = 0.0 if self._last_s is None else now_s - self._last_s
         passed_s = min(passed_s, 2 * self.patience.interval_s)
         self._last_s = now_s
         for worker in self._accounts.keys() - signs.keys():
             del self._accounts[worker]
         awaited = any(sign.waits for sign in signs.values())
-        found = [self._one(worker, sign, passed_s, awaited) for worker, sign in signs.items()]
+        found = []
+        for worker, sign in signs.items():
+            own_s = max(0.0, passed_s - starved_s.get(worker, 0.0))
+            found.append(self._one(worker, sign, own_s, awaited))
         return [each for each in found if each is not None]
 
     def excuse(self, worker: int) -> None:

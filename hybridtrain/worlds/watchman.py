@@ -21,6 +21,7 @@ from typing import Protocol
 
 from hybridtrain.pulse import STACKS_SIGNAL, Pulse
 from hybridtrain.worlds.hanging import STEPS, Looks, Patience, Sign, Silent
+from hybridtrain.worlds.starving import Starving
 
 _USUAL_S = 1.0  # between looks
 _AGAIN_S = 0.1  # until the stacks may be there
@@ -96,7 +97,7 @@ class Watchman:
     ) -> None:
         self.due_s = 0.0
         self._looks = None if patience is None else Looks(patience)
-        self._say, self._also = say, also
+        self._say, self._also, self._starving = say, also, Starving()
         self._questions: dict[int, _Question] = {}
 
     def look(self, now_s: float, workers: Sequence[Watched]) -> None:
@@ -107,7 +108,9 @@ class Watchman:
         if self._looks is None:
             return
         signs = {each.number: _sign(each) for each in workers}
-        for silent in self._looks.look(now_s, signs):
+        self._starving.forget({each.pid for each in workers})
+        starved_s = {each.number: self._starving.since(each.pid) for each in workers}
+        for silent in self._looks.look(now_s, signs, starved_s):
             if silent.worker not in self._questions:
                 self._ask(_named(workers, silent.worker), silent, now_s)
         for number, question in list(self._questions.items()):

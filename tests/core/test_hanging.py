@@ -159,6 +159,15 @@ def test_an_excuse_begins_the_stretch_anew_and_silently() -> None:
     assert life.goes_on(19) == []
 
 
+def test_waiting_for_a_core_is_not_hanging() -> None:
+    looks = Looks(Patience(8.0))
+    found: list[Silent] = []
+    for now in range(40):
+        found += looks.look(float(now), signs({1: 0, 2: 0}, set()), {1: 0.9})
+    assert hung_after_s([each for each in found if each.worker == 2]) == 8
+    assert not [each for each in found if each.worker == 1 and each.hung]
+
+
 def test_a_pause_of_the_watching_process_is_nobodys_fault() -> None:
     life = Life(Patience(20.0))
     life.trains()

@@ -6,6 +6,8 @@ import ctypes
 import os
 import pdb
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +25,9 @@ from hybridtrain.server import Server
 from hybridtrain.worlds.hanging import Patience
 from hybridtrain.worlds.outcome import WorkerDied
 from hybridtrain.worlds.processes import ProcessWorld
+from hybridtrain.worlds.starving import Starving
 from hybridtrain.worlds.watchman import Watchman
+from tests.core.test_world import wait_until
 
 LIMIT_S = 1.0
 
@@ -161,6 +165,21 @@ def test_a_worker_that_has_done_its_job_and_does_not_leave_is_killed_and_its_res
     said: list[str] = []
     assert watched(2, said).run(body) == [0, 1]
     assert "worker 1" in said[-1] and " hangs: " in said[-1] and "ending" in said[-1]
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel must count it")
+def test_who_shares_a_core_is_known_to_have_waited_for_it() -> None:
+    core = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
+    busy = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(3)]
+    starving = Starving()
+    try:
+        assert starving.since(busy[0].pid) == 0.0
+        wait_until(lambda: starving.since(busy[0].pid) > 0.05)
+    finally:
+        for each in busy:
+            each.kill()
+            each.wait()
 
 
 def test_without_a_time_nobody_is_given_up() -> None:
