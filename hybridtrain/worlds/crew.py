@@ -10,7 +10,18 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from hybridtrain.messages import Average, Begin, Gather, Install, Push, Reply, Request, Share, Stop
+from hybridtrain.messages import (
+    Answer,
+    Average,
+    Begin,
+    Gather,
+    Install,
+    Push,
+    Reply,
+    Request,
+    Share,
+    Stop,
+)
 from hybridtrain.pulse import Pulse, pulse_file
 from hybridtrain.worlds.channel import Channel, ChannelClosed
 
@@ -58,8 +69,8 @@ class WorkerProcess:
 
     def send(self, reply: Reply, fd: int | None = None) -> None:
         """Send it, as far as there is room; ``make_room`` sends the rest, then."""
-        if not isinstance(reply, Stop) or reply.now:
-            self.request = None
+        if isinstance(reply, Answer) or (isinstance(reply, Stop) and reply.now):
+            self.request = None  # what comes unasked leaves it waiting
         with suppress(ChannelClosed):  # the sentinel will tell
             if not self.channel.post(reply, fd) and self._room is None and self._selector:
                 self._room = os.dup(self.channel.sink)  # the other one is watched for messages

@@ -18,10 +18,13 @@ from typing import Any
 import pytest
 
 from hybridtrain.client import Client
-from hybridtrain.messages import Gather
+from hybridtrain.messages import Gather, Push, Released, Stop
+from hybridtrain.news import Gone
 from hybridtrain.policies import All
 from hybridtrain.pulse import Doing, Pulse, pulse_file
 from hybridtrain.server import Server
+from hybridtrain.worlds.channel import Channel, channel_pair
+from hybridtrain.worlds.crew import WorkerProcess
 from hybridtrain.worlds.hanging import Patience
 from hybridtrain.worlds.outcome import WorkerDied
 from hybridtrain.worlds.processes import ProcessWorld
@@ -180,6 +183,20 @@ def test_who_shares_a_core_is_known_to_have_waited_for_it() -> None:
         for each in busy:
             each.kill()
             each.wait()
+
+
+def test_what_a_waiting_worker_hears_unasked_leaves_it_waiting() -> None:
+    ours, theirs = map(Channel, channel_pair())
+    process: Any = None
+    worker = WorkerProcess(0, ours, process, -1, Pulse())
+    for answer, unasked in ((Released(3), Gone(1, 2)), (Stop(now=True), Stop())):
+        worker.request = Push(0, 1.0)
+        worker.send(unasked)
+        assert worker.asked == "its release"
+        worker.send(answer)
+        assert worker.asked == ""
+    ours.close()
+    theirs.close()
 
 
 def test_without_a_time_nobody_is_given_up() -> None:
