@@ -17,6 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.batches import Scales
+from hybridtrain.lightning.dice import Dice
 from hybridtrain.lightning.evaluation import Dealt, EvaluationSampler, Group, Whole
 from hybridtrain.lightning.options import DataOptions
 from hybridtrain.lightning.orders import Drawn, Order, Seeded
@@ -51,6 +52,7 @@ class Loaders:
         self._made_in_epoch: int | None = None
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it
         self._resumed: Resumed | None = None
+        self._dice = Dice(client)
         self._begin_evaluation()
         self._moved = False  # what Lightning iterates over has another length now
 
@@ -163,6 +165,7 @@ class Loaders:
         Raises:
             UserError: if nobody can tell.
         """
+        self._dice.begin_batch()
         portions = [sampler.next_portion() for sampler in self.samplers]
         weights = [portion.weight for portion in portions if portion is not None]
         known = [weight for weight in weights if weight is not None]
@@ -179,6 +182,7 @@ class Loaders:
         """A step has been made with the mini-batches since the last one."""
         for sampler in self.samplers:
             sampler.commit(self._client.next_version if self.remembers else None)
+        self._dice.commit()
         loop = self._trainer.fit_loop
         ready = loop.epoch_loop.batch_progress.current.ready
         self._committed = (loop.epoch_progress.current.processed, ready)
@@ -200,12 +204,13 @@ class Loaders:
         if others_go_on(self.samplers, ours):
             loops = checkpoint["loops"]["fit_loop"]
             loops["epoch_loop.batch_progress"]["is_last_batch"] = False  # of this worker, it was
-        return {**checkpoint, KEY: ours}
+        return {**checkpoint, KEY: {**ours, "dice": self._dice.state()}}
 
     def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as Lightning is to see it; training will go on from there."""
         if self._trainer.state.fn == "fit":
             self._resumed = read(checkpoint)
+            self._dice.keep(checkpoint.get(KEY, {}).get("dice"))
         if self._resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
             warnings.filterwarnings("ignore", message)  # and it is all right
@@ -231,6 +236,11 @@ class Loaders:
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
         lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
         stale = self._moved or any(sampler.stale() for sampler in self.samplers)
+        if self._dice.waits:
+            self._dice.compare()
+            if self._resumed is None:  # an epoch begins, and an iterator draws a number
+                self._dice.throw()
+                stale = True
         if stale and not lightning_iterates:
             iter(loop._data_fetcher)
         self._moved = False

@@ -1,0 +1,107 @@
+"""Random numbers of a run that goes on are those that would have come next.
+
+Lightning's checkpoints do not say how far the generators of random numbers had got, so dropout and
+noise would begin again with the first numbers of the seed. Under our key a checkpoint holds the
+states of the worker that writes it (torch, CUDA, numpy, Python). All workers are seeded alike and
+draw alike, as under ddp; where a module has seeded them apart, only the worker that writes goes on
+with its numbers. What loaders draw in worker 0's own process for mini-batches fetched ahead is
+drawn anew.
+
+A checkpoint may be written in the middle of a mini-batch, when a run is interrupted. That one is
+done again, so torch's state of its beginning is kept (a microsecond for each step; the others'
+would take a hundred, so that after an interrupt numpy's and Python's numbers are some further on).
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridtrain.client import Client
+
+
+class Dice:
+    """The generators of this process, in a worker.
+
+    Args:
+        client: to compare them with the others'.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._kept: dict[str, Any] | None = None  # to go on with
+        self._whole = True  # no mini-batch has begun since the last step
+        self._before: torch.Tensor | None = None  # torch's state then
+
+    # ---- saving ---------------------------------------------------------------------------------
+
+    def begin_batch(self) -> None:
+        """A mini-batch begins."""
+        if self._kept is not None:
+            self._throw(self._kept)
+        if self._whole:
+            self._before, self._whole = torch.get_rng_state(), False
+
+    def commit(self) -> None:
+        """A step has been made."""
+        self._whole = True
+
+    def state(self) -> dict[str, Any]:
+        """From where the next mini-batch after the last step goes on; plain data and tensors."""
+        version, numbers, gauss = random.getstate()
+        name, keys, place, has_gauss, cached = np.random.get_state()
+        ours = torch.get_rng_state() if self._whole or self._before is None else self._before
+        found: dict[str, Any] = {
+            "torch": ours,
+            "python": (version, torch.tensor(numbers), gauss),
+            "numpy": (
+                str(name),
+                torch.tensor(np.asarray(keys, np.int64)),
+                place,
+                has_gauss,
+                cached,
+            ),
+        }
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            found["cuda"] = torch.cuda.get_rng_state()
+        return found
+
+    # ---- going on -------------------------------------------------------------------------------
+
+    def keep(self, state: dict[str, Any] | None) -> None:
+        """This is what a checkpoint says."""
+        self._kept = state
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to go on with."""
+        return self._kept is not None
+
+    def compare(self) -> None:
+        """Keep the state only if it is this worker's too. A meeting of all."""
+        mine = torch.get_rng_state()
+        states = self._client.gather("dice", mine)
+        if self._client.worker and not all(torch.equal(mine, each) for each in states):
+            self._kept = None
+
+    def throw(self) -> None:
+        """Go on from there now."""
+        if self._kept is not None:
+            self._throw(self._kept)
+
+    def _throw(self, state: dict[str, Any]) -> None:
+        self._kept = None
+        torch.set_rng_state(state["torch"])
+        version, numbers, gauss = state["python"]
+        random.setstate((version, tuple(numbers.tolist()), gauss))
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(state["cuda"])
+
+
+def _tensor(keys: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(keys).astype(np.int64))
