@@ -56,14 +56,8 @@ class Dice:
         ours = torch.get_rng_state() if self._whole or self._before is None else self._before
         found: dict[str, Any] = {
             "torch": ours,
-            "python": (version, torch.tensor(numbers), gauss),
-            "numpy": (
-                str(name),
-                torch.tensor(np.asarray(keys, np.int64)),
-                place,
-                has_gauss,
-                cached,
-            ),
+            "python": (version, _tensor(numbers), gauss),
+            "numpy": (str(name), _tensor(keys), place, has_gauss, cached),
         }
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             found["cuda"] = torch.cuda.get_rng_state()
@@ -96,12 +90,17 @@ class Dice:
         self._kept = None
         torch.set_rng_state(state["torch"])
         version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(numbers.tolist()), gauss))
+        random.setstate((version, tuple(_numbers(numbers).tolist()), gauss))
         name, keys, *rest = state["numpy"]
-        np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+        np.random.set_state((name, _numbers(keys), *rest))
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
 
 
-def _tensor(keys: Any) -> torch.Tensor:
-    return torch.from_numpy(np.asarray(keys).astype(np.int64))
+def _tensor(numbers: Any) -> torch.Tensor:
+    """Of 32 bits each, which torch has only with a sign."""
+    return torch.from_numpy(np.asarray(numbers, np.uint32).view(np.int32).copy())
+
+
+def _numbers(tensor: torch.Tensor) -> Any:
+    return tensor.numpy().view(np.uint32)
