@@ -56,13 +56,30 @@ def lightning_ddp(
 
 
 class BoundDDP(DDPStrategy):
-    """Lightning's, whose ranks end with the process that has started them."""
+    """Lightning's, whose ranks end with the process that has started them.
+
+    ``alone``: that process is a rank itself and has been interrupted; the others wait for it where
+    no signal reaches them, so it saves what it has without them.
+    """
+
+    alone = False
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.alone:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self.alone else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self.alone else super().reduce(tensor, *args, **kwargs)
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         if self._start_method == "popen":
             environment, n_ranks = self.cluster_environment, self.num_processes
             self._launcher = _Commands(environment, n_ranks, self.num_nodes)
+            self._launcher.strategy = self
         else:
             self._launcher = _Ranks(self, start_method=self._start_method)
 
@@ -99,6 +116,16 @@ def _temporary_files_aside() -> Iterator[None]:
 
 class _Commands(_SubprocessScriptLauncher):
     """Ranks that are this command, run again: it looks for its parent (``jobs.adopt``)."""
+
+    strategy: BoundDDP
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning does it; this process is a rank, and may be interrupted."""
+        try:
+            return super().launch(*args, **kwargs)
+        except (KeyboardInterrupt, SystemExit):
+            self.strategy.alone = True
+            raise
 
     def _call_children_scripts(self) -> None:
         os.environ[PARENT] = str(os.getpid())
