@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.loops import training_epoch_loop
 from pytorch_lightning.profilers import PassThroughProfiler
 
 from hybridtrain.lightning.lean import be_lean
+
+SIGNATURE = training_epoch_loop.is_param_in_hook_signature
 
 
 @pytest.fixture(autouse=True)
@@ -18,6 +21,7 @@ def lean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a worker does to its own process, taken back."""
     profile = PassThroughProfiler.profile
     had = "__setattr__" in vars(pl.LightningModule)
+    monkeypatch.setattr(training_epoch_loop, "is_param_in_hook_signature", SIGNATURE)
     be_lean()
     yield
     PassThroughProfiler.profile = profile  # type: ignore[method-assign]
@@ -81,3 +85,22 @@ def test_only_the_profiler_that_does_nothing_is_spared() -> None:
         pass
     with Counting().profile("two"):
         assert actions == ["two"]
+
+
+def test_a_signature_is_read_once_of_each_function_and_means_what_it_means_to_lightning() -> None:
+    class Without(Module):
+        def training_step(self, batch: Any) -> None:
+            pass
+
+    class With(Module):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+    asked = training_epoch_loop.is_param_in_hook_signature
+    assert asked is not SIGNATURE
+    replaced = With()
+    vars(replaced)["training_step"] = lambda batch: None
+    for module in (Without(), With(), Without(), replaced, With()):
+        for explicit, least in ((False, 2), (True, None), (False, None)):
+            rest = (module.training_step, "batch_idx", explicit, least)
+            assert asked(*rest) == SIGNATURE(*rest)
