@@ -5,7 +5,7 @@
 
 Three workers; whenever one takes a step it may be killed (in computing, before its push, while the
 server updates with it, before it takes the new parameters), exit without a word, raise, run out of
-memory, hang (killed after 2 s), or become slow: in all about one fault in ``--every`` seconds,
+memory, hang (killed after 5 s), or become slow: in all about one fault in ``--every`` seconds,
 drawn from a seed. ``on_failure=restart`` with any number of restarts, and at most half a second of
 back-off, for nobody's worker fails this often. The parent counts which samples are in which update.
 

@@ -20,7 +20,7 @@ from trials.apart import members, run_apart
 from trials.tap import Tap, tapped
 
 SIZE = work.Size(workers=3, samples=960, batch=8, step_s=0.02)
-HANG_S, GRACE_S, BACK_OFF_S = 2.0, 5.0, 0.5
+HANG_S, GRACE_S, BACK_OFF_S = 5.0, 10.0, 0.5
 STUCK_S = 60.0  # without an update: the run hangs
 # What goes wrong, and how often beside the others.
 SHARES = {
