@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import signal
+import struct
 import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,9 @@ def rates(every_steps: float) -> list[dict[str, Any]]:
 def soak(strategy: str, epochs: int, every_steps: float | None, seed: int = work.SEED) -> Soaked:
     """One run of so many epochs, in processes of its own."""
     made = Soaked(strategy, epochs, every_steps is not None)
-    watch = _Watch()
-    ending = run_apart(lambda f: _run(made, every_steps, seed, f), 24 * 3600.0, watch)
+    shared = mmap.mmap(-1, 8)  # no file: a busy disk would hold the server up
+    watch = _Watch(shared)
+    ending = run_apart(lambda f: _run(made, every_steps, seed, f, shared), 24 * 3600.0, watch)
     found: Soaked = ending.result or made
     found.wall_s, found.left = round(ending.wall_s, 1), ending.left
     found.output = "" if found.outcome == "finished" else ending.output[-4000:]
@@ -84,24 +86,24 @@ def soak(strategy: str, epochs: int, every_steps: float | None, seed: int = work
 class _Watch:
     """Gives a run up that makes no update any more."""
 
-    def __init__(self) -> None:
-        self._last, self._since_s = b"", time.monotonic()
+    def __init__(self, shared: mmap.mmap) -> None:
+        self._shared, self._last, self._since_s = shared, b"", time.monotonic()
 
     def __call__(self, session: int, folder: Path) -> bool:
-        with suppress(OSError):
-            now = (folder / "progress").read_bytes()
-            if now != self._last:
-                self._last, self._since_s = now, time.monotonic()
+        if (now := self._shared[:]) != self._last:
+            self._last, self._since_s = now, time.monotonic()
         time.sleep(0.2)
         return time.monotonic() - self._since_s < STUCK_S
 
 
-def _run(made: Soaked, every_steps: float | None, seed: int, folder: Path) -> Soaked:
+def _run(
+    made: Soaked, every_steps: float | None, seed: int, folder: Path, shared: mmap.mmap
+) -> Soaked:
     torch.set_num_threads(1)
     failures._LONGEST_DELAY_S = BACK_OFF_S  # or most workers would be away most of the time
     size = work.Size(SIZE.workers, SIZE.samples, SIZE.batch, made.epochs, SIZE.step_s)
     taps: list[Tap] = []
-    work.LISTENERS.append(lambda d: taps.append(_told(folder, tapped(False, d, keeps=False))))
+    work.LISTENERS.append(lambda d: taps.append(_told(shared, tapped(False, d, keeps=False))))
     options: dict[str, Any] = {"on_failure": "restart", "max_restarts": None}
     options |= {"stop_grace_s": GRACE_S, "hang_timeout_s": HANG_S, "checkpoint": "background"}
     if every_steps is not None:
@@ -123,13 +125,13 @@ def _run(made: Soaked, every_steps: float | None, seed: int, folder: Path) -> So
     return made
 
 
-def _told(folder: Path, tap: Tap) -> Tap:
+def _told(shared: mmap.mmap, tap: Tap) -> Tap:
     """Each update shows from outside."""
     count = tap.take
 
     def telling(parts: Any, rounds: Any) -> None:
         count(parts, rounds)
-        (folder / "progress").write_text(str(time.monotonic()))
+        struct.pack_into("d", shared, 0, time.monotonic())
 
     tap.take = telling  # type: ignore[method-assign]
     return tap
