@@ -43,7 +43,7 @@ def keeping_whole(trainer: Trainer) -> Iterator[None]:
         return
     strategy.keeping = keeping = Keeping.of("blocking")
     with keeping.listening():
-        keeping.take_over(trainer, links=False)
+        keeping.take_over(trainer, changes=False)
         yield
 
 

@@ -29,6 +29,7 @@ from pytorch_lightning.trainer.connectors.checkpoint_connector import _Checkpoin
 from hybridtrain.client import Client
 from hybridtrain.lightning.progress import precede
 from hybridtrain.lightning.results import identity
+from hybridtrain.lightning.resume import KEY
 from hybridtrain.lightning.state import without_fetching
 from hybridtrain.lightning.succession import keep_rows
 
@@ -93,6 +94,7 @@ class ComingBack:
         # From another worker of this run over inherited sockets, so not a stranger's pickle.
         self._checkpoint = torch.load(io.BytesIO(told), map_location="cpu", weights_only=False)
         self._ours = self._checkpoint.pop(_OURS)
+        self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
         self._trainer: Any = trainer
         client.joins = client.solo = True
         trainer.strategy.load_checkpoint = self._load  # type: ignore[method-assign]

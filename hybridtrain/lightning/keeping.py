@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -13,6 +15,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.errors import UserError
+from hybridtrain.files import fault_of
 from hybridtrain.lightning.patient import let_write
 from hybridtrain.lightning.saving import WholeCheckpointIO
 from hybridtrain.lightning.unsaved import Told, Unsaved
@@ -50,24 +53,51 @@ class Keeping:
             for path, reason in self.unsaved.lost.items():
                 rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
 
-    def take_over(self, trainer: Any, links: bool = True) -> None:
+    def take_over(self, trainer: Any, changes: bool = True) -> None:
         """In every worker, of which one writes; a plugin of the user's own stays.
 
         Args:
-            links: whether callbacks may be changed that make links; they cannot travel then.
+            changes: whether callbacks may be changed, which cannot travel then.
         """
         strategy = trainer.strategy
         let_write(trainer.loggers)
         if type(strategy._checkpoint_io) not in (type(None), TorchCheckpointIO):
             return
         strategy.checkpoint_io = writer = WholeCheckpointIO(self.unsaved)
-        for callback in trainer.checkpoint_callbacks:
-            if links and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
-                _link_if_possible(callback, self.unsaved)
+        for callback in trainer.checkpoint_callbacks if changes else []:
+            if isinstance(callback, ModelCheckpoint):
+                _find_whole(callback)
+                if callback.save_last == "link":
+                    _link_if_possible(callback, self.unsaved)
         if self.how == "background" and not any(reads_at_once(each) for each in trainer.loggers):
             for callback in trainer.checkpoint_callbacks:
                 if may_come_later(callback):
                     _defer(callback, writer)
+
+
+def check_whole(path: Any) -> None:
+    """A checkpoint to go on from, before processes are started for it.
+
+    Raises:
+        UserError: if it is damaged; what is not here, or no such archive, is Lightning's to judge.
+    """
+    archive = isinstance(path, str | Path) and zipfile.is_zipfile(path)
+    if archive and (fault := fault_of(Path(path))) is not None:
+        raise UserError(f"ckpt_path={str(path)!r} was given, but {fault}; give another")
+
+
+def _find_whole(callback: Any) -> None:
+    """``ckpt_path="last"`` passes over what is torn."""
+    find = callback._find_last_checkpoints
+
+    def find_whole(trainer: Any) -> set[str]:
+        found = {path: fault_of(Path(path)) for path in find(trainer) if "://" not in path}
+        for path, fault in found.items():
+            if fault is not None:
+                rank_zero_warn(f"the checkpoint {path} is passed over: {fault}")
+        return {path for path, fault in found.items() if fault is None}
+
+    callback._find_last_checkpoints = find_whole
 
 
 def _link_if_possible(callback: Any, unsaved: Unsaved) -> None:

@@ -67,6 +67,11 @@ class PeriodicCheckpoint(Checkpoint):
         if state_dict["dirpath"] == self.dirpath:
             self._files = list(state_dict["files"])
 
+    def succeed(self, trainer: pl.Trainer) -> None:
+        """The worker that wrote is lost, and this one writes from now on, and deletes."""
+        found = Path(self.dirpath).glob("periodic-*.ckpt")
+        self._files = [str(x) for x in sorted(found, key=lambda x: x.stat().st_mtime_ns)]
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """The clock starts."""
         self._batches = self._saved = 0

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.keeping import check_whole
 from hybridtrain.lightning.sending import Load, check_sending, load_of
 from hybridtrain.memory.available import available_bytes
 from hybridtrain.memory.room import (
@@ -41,7 +42,9 @@ def check_startup(strategy: Any, start_method: str, threads: int, cores: int, jo
         check_threads(n_workers, threads, cores, strategy.threads_per_worker == "auto")
     check_descriptors(n_workers)
     check_spawning(strategy.start_method, start_method)
-    load = check_sending(start_method, job, job.named())
+    named = job.named()
+    check_whole(named.get("ckpt_path"))
+    load = check_sending(start_method, job, named)
     check_load(load, n_workers, start_method, job.named())
 
 

@@ -255,6 +255,25 @@ def test_whoever_saves_a_checkpoint_himself_finds_it_when_he_goes_on(
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_a_damaged_checkpoint_is_refused_or_where_it_is_the_last_passed_over(
+    tmp_path: Path,
+) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_last=True)
+    fit("hybrid", 2, 4, Counting, callbacks=[keep], enable_checkpointing=True)
+    damaged = tmp_path / "last-v1.ckpt"
+    content = bytearray((tmp_path / "last.ckpt").read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)  # the newest
+    with pytest.raises(UserError, match="but the checksum of its"):
+        fit("hybrid", 2, 4, Counting, ckpt_path=str(damaged), max_epochs=4)
+    again = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_last=True)
+    options: dict[str, Any] = {"callbacks": [again], "enable_checkpointing": True}
+    _, trainer = fit("hybrid", 2, 4, Counting, ckpt_path="last", max_epochs=4, **options)
+    assert trainer.global_step == 24
+    before = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert before["global_step"] == 24, "it has gone on from the one before"
+
+
 def test_optimizers_states_travel_to_the_worker_that_saves_them_and_to_no_other(
     tmp_path: Path,
 ) -> None:
