@@ -10,7 +10,8 @@ from typing import Any
 _FACTOR = 1.5  # times as long as the others, for a mini-batch
 _COSTS = 0.1  # of the others' time, spent waiting
 _AWAITED = 0.5  # of all waiting, for this one
-_ENOUGH_S = 20.0  # of training, before anything is said of it in mid-run
+_LEAST_S = 5.0  # of training; in less, chance decides who is slow
+_ENOUGH_S = 20.0  # before anything is said of it in mid-run
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +41,21 @@ HINT = (
 )
 
 
-def slow_worker(stats: Mapping[str, Any]) -> Slow | None:
+def slow_worker(stats: Mapping[str, Any], training_s: float) -> Slow | None:
     """The one that the others wait for, if there is one worth mentioning.
 
     Args:
         stats: of :meth:`hybridtrain.ledger.Ledger.stats`; lists have one entry for each worker.
+        training_s: how long they have trained.
     """
     seconds: Sequence[float] = stats.get("step_s", ())
     awaited, waiting = stats.get("awaited_share", ()), stats.get("waiting_share", ())
-    if len(seconds) < 2 or min(seconds) <= 0.0 or len(waiting) != len(seconds):
+    if (
+        training_s < _LEAST_S
+        or len(seconds) < 2
+        or min(seconds) <= 0.0
+        or len(waiting) != len(seconds)
+    ):
         return None
     worker = max(range(len(seconds)), key=seconds.__getitem__)
     others = [each for each in range(len(seconds)) if each != worker]
@@ -82,6 +89,6 @@ class SlowReport:
             self._report(self._stats())
 
     def _report(self, stats: Mapping[str, Any]) -> None:
-        if (slow := slow_worker(stats)) is not None:
+        if (slow := slow_worker(stats, stats["training_s"])) is not None:
             self._said = True
             self._say(f"{slow}; {HINT}")

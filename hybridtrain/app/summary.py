@@ -57,7 +57,7 @@ class Summary:
         self.train_s = round(float(stats["train_s"]), 3)
         batch = stats["effective_batch"]
         self.effective_batch = None if batch is None else round(float(batch), 2)
-        slow = slow_worker(stats)
+        slow = slow_worker(stats, stats["train_s"])
         self.slow = None if slow is None else _rounded(asdict(slow))
         self.staleness = _rounded(stats["staleness"])
         self.lead, self.dropped = dict(stats["lead"]), list(stats["dropped"])

@@ -199,7 +199,8 @@ def test_waiting_is_laid_to_whoever_came_last() -> None:
     stats = made.stats()
     assert stats["awaited_share"] == [0.0, 0.0, 1.0]
     assert stats["step_s"] == [1.0, 2.0, 4.0]
-    slow = slow_worker(stats)
+    slow = slow_worker(stats, stats["training_s"])
+    assert slow_worker(stats, 4.0) is None, "so short a run says nothing"
     assert slow == Slow(2, 4.0 / 1.5, 1.0, (6.0 / 8.0 + 4.0 / 8.0) / 2)
     assert str(slow) == (
         "worker 2 is slow: a mini-batch takes it 2.7 times as long as the others, who wait 62 % of "
@@ -219,7 +220,7 @@ def test_workers_that_take_turns_in_being_last_are_not_called_slow() -> None:
         made.released(0)
         made.released(1)
     assert made.stats()["awaited_share"] == [0.5, 0.5]
-    assert slow_worker(made.stats()) is None
+    assert slow_worker(made.stats(), 100.0) is None
 
 
 def test_a_slow_worker_that_nobody_waits_for_costs_nothing() -> None:
@@ -231,21 +232,21 @@ def test_a_slow_worker_that_nobody_waits_for_costs_nothing() -> None:
             made.updated([0])
             made.released(worker)
     assert made.stats()["step_s"] == [1.0, 3.0]
-    assert slow_worker(made.stats()) is None
+    assert slow_worker(made.stats(), 100.0) is None
 
 
 def test_a_slow_worker_is_reported_once_not_too_early_and_at_the_end_at_the_latest() -> None:
     said: list[str] = []
     made, clock = ledger(2)
     report = SlowReport(made.stats, said.append)
-    a_round(made, clock, [1.0, 4.0])
+    a_round(made, clock, [2.0, 8.0])
     report.look()
-    assert said == [], "4 s are not enough to say so in mid-run"
+    assert said == [], "8 s are not enough to say so in mid-run"
     report.conclude()
     assert len(said) == 1 and said[0].startswith(
         "worker 1 is slow: a mini-batch takes it 4.0 times"
     )
-    for n in range(2, 20):
+    for n in range(3, 20):
         a_round(made, clock, [4.0 * n + 1.0, 4.0 * n + 4.0])
         report.look()
     report.conclude()

@@ -10,7 +10,7 @@ import torch
 from pytorch_lightning import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from hybridtrain import HybridStrategy
+from hybridtrain import HybridStrategy, slowness
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.outcome import WorkerDied
 from tests.lightning.spawnable import SpawnRegression
@@ -130,8 +130,10 @@ def test_a_long_stay_anywhere_is_no_hang_unless_asked(policy: str, where: str) -
 
 
 def test_a_slow_worker_is_named_and_the_share_of_waiting_for_it(
-    capfd: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(slowness, "_LEAST_S", 1.0)
+
     class Crawling(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             time.sleep(0.2 if self.global_rank == 1 else 0.02)
