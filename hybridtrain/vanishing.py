@@ -23,7 +23,12 @@ from typing import Any
 _SHELL = "/bin/sh"
 _PATIENCE_S = 5.0
 # Once more after a second: a process that was about to end may have put something there.
-_WAIT_AND_REMOVE = 'trap "" HUP INT TERM; read -r _; rm -rf -- "$0" || { sleep 1; rm -rf -- "$0"; }'
+_WAIT_AND_REMOVE = """
+    trap "" HUP INT TERM
+    read -r _
+    rm -rf -- "$0" || { sleep 1; rm -rf -- "$0"; }
+    [ -z "$1" ] || rm -f -- /dev/shm/sem."$1"-*
+"""
 
 
 @contextmanager
@@ -35,9 +40,12 @@ def vanishing_directory(prefix: str = "hybridtrain-") -> Iterator[Path]:
 
 
 @contextmanager
-def removed_in_the_end(folder: Path) -> Iterator[None]:
-    """Remove a directory afterwards, or when this process and its forks have been killed."""
-    shell = _waiting_shell(folder)
+def removed_in_the_end(folder: Path, semaphores: str = "") -> Iterator[None]:
+    """Remove a directory afterwards, or when this process and its forks have been killed.
+
+    ``semaphores``: how the names of those begin that are to go with it in the second case.
+    """
+    shell = _waiting_shell(folder, semaphores)
     try:
         yield
     finally:
@@ -49,12 +57,12 @@ def removed_in_the_end(folder: Path) -> Iterator[None]:
             shell.stdin.close()
 
 
-def _waiting_shell(folder: Path) -> subprocess.Popen[bytes] | None:
+def _waiting_shell(folder: Path, semaphores: str) -> subprocess.Popen[bytes] | None:
     """It is in a session of its own, where no signal meant for the run reaches it."""
     nowhere = subprocess.DEVNULL
     with suppress(OSError):  # no shell: then only what ends by itself is tidied up
         return subprocess.Popen(
-            [_SHELL, "-c", _WAIT_AND_REMOVE, str(folder.absolute())],
+            [_SHELL, "-c", _WAIT_AND_REMOVE, str(folder.absolute()), semaphores],
             stdin=subprocess.PIPE,
             stdout=nowhere,
             stderr=nowhere,
@@ -67,7 +75,7 @@ def _waiting_shell(folder: Path) -> subprocess.Popen[bytes] | None:
 
 @contextmanager
 def vanishing_sockets() -> Iterator[None]:
-    """Let processes started inside have their named sockets in a directory that goes away.
+    """Let processes started inside have named sockets, and semaphores, that go away.
 
     ``multiprocessing`` makes one for each process that needs it, and removes it if it can.
     """
@@ -76,12 +84,16 @@ def vanishing_sockets() -> Iterator[None]:
         yield
         return
     # Named as multiprocessing.util.get_temp_dir does it: a socket's path must not be long.
-    with vanishing_directory("pymp-") as folder:
-        config["tempdir"] = str(folder)
+    folder = Path(tempfile.mkdtemp(prefix="pymp-"))
+    prefix, former = f"mp-{folder.name[-8:]}", dict(config)
+    with removed_in_the_end(folder, prefix):
+        # Of semaphores for spawned processes multiprocessing's tracker takes care, while it lives.
+        config |= {"tempdir": str(folder), "semprefix": f"/{prefix}"}
         try:
             yield
         finally:
             config.pop("tempdir", None)
+            config |= former
             _stop_servers(str(folder))
 
 

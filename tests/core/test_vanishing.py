@@ -114,3 +114,25 @@ def test_servers_of_sockets_that_went_are_started_anew(tmp_path: Path) -> None:
         line, capture_output=True, text=True, timeout=60, env=environment, check=False
     )
     assert done.stdout.split() == ["hi", "0", "True"] * 2, done.stderr
+
+
+SEMAPHORE = """
+    import multiprocessing, os, signal
+    from hybridtrain.vanishing import vanishing_sockets
+    from multiprocessing import resource_tracker
+
+    with vanishing_sockets():
+        lock = multiprocessing.get_context("spawn").Lock()
+        print(lock._semlock.name, flush=True)
+        os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/shm").exists(), reason="has no /dev/shm")
+def test_named_semaphores_go_though_their_tracker_was_killed() -> None:
+    line = [sys.executable, "-c", textwrap.dedent(SEMAPHORE)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert done.stdout.startswith("/mp-")
+    assert gone(Path("/dev/shm") / f"sem.{done.stdout.strip()[1:]}")
