@@ -98,6 +98,13 @@ class Pulse:
         """How often it has begun to do this."""
         return self._numbers[_FIRST + doing]
 
+    @property
+    def where(self) -> str:
+        """What the worker does, in words."""
+        doing = self.doing
+        step = f"in its training step {self.begun(doing)}"
+        return step if doing == Doing.STEP else str(doing)
+
     def forget_stacks(self) -> None:
         """What the worker writes from now on is to be read."""
         assert self._fd is not None, "somebody watches"

@@ -123,7 +123,9 @@ def world_of(
     """Where workers run, with somebody who looks for those that hang, and for slow ones."""
     watchman = Watchman(strategy.patience, also=SlowReport(server.ledger.stats, to_stderr))
     judge, size, grace_s = Judge(strategy.on_failure), strategy.world_size, strategy.stop_grace_s
-    return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchman)
+    devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
+    places = [devices[number % len(devices)] for number in range(size)]
+    return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchman, places)
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:

@@ -41,6 +41,7 @@ class WorkerProcess:
     process: BaseProcess
     sentinel: int
     pulse: Pulse
+    place: str = ""
     result: Any = None
     ended: bool = False
     gone: bool = False
@@ -52,12 +53,12 @@ class WorkerProcess:
     _room: int | None = None  # a descriptor that says when there is room to send the rest
 
     @classmethod
-    def of(cls, number: int, channel: Channel, process: BaseProcess) -> WorkerProcess:
-        """The process has just been started."""
+    def of(cls, number: int, channel: Channel, process: BaseProcess, place: str) -> WorkerProcess:
+        """The process has just been started; ``place``: the device it computes on."""
         pulse = pulse_file()
         with suppress(OSError):  # it has ended already: the sentinel will tell
             channel.give_bells(pulse)
-        return cls(number, channel, process, _sentinel(process), Pulse(pulse))
+        return cls(number, channel, process, _sentinel(process), Pulse(pulse), place)
 
     # ---- messages -------------------------------------------------------------------------------
 
@@ -147,9 +148,13 @@ class WorkerProcess:
             return f"{who} {self.cause}"
         code = self.process.exitcode or 0
         if code >= 0:
-            return f"{who} exited with code {code}"
+            return f"{who} exited with code {code}, {self.where()}"
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
-        return f"{who} was killed by {signal.Signals(-code).name}{hint}"
+        return f"{who} was killed by {signal.Signals(-code).name}, {self.where()}{hint}"
+
+    def where(self) -> str:
+        """What it did last, and on which device."""
+        return f"{self.pulse.where}, on {self.place}" if self.place else self.pulse.where
 
 
 def _sentinel(process: BaseProcess) -> int:

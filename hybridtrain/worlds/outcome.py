@@ -21,24 +21,26 @@ class Failed:
 
     exception: bytes
     text: str
+    where: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> Failed:
-        """Describe an exception that is being handled."""
+    def of(cls, error: BaseException, where: str = "") -> Failed:
+        """Describe an exception that is being handled, ``where`` the worker has raised it."""
         text = "".join(traceback.format_exception(error)).rstrip()
         try:
             payload = pickle.dumps(error)
             pickle.loads(payload)  # some exceptions pickle, and then cannot be rebuilt
         except Exception:
             payload = b""
-        return cls(payload, text)
+        return cls(payload, text, where)
 
-    def rebuild(self, worker: int) -> BaseException:
+    def rebuild(self, worker: int, place: str = "") -> BaseException:
         """The exception, with the worker's number and traceback attached as a note."""
         error: BaseException | None = pickle.loads(self.exception) if self.exception else None
         if error is None or isinstance(error, SystemExit):  # this process is not to exit quietly
             error = WorkerError(f"worker {worker} failed: {self.text.splitlines()[-1]}")
-        error.add_note(f"This happened in worker {worker}:\n{self.text}")
+        where = "".join(f", {each}" for each in (self.where, place and f"on {place}") if each)
+        error.add_note(f"This happened in worker {worker}{where}:\n{self.text}")
         return error
 
 

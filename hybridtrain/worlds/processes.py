@@ -52,6 +52,7 @@ class ProcessWorld:
         grace_s: how long workers may take to stop before they are killed.
         judge: decides what follows from a failure.
         watchman: finds workers that hang.
+        places: the device of each worker, in words.
     """
 
     server: Serving
@@ -61,6 +62,7 @@ class ProcessWorld:
     grace_s: float = 30.0
     judge: Judge = field(default_factory=lambda: Judge(OnFailure()))
     watchman: Watchman = field(default_factory=Watchman)
+    places: Sequence[str] = ()
     _workers: list[WorkerProcess] = field(default_factory=list)
     _failure: BaseException | None = None
     _deadline_s: float | None = None
@@ -124,7 +126,8 @@ class ProcessWorld:
             for _, theirs in pairs.values():
                 theirs.close()
         for number, process in zip(numbers, processes, strict=True):
-            worker = WorkerProcess.of(number, Channel(pairs[number][0]), process)
+            place = self.places[number] if self.places else ""
+            worker = WorkerProcess.of(number, Channel(pairs[number][0]), process, place)
             self._workers[number : number + 1] = [worker]
             worker.attend(selector)
 
@@ -188,7 +191,7 @@ class ProcessWorld:
                 self._send(self.server.finished(worker.number))
             case Failed():
                 worker.ended = True
-                self._fail(worker, message.rebuild(worker.number))
+                self._fail(worker, message.rebuild(worker.number, worker.place))
             case Told(number, payload):
                 self._told[number] = payload
                 self.server.back(number)  # whoever meets from now on waits for it

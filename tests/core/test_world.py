@@ -123,7 +123,7 @@ def test_a_workers_exception_appears_with_its_type_number_and_traceback() -> Non
     error = failure("zero")
     assert type(error) is ZeroDivisionError
     (note,) = error.__notes__
-    assert note.startswith("This happened in worker 1:")
+    assert note.startswith("This happened in worker 1, starting up:")
     assert "return 1 / 0" in note
     assert "ZeroDivisionError: division by zero" in note
 
@@ -150,7 +150,7 @@ def test_a_worker_that_exits_without_a_word_is_named_with_its_code() -> None:
     error = failure("code 3")
     assert type(error) is WorkerDied
     assert "worker 1 (process " in str(error)
-    assert str(error).endswith("exited with code 3")
+    assert str(error).endswith("exited with code 3, starting up")
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGUSR1])
