@@ -186,7 +186,9 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
         parts.metrics |= {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
         ckpt = _best(trainer)
     if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
-        loggers = _quiet_csv(parts.loggers)
+        loggers = (
+            [] if unsaved(trainer) else _quiet_csv(parts.loggers)
+        )  # nor would these be written
         parts.metrics |= evaluate(cfg, trainer, Subject(module, data, ckpt), loggers)
 
 

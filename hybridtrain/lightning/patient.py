@@ -26,13 +26,23 @@ class _Patient:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self.method(*args, **kwargs)
-        except OSError as error:
+        except Exception as error:
+            refusal = _refusal(error)
+            if refusal is None:
+                raise
             if not self.said:
                 rank_zero_warn(
-                    f"{self.name} could not write its log ({error.strerror or error}); training "
-                    "goes on, the log has gaps"
+                    f"{self.name} could not write its log ({refusal.strerror or refusal}); "
+                    "training goes on, the log has gaps"
                 )
             self.said.append(True)
+
+
+def _refusal(error: BaseException | None) -> OSError | None:
+    """The disk's, which Lightning's TensorBoardLogger takes for a value that it cannot log."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
 
 
 def let_write(loggers: list[Logger]) -> None:

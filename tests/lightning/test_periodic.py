@@ -36,7 +36,7 @@ def saving(*callbacks: Callback) -> dict[str, Any]:
     return {"callbacks": list(callbacks), "enable_checkpointing": True}
 
 
-@pytest.mark.parametrize("how", ["blocking", "background"])
+@pytest.mark.parametrize("how", [pytest.param("blocking", marks=pytest.mark.slow), "background"])
 def test_the_newest_few_stay_and_a_run_goes_on_from_them_to_the_same_bits(
     how: str, tmp_path: Path
 ) -> None:
@@ -53,7 +53,10 @@ def test_the_newest_few_stay_and_a_run_goes_on_from_them_to_the_same_bits(
     assert kept(tmp_path / "p") == [8, 12, 16], "it knows of those that were there"
 
 
-@pytest.mark.parametrize("policy", ["async", "ssp", "hogwild", "backup"])
+@pytest.mark.parametrize(
+    "policy",
+    ["async", *(pytest.param(x, marks=pytest.mark.slow) for x in ("ssp", "hogwild", "backup"))],
+)
 def test_free_running_workers_pass_no_multiple_by(policy: str, tmp_path: Path) -> None:
     keep = PeriodicCheckpoint(tmp_path, every_updates=5, keep=100)
     _, trainer = fit(HybridStrategy(policy), 3, 4, **saving(keep), max_epochs=4)
