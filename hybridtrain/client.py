@@ -12,11 +12,12 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.line import Line
 from hybridtrain.memory import Arena, Layout, Packed
 from hybridtrain.memory.lending import Borrow, Lent
 from hybridtrain.memory.scratch import Scratch
@@ -55,20 +56,6 @@ from hybridtrain.spans import Spans
 
 class StopRequested(KeyboardInterrupt):
     """The server wants this worker to end. Not an ``Exception``, so user code lets it through."""
-
-
-class Line(Protocol):
-    """How a client reaches its server."""
-
-    def send(self, message: Request | Note) -> None: ...
-
-    def receive(self) -> tuple[Reply, int | None]:
-        """The next reply, and the descriptor that came with it. Blocks."""
-        ...
-
-    def ready(self) -> bool:
-        """Whether ``receive`` would return at once."""
-        ...
 
 
 class Client:
@@ -116,7 +103,7 @@ class Client:
         self, weight: float, absent: tuple[int, ...], packed: tuple[Packed, ...] = ()
     ) -> Averaged:
         """Have the gradient in the row averaged with all."""
-        averaged: Averaged = self._ask(Average(weight, absent, packed), Averaged)[0]
+        averaged: Averaged = self._ask(Average(weight, absent, packed), Averaged, True)[0]
         return averaged
 
     def offer(self, push: Push, then: Callable[[Released], object]) -> None:
@@ -137,7 +124,7 @@ class Client:
 
     def await_release(self, then: Callable[[Released], object]) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
-        released: Released = self._answer(Released)[0]
+        released: Released = self._answer(Released, in_step=True)[0]
         self.version = released.version
         if self.joins:  # from here on this worker is one of all
             self.joins = self.solo = False
@@ -157,7 +144,7 @@ class Client:
 
     def begin(self, writes: Writes) -> int:
         """Wait for this worker's turn; returns the version to begin from."""
-        return self._ask(Begin(writes), Released)[0].version
+        return self._ask(Begin(writes), Released, True)[0].version
 
     def cover(self, cover: Cover) -> None:
         """The next push stands for this mini-batch of the shared queue, too."""
@@ -258,14 +245,16 @@ class Client:
         if self._stop is not None and not self.solo:
             raise StopRequested
 
-    def _ask(self, request: Request, kind: type[Any]) -> tuple[Any, int | None]:
+    def _ask(
+        self, request: Request, kind: type[Any], in_step: bool = False
+    ) -> tuple[Any, int | None]:
         self.settle()
         self._line.send(request)
-        return self._answer(kind)
+        return self._answer(kind, in_step)
 
-    def _answer(self, kind: type[Any]) -> tuple[Any, int | None]:
+    def _answer(self, kind: type[Any], in_step: bool = False) -> tuple[Any, int | None]:
         while True:
-            if self._told is not None and kind in (Released, Averaged):
+            if self._told is not None and in_step:
                 self._tell(self._told)
             reply, fd = self._line.receive()
             match reply:
