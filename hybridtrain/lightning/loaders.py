@@ -210,7 +210,8 @@ class Loaders:
         """The checkpoint as Lightning is to see it; training will go on from there."""
         if self._trainer.state.fn == "fit":
             self._resumed = read(checkpoint)
-            self._dice.keep(checkpoint.get(KEY, {}).get("dice"))
+            if not self._client.joins:  # who comes back has the generators of who has told
+                self._dice.keep(checkpoint.get(KEY, {}).get("dice"))
         if self._resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
             warnings.filterwarnings("ignore", message)  # and it is all right

@@ -63,6 +63,12 @@ def test_a_worker_killed_in_its_update_running_freely_leaves_the_state_of_one() 
     assert row.outcome == "stopped" and row.checkpoints > 0
 
 
+def test_a_new_process_running_freely_goes_on_where_the_others_are() -> None:
+    row = try_out(Case("async", "restart", "kill", "compute"))
+    check(row)
+    assert row.outcome == "restarted" and row.home
+
+
 class Halfway(Pool):
     """Something happens in the middle of the arithmetic of one update."""
 
