@@ -49,7 +49,7 @@ from hybridtrain.messages import (
     Ticket,
     Writes,
 )
-from hybridtrain.news import Gone, Tell, Told
+from hybridtrain.news import Back, Gone, Tell, Told
 from hybridtrain.pulse import Pulse
 from hybridtrain.spans import Spans
 
@@ -81,7 +81,8 @@ class Client:
         self._release: Callable[[Released], object] | None = None  # takes it, when it comes
         self.gone: list[Gone] = []  # who will not come back
         self.left = False  # whether they have left something of the shared queue
-        self.on_gone: Callable[[], object] = lambda: None  # somebody has just gone
+        self.away: set[int] = set()  # who will come back
+        self.on_change: Callable[[], object] = lambda: None  # somebody has gone, or is back
         self.tells: Callable[[], bytes] | None = None  # where training is
         self._covers: list[Cover] = []
         self.unseen: dict[Lap, Spans] = {}  # of the shared queue, at the last snapshot
@@ -224,7 +225,8 @@ class Client:
     @property
     def leads(self) -> bool:
         """Whether this worker does what one has to do for all: log, save, draw."""
-        return self.worker == self.there[0]
+        here = (worker for worker in self.there if worker not in self.away)
+        return self.worker == next(here)
 
     def note(self, note: Note) -> None:
         """Say something that needs no answer."""
@@ -261,7 +263,7 @@ class Client:
                 case Stop(now=True):
                     self._stop = reply
                     raise StopRequested
-                case Stop() | Gone() | Tell():
+                case Stop() | Gone() | Back() | Tell():
                     self._hear(reply)
                 case Refused(reason):
                     raise UserError(reason)
@@ -274,9 +276,13 @@ class Client:
         match reply:
             case Stop():
                 self._stop = reply
-            case Gone():
-                self.gone.append(reply)
-                self.on_gone()
+            case Gone(worker, _, for_now):
+                self.away |= {worker} if for_now else set()
+                self.gone += [] if for_now else [reply]
+                self.on_change()
+            case Back(worker):
+                self.away.discard(worker)
+                self.on_change()
             case Tell():
                 self._told = reply
             case _:

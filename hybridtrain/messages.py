@@ -13,7 +13,7 @@ from hybridtrain.arrivals import Arrived
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import Borrow, Lent, Turn
 from hybridtrain.memory.packed import Packed
-from hybridtrain.news import Gone, Tell, Told
+from hybridtrain.news import Back, Gone, Tell, Told
 from hybridtrain.spans import Spans
 
 Writes = Mapping[int, bytes]  # number of a parameter -> its elements, in the order of its shape
@@ -297,4 +297,4 @@ class Refused:
 
 
 Answer = Shared | Done | Averaged | Released | Gathered | Ticket | State | Stats | Refused | Lent
-Reply = Answer | Stop | Gone | Tell
+Reply = Answer | Stop | Gone | Back | Tell

@@ -7,10 +7,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Gone:
-    """The worker is gone for good; update ``version`` was the last it may have had a part in."""
+    """The worker is gone; update ``version`` was the last it may have had a part in.
+
+    ``for_now``: another process will take its place.
+    """
 
     worker: int
     version: int
+    for_now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """The worker is there again."""
+
+    worker: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from hybridtrain.batch_queue import BatchQueue
 from hybridtrain.ledger import Ledger
 from hybridtrain.meeting import Meeting
 from hybridtrain.messages import Done, Install, Share, Shared
-from hybridtrain.news import Gone, Tell
+from hybridtrain.news import Back, Gone, Tell
 from hybridtrain.rounds import Replies, Rounds
 
 
@@ -56,14 +56,18 @@ class Staff:
 
     def tell_of(self, worker: int) -> Replies:
         """The others hear that it will not come back, and what it had a part in."""
-        others = self.members - self.missing - {worker}
-        return [(other, Gone(worker, self.ledger.version)) for other in sorted(others)]
+        return self._news(Gone(worker, self.ledger.version))
+
+    def _news(self, news: Gone | Back) -> Replies:
+        others = self.members - self.missing - self.joining - {news.worker}
+        return [(other, news) for other in sorted(others)]
 
     def miss(self, worker: int) -> Replies:
         """Its process has ended; another one will come."""
         self._away(worker)
         self.missing.add(worker)
-        return self.rounds.miss(worker)
+        news = self._news(Gone(worker, self.ledger.version, for_now=True))
+        return news + self.rounds.miss(worker)
 
     def _away(self, worker: int) -> None:
         self._forget(worker)
@@ -124,4 +128,4 @@ class Staff:
         self.rounds.refresh(worker)
         self.rounds.join(worker)
         self.ledger.comes(worker)
-        return [(worker, Done())]
+        return [(worker, Done()), *self._news(Back(worker))]

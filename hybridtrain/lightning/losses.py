@@ -32,10 +32,10 @@ class Losses:
             return
         if back is None:
             know_the_loggers(trainer, strategy.collectives)
+        Succession(trainer, client)
         lockstep = strategy.regime.lockstep
         if choice == "continue":
             loaders.remembers = lockstep
-            Succession(trainer, client)
         else:
             client.tells = Whereabouts(trainer, loaders.write, back).tell
         if choice == "continue" or not lockstep:  # in lock-step a place is kept

@@ -1,4 +1,4 @@
-"""When worker 0 is gone: the first of the others logs, saves and reports from now on.
+"""While worker 0 is gone, the first of the others logs, saves and reports.
 
 Lightning decides in many places, some of them only once, by whether the process is rank 0.
 """
@@ -38,18 +38,21 @@ class Succession:
     def __init__(self, trainer: pl.Trainer, client: Client) -> None:
         self._trainer: Any = trainer
         self._client, self._leads = client, client.leads
-        client.on_gone = self._look
+        client.on_change = self._look
 
     def _look(self) -> None:
-        if self._leads or not self._client.leads:
-            return
-        self._leads = True
-        rank_zero_only.rank = 0  # type: ignore[attr-defined]
+        before, self._leads = self._leads, self._client.leads
+        if before != self._leads:
+            rank = 0 if self._leads else self._client.worker
+            rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        if self._leads and not before:
+            self._take_over()
+
+    def _take_over(self) -> None:
         trainer = self._trainer
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 keep_rows(logger)
-        trainer.strategy.keeping.take_over(trainer)
         for callback in trainer.callbacks:
             if isinstance(callback, ProgressBar):
                 callback.enable()
