@@ -90,6 +90,14 @@ class Replace:
 Verdict = End | GoOn | Replace
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What is left: so many other ``workers``; ``known``: where training was, some time ago."""
+
+    workers: int
+    known: bool = False
+
+
 @dataclass
 class Judge:
     """Decides what follows from a failure.
@@ -100,18 +108,18 @@ class Judge:
 
     chosen: OnFailure
     restarts: int = 0
-    failures: int = 0
     _recent: Counter[int] = field(default_factory=Counter)  # by worker
     _last_s: dict[int, float] = field(default_factory=dict)
 
-    def failed(self, worker: int, n_left: int, at_s: float) -> Verdict:
-        """The worker has failed at ``at_s``; ``n_left`` others are there."""
-        self.failures += 1
+    def failed(self, worker: int, error: BaseException, left: Left, at_s: float) -> Verdict:
+        """The worker has failed at ``at_s`` with this error."""
         match self.chosen.choice:
+            case _ if isinstance(error, UserError):
+                return End()  # it would happen again
             case "continue":
-                return self._go_on(n_left)
+                return self._go_on(left.workers)
             case "restart":
-                return self._replace(worker, n_left, at_s)
+                return self._replace(worker, left.known or left.workers > 0, at_s)
         return End()
 
     def _go_on(self, n_left: int) -> Verdict:
@@ -120,9 +128,9 @@ class Judge:
         left = f"{n_left} worker{'s' * (n_left != 1)} would be left"
         return End(f"{left}, fewer than min_workers={self.chosen.min_workers}")
 
-    def _replace(self, worker: int, n_left: int, at_s: float) -> Verdict:
+    def _replace(self, worker: int, known: bool, at_s: float) -> Verdict:
         most = self.chosen.max_restarts
-        if n_left == 0:
+        if not known:
             return End("nobody is left who could say where training is")
         if most is not None and self.restarts >= most:
             return End(f"it was restarted as often as max_restarts={most} allows in a run")

@@ -33,7 +33,10 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """Where training is, for the ``worker`` that is restarted, as ``torch.save`` writes it."""
+    """Where training is, for the ``worker`` that is restarted, as ``torch.save`` writes it.
 
-    worker: int
+    For nobody (``None``): to be kept, in case that in the end nobody is there to be asked.
+    """
+
+    worker: int | None
     payload: bytes

@@ -86,8 +86,8 @@ class Server:
         self._pool, late = Pool(threads), LateGradients(correction, self.ledger.age)
         self._queue = BatchQueue(self._members)
         self._rounds = Rounds(policy, self.regime, self.ledger, self._queue, members, self._pool)
-        self._staff = Staff(members, self._meeting, self._queue, self._rounds, self.ledger)
-        self._assembly = Assembly(self._rounds, self._staff, self.ledger, self._pool, late)
+        self.staff = Staff(members, self._meeting, self._queue, self._rounds, self.ledger)
+        self._assembly = Assembly(self._rounds, self.staff, self.ledger, self._pool, late)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -106,14 +106,14 @@ class Server:
     def handle(self, worker: int, request: Request) -> Replies:
         """One request in, replies out."""
         replies = self._answer(worker, request) or self._free_the_stuck()
-        return replies + self._staff.ask() if self._staff.waits else replies
+        return replies + self.staff.ask() if self.staff.waits else replies
 
     def _answer(self, worker: int, request: Request) -> Replies:
         match request:
             case Push() | Average() | Begin():
                 return self._round(worker, request)
-            case Share() | Install() if worker in self._staff.joining:
-                return self._staff.let_in(worker, request)
+            case Share() | Install() if worker in self.staff.joining:
+                return self.staff.let_in(worker, request)
             case Gather() | Share() | Install():
                 return self._meet(worker, request)
             case Draw():
@@ -161,7 +161,7 @@ class Server:
         """If all who are left wait, and no timer runs, they would wait for ever."""
         if len(self._rounds.waiting) + self._meeting.n_waiting < len(self._members):
             return []
-        if self._stopped or not self._members or self.wake_at_s is not None or self._staff.missing:
+        if self._stopped or not self._members or self.wake_at_s is not None or self.staff.missing:
             return []
         reason = stuck(self.policy, [*self._rounds.who_waits(), ("all", self._meeting.waiting)])
         return self._refuse([], reason)
@@ -175,31 +175,22 @@ class Server:
 
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever it had not pushed."""
-        return self._without(lambda: self._staff.lost(worker)) or self._free_the_stuck()
+        return self._without(lambda: self.staff.lost(worker)) or self._free_the_stuck()
 
     def leave(self, worker: int) -> Replies:
         """The same, and the others are to go on without it."""
-        return self._staff.tell_of(worker) + self.lost(worker)
+        return self.staff.tell_of(worker) + self.lost(worker)
 
     def miss(self, worker: int) -> Replies:
         """The worker is gone, and will come back as another process."""
-        return self._without(lambda: self._staff.miss(worker)) + self._staff.ask()
+        return self._without(lambda: self.staff.miss(worker)) + self.staff.ask()
 
     def _without(self, going: Callable[[], Replies]) -> Replies:
         return self._guarded([], going) + self._close_meeting()
 
     def admit(self, worker: int) -> Replies:
         """The worker is there (again), or what it did would not count: it begins (anew)."""
-        return self._staff.admit(worker)
-
-    def call(self, worker: int) -> Replies:
-        """The new process could be started: find out where training is."""
-        self._staff.call(worker)
-        return self._staff.ask()
-
-    def back(self, worker: int) -> None:
-        """It is being started."""
-        self._staff.back(worker)
+        return self.staff.admit(worker)
 
     # ---- rounds ---------------------------------------------------------------------------------
 
@@ -208,11 +199,11 @@ class Server:
             return [(worker, Stop(now=True))]
         match request:
             case Average():
-                return self._rounds.average(worker, request, worker in self._staff.joining)
+                return self._rounds.average(worker, request, worker in self.staff.joining)
             case Begin(writes):
                 return self._guarded([worker], lambda: self._rounds.ready(worker, writes))
             case Push():
-                self._staff.joining.discard(worker)
+                self.staff.joining.discard(worker)
                 return self._guarded([worker], lambda: self._rounds.push(worker, request))
 
     def _guarded(self, workers: Iterable[int], action: Callable[[], Replies]) -> Replies:

@@ -7,6 +7,7 @@ from typing import Protocol
 from hybridtrain.memory import Store
 from hybridtrain.messages import Note, Request
 from hybridtrain.rounds import Replies
+from hybridtrain.staff import Staff
 
 
 class Serving(Protocol):
@@ -38,8 +39,7 @@ class Serving(Protocol):
 
     def miss(self, worker: int) -> Replies: ...
 
-    def call(self, worker: int) -> Replies: ...
-
-    def back(self, worker: int) -> None: ...
+    @property
+    def staff(self) -> Staff: ...
 
     def close(self) -> None: ...

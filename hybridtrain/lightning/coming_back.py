@@ -27,11 +27,13 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from hybridtrain.client import Client
-from hybridtrain.lightning.progress import precede
+from hybridtrain.lightning.advancing import advance, can_be_advanced
+from hybridtrain.lightning.progress import precede, set_global_step, step_schedulers
 from hybridtrain.lightning.results import identity
 from hybridtrain.lightning.resume import KEY
 from hybridtrain.lightning.state import without_fetching
 from hybridtrain.lightning.succession import keep_rows
+from hybridtrain.news import Told
 
 _PLACE = "the memory of this run"
 _OURS = "hybridtrain_run"
@@ -54,6 +56,7 @@ class Whereabouts:
     ) -> None:
         self._trainer: Any = trainer
         self._write, self._back = write, back
+        self._kept_in: int | None = None  # the epoch in which something was left to be kept
         self._generators: tuple[Any, ...] = ()  # their states before the last mini-batch came
         precede(trainer.fit_loop.epoch_loop, "_on_before_fetch", self._fetch)
 
@@ -62,9 +65,19 @@ class Whereabouts:
             self._back.begin()
             self._back = None
         self._generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        client, epoch = self._trainer.strategy.client, self._trainer.current_epoch
+        if client.leads and self._kept_in != epoch:
+            self._leave(client, epoch)
 
-    def tell(self) -> bytes:
-        """Between two steps, though this worker is in the middle of one; ``torch.save``'s bytes."""
+    def _leave(self, client: Client, epoch: int) -> None:
+        """Once in an epoch, in case that all workers are lost at once."""
+        told = self.tell()
+        if can_be_advanced(told, self._trainer):
+            self._kept_in = epoch
+            client.note(Told(None, pack(told)))
+
+    def tell(self) -> dict[str, Any]:
+        """A checkpoint between two steps, though this worker is in the middle of one."""
         trainer, strategy = self._trainer, self._trainer.strategy
         buffers = dict(trainer.lightning_module.named_buffers())
         strategy.optimizer_state = without_fetching
@@ -76,9 +89,14 @@ class Whereabouts:
         checkpoint = self._write(checkpoint)
         loggers = [identity(logger) for logger in trainer.loggers]
         checkpoint[_OURS] = {"generators": self._generators, "loggers": loggers}
-        content = io.BytesIO()
-        torch.save(checkpoint, content)
-        return content.getvalue()
+        return checkpoint
+
+
+def pack(checkpoint: dict[str, Any]) -> bytes:
+    """As ``torch.save`` writes it."""
+    content = io.BytesIO()
+    torch.save(checkpoint, content)
+    return content.getvalue()
 
 
 class ComingBack:
@@ -86,16 +104,20 @@ class ComingBack:
 
     Args:
         told: by :class:`Whereabouts`.
+        version: updates so far; more than there were then, if it was told some time ago.
         trainer: of this worker.
         client: to the server.
     """
 
-    def __init__(self, told: bytes, trainer: pl.Trainer, client: Client) -> None:
+    def __init__(self, told: bytes, version: int, trainer: pl.Trainer, client: Client) -> None:
         # From another worker of this run over inherited sockets, so not a stranger's pickle.
         self._checkpoint = torch.load(io.BytesIO(told), map_location="cpu", weights_only=False)
         self._ours = self._checkpoint.pop(_OURS)
         self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
         self._trainer: Any = trainer
+        self._version = version
+        if trainer.strategy.regime.lockstep:  # type: ignore[attr-defined]
+            advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
         client.joins = client.solo = True
         trainer.strategy.load_checkpoint = self._load  # type: ignore[method-assign]
 
@@ -114,6 +136,12 @@ class ComingBack:
     def _load(self, *_: Any, **__: Any) -> dict[str, Any]:
         weights = self._trainer.lightning_module.state_dict()  # which are not used
         return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
+
+    def catch_up(self) -> None:
+        """Counters and schedulers are restored; before training begins."""
+        if self._trainer.strategy.regime.lockstep:
+            step_schedulers(self._trainer, self._checkpoint["global_step"], self._version)
+            set_global_step(self._trainer, self._version)
 
     def begin(self) -> None:
         """The first mini-batch is about to come."""

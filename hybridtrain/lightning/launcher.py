@@ -201,6 +201,7 @@ class _Job:
     kwargs: dict[str, Any]
     global_state: _GlobalStateSnapshot | None
     loggers: list[dict[str, Any]]
+    version: int = 0  # updates so far, then
     told: bytes = b""  # where training is, for a worker that is restarted
     room: str = ""  # the path of a scratch file for what would be too much for a message
 
@@ -224,7 +225,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
-    back = ComingBack(job.told, trainer, client) if job.told else None
+    back = ComingBack(job.told, job.version, trainer, client) if job.told else None
     trainer.strategy.enter_worker(client, trainer, back)
     inject(trainer, client, trainer.strategy.faults)
     trainer.strategy.keeping.take_over(trainer)
@@ -258,9 +259,9 @@ def arguments(job: _Job, back: ComingBack | None) -> dict[str, Any]:
     return signature(job.function).bind(*job.args, **job.kwargs).arguments
 
 
-def _run_again(job: _Job, told: bytes) -> Callable[[Client], Any]:
+def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:
     """What a worker does that takes the place of one that was lost."""
-    return partial(_run_in_worker, replace(job, told=told))
+    return partial(_run_in_worker, replace(job, told=told, version=version))
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ class OneHost:
     """Mixed into a strategy that says its own ``world_size`` and ``global_rank``."""
 
     strategy_name: str
+    parallel_devices: list[torch.device] | None
     _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
@@ -59,6 +60,11 @@ class OneHost:
         if self._trained is not None and checkpoint.get("optimizer_states") == []:
             checkpoint = {**checkpoint, **self._trained}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.global_rank % len(devices)]
 
     @property
     def is_global_zero(self) -> bool:

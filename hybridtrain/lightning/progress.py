@@ -62,11 +62,12 @@ class UpdateCount:
 
     def _catch_up(self) -> None:
         if self._trainer.lightning_module.automatic_optimization:
-            _step_schedulers(self._trainer, self._before, self._client.version)
+            step_schedulers(self._trainer, self._before, self._client.version)
             self._before = self._client.version
 
 
-def _step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
+def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
+    """Those that count steps, for the steps from ``before`` to ``now``."""
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and not config.reduce_on_plateau:
             for _ in range(now // config.frequency - before // config.frequency):

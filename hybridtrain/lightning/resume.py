@@ -98,6 +98,7 @@ def _state(sampler: EpochSampler, unseen: dict[Lap, Spans]) -> dict[str, Any]:
         "batches": batches,
         "spans": [list(span) for span in spans],
         "length": sampler.plan.length,
+        "whole": sum(sampler.plan.sizes),
         "seed": source.seed if isinstance(source, Seeded) else None,
         "indices": indices,
     }

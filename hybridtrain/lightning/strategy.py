@@ -144,11 +144,6 @@ class HybridStrategy(OneHost, ParallelStrategy):
             return 1  # or Lightning refuses a training_step that returns None
         return len(self.parallel_devices or [None]) * self.workers_per_device
 
-    @property
-    def root_device(self) -> torch.device:
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.global_rank % len(devices)]
-
     def _configure_launcher(self) -> None:
         self._launcher = HybridLauncher(self)
 
@@ -188,6 +183,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def on_train_start(self) -> None:
         if self._session is not None and self._loaders is not None:
+            if self._back is not None:
+                self._back.catch_up()
             self._session.install()
             if not self.regime.lockstep:
                 self._count = UpdateCount(self._session.trainer, self.client)

@@ -37,6 +37,7 @@ from hybridtrain.recording.file import NOBODY, Writer
 from hybridtrain.recording.prints import Rows, print_of, print_of_parameters, print_of_state
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
+from hybridtrain.staff import Staff
 
 FINISHED, LOST, WOKE, BROKEN, LEFT = "Finished", "Lost", "Woke", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *get_args(Note)))
@@ -155,13 +156,9 @@ class Witness:
             self._writer.refusal = OSError(reason)
         return self._freed(self.server.miss(worker))
 
-    def call(self, worker: int) -> Replies:
-        """See :class:`hybridtrain.server.Server`."""
-        return self.server.call(worker)
-
-    def back(self, worker: int) -> None:
-        """See :class:`hybridtrain.server.Server`."""
-        self.server.back(worker)
+    @property
+    def staff(self) -> Staff:
+        return self.server.staff
 
     @property
     def wake_at_s(self) -> float | None:

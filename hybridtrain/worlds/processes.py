@@ -11,7 +11,6 @@ process outlives ``run``.
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import time
@@ -21,20 +20,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridtrain.arrivals import Arrived
-from hybridtrain.errors import UserError
-from hybridtrain.failures import End, GoOn, Judge, OnFailure, Replace, Verdict
+from hybridtrain.failures import End, GoOn, Judge, Left, OnFailure, Replace
 from hybridtrain.messages import Described, Paused, Resumed, Shared, Stop, Stopped
 from hybridtrain.news import Told
 from hybridtrain.rounds import Replies
 from hybridtrain.serving import Serving
 from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.child import Birth, Body, run_worker
+from hybridtrain.worlds.comebacks import Comebacks
 from hybridtrain.worlds.crew import WorkerProcess
 from hybridtrain.worlds.nursery import Nursery
 from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied, in_words
 from hybridtrain.worlds.placement import one_thread, stand_aside
 from hybridtrain.worlds.signals import Interrupted, caught_signals
 from hybridtrain.worlds.watchman import Watchman, to_stderr
+
+Again = Callable[[bytes, int], Body]
 
 _POLL_S = 1.0
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
@@ -68,25 +69,25 @@ class ProcessWorld:
     _deadline_s: float | None = None
     _signals: list[int] = field(default_factory=list)
     _look_at_s: float = 0.0  # when to see next who shares a core
-    _due: dict[int, float] = field(default_factory=dict)  # who comes back, and when
-    _told: dict[int, bytes] = field(default_factory=dict)  # where training is, for whom
+    _backs: Comebacks = field(default_factory=Comebacks)
 
-    def run(self, body: Body, again: Callable[[bytes], Body] | None = None) -> list[Any]:
+    def run(self, body: Body, again: Again | None = None) -> list[Any]:
         """Run ``body(client)`` in every worker; the results in the order of the workers.
 
         Args:
             body: what workers do.
-            again: what a worker does that is restarted, by what it is told of where training is.
+            again: what a worker does that is restarted, by what is told of where training is, and
+                how many updates there have been.
 
         Raises:
             Interrupted: if SIGINT or SIGTERM ended the run.
             BaseException: what the first failing worker raised, with its traceback as a note.
         """
         self._nursery, self._again = Nursery(self.start_method), again
-        with self._selector() as selector, self._heard(selector), one_thread():
+        with self._selector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
                 self._start(range(self.n_workers), body, selector)
-                while self._due or not all(worker.gone for worker in self._workers):
+                while self._backs or not all(worker.gone for worker in self._workers):
                     self._turn(selector)
             finally:
                 self._kill_all()
@@ -170,7 +171,7 @@ class ProcessWorld:
 
     def _timeout_s(self) -> float:
         next_s = self.watchman.due_s if self._deadline_s is None else self._deadline_s
-        times = (next_s, self.server.wake_at_s, *self._due.values())
+        times = (next_s, self.server.wake_at_s, self._backs.next_s)
         due_s = [at_s for at_s in times if at_s is not None]
         return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
 
@@ -193,8 +194,7 @@ class ProcessWorld:
                 worker.ended = True
                 self._fail(worker, message.rebuild(worker.number, worker.place))
             case Told(number, payload):
-                self._told[number] = payload
-                self.server.back(number)  # whoever meets from now on waits for it
+                self._hear_where(number, payload)
             case Paused() | Resumed() | Stopped() | Described() | Arrived():
                 worker.ended = worker.ended or isinstance(message, Stopped)
                 self._send(self.server.note(worker.number, message))
@@ -227,9 +227,11 @@ class ProcessWorld:
 
     def _fail(self, worker: WorkerProcess, error: BaseException) -> None:
         """What follows is the judge's decision, if training has begun and is to go on."""
+        there = sum(not w.ended and not w.gone for w in self._workers if w is not worker)
+        left = Left(there, bool(self._backs.kept))
         decides = self.server.training and self._deadline_s is None
-        verdict = self._verdict(worker, error) if decides else End()
-        match verdict:
+        now_s = time.monotonic()
+        match self.judge.failed(worker.number, error, left, now_s) if decides else End():
             case GoOn():
                 to_stderr(f"{in_words(error)}; the others go on without it")
                 worker.mourned = True
@@ -237,19 +239,12 @@ class ProcessWorld:
             case Replace(delay_s, number):
                 to_stderr(f"{in_words(error)}; restart {number}, in {delay_s:g} s")
                 worker.mourned = True
-                self._due[worker.number] = time.monotonic() + delay_s
+                self._backs.expect(worker.number, now_s + delay_s)
                 self._send(self.server.miss(worker.number))
             case End(reason):
                 if reason:
                     error.add_note(f"The run ends, because {reason}.")
                 self._give_up(worker, error)
-
-    def _verdict(self, worker: WorkerProcess, error: BaseException) -> Verdict:
-        if isinstance(error, UserError):
-            return End()  # it would happen again
-        others = [w for w in self._workers if w is not worker]
-        n_left = sum(not w.ended and not w.gone for w in others)
-        return self.judge.failed(worker.number, n_left, time.monotonic())
 
     def _give_up(self, worker: WorkerProcess, error: BaseException) -> None:
         if self._failure is None:
@@ -261,23 +256,33 @@ class ProcessWorld:
 
     def _call_back(self, selector: selectors.BaseSelector) -> None:
         """Those whose time has come are called; those for whom somebody has told are started."""
-        if all(w.ended or w.gone for w in self._workers if w.number not in self._due):
-            self._due.clear()  # training is over
-        for number, at_s in self._due.items():
-            if time.monotonic() >= at_s:
-                self._due[number] = math.inf
-                self._send(self.server.call(number))
-        for number, payload in list(self._told.items()):
-            if self._workers[number].gone and self._again is not None:
-                del self._told[number], self._due[number]
-                self._workers[number].close()
-                self._start([number], self._again(payload), selector)
+        backs, staff = self._backs, self.server.staff
+        others = [worker for worker in self._workers if worker.number not in backs]
+        if others and all(worker.ended or worker.gone for worker in others):
+            backs.clear()  # training is over
+        for number in backs.called(time.monotonic()):
+            staff.call(number)
+            self._send(staff.ask())
+        gone = {worker.number for worker in self._workers if worker.gone}
+        first = backs.first(staff.rounds.pushed) if len(gone) == len(self._workers) else None
+        if first is not None and backs.kept:
+            self._hear_where(first, backs.kept)
+        for number, told in backs.ready(gone):
+            assert self._again is not None, "who restarts workers says what they do"
+            self._workers[number].close()
+            self._start([number], self._again(told, staff.ledger.version), selector)
+
+    def _hear_where(self, number: int | None, told: bytes) -> None:
+        if number is None:
+            self._backs.kept = told
+        else:
+            self._backs.hear(number, told)
+            self.server.staff.back(number)  # whoever meets from now on waits for it
 
     def _ask_to_stop(self) -> None:
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.grace_s
-            self._due.clear()
-            self._told.clear()
+            self._backs.clear()
             self._send([(w.number, Stop()) for w in self._workers if not w.ended])
 
     def _react_to_signals(self) -> None:
@@ -288,11 +293,3 @@ class ProcessWorld:
                 self._ask_to_stop()
             elif time.monotonic() > self._deadline_s - self.grace_s + _SAME_SIGNAL_S:
                 self._deadline_s = 0.0  # asked again: at once
-
-    @contextmanager
-    def _heard(self, selector: selectors.BaseSelector) -> Iterator[None]:
-        """Signals are events of the loop."""
-        with caught_signals(self._signals) as readable:
-            if readable is not None:
-                selector.register(readable, selectors.EVENT_READ, ("signal", None))
-            yield

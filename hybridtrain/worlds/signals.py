@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,21 +19,22 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def caught_signals(caught: list[int]) -> Iterator[int | None]:
-    """SIGINT and SIGTERM are only noted in ``caught``; yields what is readable when one has come.
+def caught_signals(caught: list[int], selector: selectors.BaseSelector) -> Iterator[None]:
+    """SIGINT and SIGTERM are only noted in ``caught``, and the selector tells that one has come.
 
-    Only the main thread can catch signals; elsewhere there is nothing to read.
+    Only the main thread can catch signals; elsewhere they are somebody else's.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield None
+        yield
         return
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
     numbers = (signal.SIGINT, signal.SIGTERM)
     former = {s: signal.signal(s, lambda n, _: caught.append(n)) for s in numbers}
+    selector.register(read_fd, selectors.EVENT_READ, ("signal", None))
     try:
-        yield read_fd
+        yield
     finally:
         for signum, handler in former.items():
             signal.signal(signum, handler)

@@ -213,3 +213,31 @@ def test_what_makes_no_sense_is_refused_before_a_process_starts(
     with pytest.raises(UserError, match=message):
         trainer = make_trainer(HybridStrategy(**options), 2)
         trainer.fit(Regression(), DataLoader(Numbered(), SIZE))
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_a_worker_that_was_alone_goes_on_from_where_training_had_come(
+    tmp_path: Path, policy: str
+) -> None:
+    pl.seed_everything(5, verbose=False)
+    module = Mortal(tmp_path, 0, 14, "compute")
+    module.dropout = torch.nn.Identity()
+    module.schedule = lambda o: {
+        "scheduler": torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+        "interval": "step",
+    }
+    strategy = HybridStrategy(policy=policy, on_failure="restart")
+    pl.seed_everything(3, verbose=False)
+    trainer = make_trainer(strategy, 1, max_epochs=2)
+    trainer.fit(module, DataLoader(Numbered(), SIZE, shuffle=True))
+    assert (tmp_path / "died").exists() and seen(tmp_path) == each_once()
+    alone = tmp_path / "undisturbed"
+    alone.mkdir()
+    pl.seed_everything(5, verbose=False)
+    expected = Mortal(alone, 9, 0)
+    expected.dropout, expected.schedule = torch.nn.Identity(), module.schedule
+    pl.seed_everything(3, verbose=False)
+    other = make_trainer(HybridStrategy(policy=policy), 1, max_epochs=2)
+    other.fit(expected, DataLoader(Numbered(), SIZE, shuffle=True))
+    assert distance(module, expected) == 0.0
+    assert trainer.global_step == other.global_step == 22
