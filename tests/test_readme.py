@@ -42,24 +42,31 @@ def commands() -> list[list[str]]:
 
 def runs() -> list[list[str]]:
     """The arguments of every ``python -m hybridtrain``, also of what train.sh passes on."""
-    found = []
+    found: dict[tuple[str, ...], None] = {}  # each once
     for words in commands():
         if words[:3] == ["python", "-m", "hybridtrain"]:
-            found.append(words[3:])
+            found[tuple(words[3:])] = None
         elif words[:2] == ["bash", "scripts/train.sh"]:
-            found.append(words[2:])
-    return found
+            found[tuple(words[2:])] = None
+    return [list(arguments) for arguments in found]
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Made once, by whichever test needs it first."""
+    base = tmp_path_factory.getbasetemp()
+    return (base if worker_id == "master" else base.parent) / "corpus"
+
+
+def run(arguments: list[str], folder: Path, corpus: Path) -> subprocess.CompletedProcess[str]:
     """Run the command in a folder of its own, made small."""
     task = next((a.split("=")[1] for a in arguments if a.startswith("task=")), "speech")
     extra = [] if "--help" in arguments else SMALL[task]
     if task == "speech" and "--help" not in arguments:
-        extra = [*extra, f"data.root={folder / 'corpus'}"]
+        extra = [*extra, f"data.root={corpus}"]
     command = [sys.executable, "-m", "hybridtrain", *arguments, *extra]
     return subprocess.run(
         command,
@@ -104,8 +111,8 @@ def test_the_python_blocks_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [a for a in runs() if "-m" not in a], ids=" ".join)
-def test_the_commands_run(arguments: list[str], tmp_path: Path) -> None:
-    done = run(arguments, tmp_path)
+def test_the_commands_run(arguments: list[str], tmp_path: Path, corpus: Path) -> None:
+    done = run(arguments, tmp_path, corpus)
     assert done.returncode == 0, done.stdout + done.stderr
     if "--help" not in arguments:
         assert "Finished" in done.stdout
@@ -114,7 +121,7 @@ def test_the_commands_run(arguments: list[str], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [a for a in runs() if "-m" in a], ids=" ".join)
-def test_the_sweep_runs(arguments: list[str], tmp_path: Path) -> None:
-    done = run(arguments, tmp_path)
+def test_the_sweep_runs(arguments: list[str], tmp_path: Path, corpus: Path) -> None:
+    done = run(arguments, tmp_path, corpus)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(tmp_path.glob("multirun/*/*/*/summary.json"))) == 4

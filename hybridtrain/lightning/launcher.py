@@ -233,6 +233,8 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
         returned = job.function(**arguments(job, back))
+        if trainer.strategy.on_failure.choice != "stop":
+            client.gather("the way home", None)  # or who should pack could be lost alone, and last
         return pack(trainer, returned, job.room)
     except _TunerExitException:  # the search for a learning rate is over, and there was no more
         call._call_teardown_hook(trainer)

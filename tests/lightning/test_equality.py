@@ -188,6 +188,7 @@ def test_a_hook_that_changes_gradients_is_respected() -> None:
     assert distance(hooked, plain) < 1e-6
 
 
+@pytest.mark.slow
 def test_spawned_workers_give_the_same_bits_as_forked_ones() -> None:
     from hybridtrain import HybridStrategy
     from tests.lightning.spawnable import SpawnRegression

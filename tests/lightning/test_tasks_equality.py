@@ -40,6 +40,7 @@ def digits(workers: int, epochs: int = 2, precision: Any = None) -> pl.Lightning
     return module
 
 
+@pytest.mark.slow
 def test_parabola_with_any_number_of_workers_ends_in_the_same_place() -> None:
     whole = parabola(1, 200)
     for workers in (2, 3, 4):

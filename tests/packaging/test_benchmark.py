@@ -123,6 +123,7 @@ def _command(process: Path) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_a_small_part_runs_by_the_real_command(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = subprocess.run(

@@ -182,6 +182,7 @@ def test_wrong_arguments_are_one_line(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_runs_as_a_module(ckpt: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "hybridtrain.transcribe", f"ckpt={ckpt}"]
     done = subprocess.run(

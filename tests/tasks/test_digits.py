@@ -52,6 +52,7 @@ def test_two_workers_reach_the_same_accuracy(tmp_path: Any) -> None:
     assert accuracy(train(tmp_path, epochs=20, strategy="hybrid", devices=2)) >= 0.95
 
 
+@pytest.mark.slow
 def test_two_workers_that_do_not_wait_come_close(tmp_path: Any) -> None:
     """The weights are the last, not the best, and in Adam's first steps old gradients weigh."""
     assert accuracy(train(tmp_path, epochs=20, strategy="async", devices=2)) >= 0.85
