@@ -106,7 +106,7 @@ def hidden_from(frame: Frame, model: dict[str, int], name: str) -> Iterator[Row 
     work = f"{name}: the update is hidden from"
     if not frame.options.wants(work):
         return
-    job = Job("measured alone", "benchmarks.gpu_loops:costs", {"model": model, "samples": SAMPLES})
+    job = Job("measured alone", "benchmarks.gpu_costs:costs", {"model": model, "samples": SAMPLES})
     try:
         found = frame.run(job, work)
     except (UserError, RunFailed) as error:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -19,15 +18,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
-from benchmarks.exchange import room_for
 from benchmarks.loops import Timer, noted
 from benchmarks.models import InMemory
 from benchmarks.peers import optional
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Layout, Store
-from hybridtrain.update import Contribution, build_update
-from hybridtrain.update.pool import Pool
 
 WORDS = 8192
 STEPS, FIRST = 11, 3
@@ -240,78 +235,3 @@ def _timed(model: dict[str, int], samples: int, step: Callable[[Tensor, Tensor],
         step(x[part].cuda(non_blocking=True), y[part].cuda(non_blocking=True))
     torch.cuda.synchronize()
     return (time.perf_counter() - began) / (STEPS - FIRST)
-
-
-# ---- what there is to hide, and behind what -----------------------------------------------------
-
-
-def costs(model: dict[str, int], samples: int, device: str = "cuda") -> dict[str, Any]:
-    """Seconds of each, alone: see :class:`hybridtrain.device.crossover.Costs`."""
-    net = Language(**model).to(device)
-    n = sum(p.numel() for p in net.parameters())
-    times = [_passes(net, model, size, device) for size in (samples // 2, samples)]
-    del net
-    out_s, back_s = _bus(device)
-    return {
-        "out_s": 4 * n * out_s,
-        "back_s": 4 * n * back_s,
-        "update_s": _update(n),
-        "forward": [(size, forward) for size, forward, _ in times],
-        "backward": [(size, backward) for size, _, backward in times],
-    }
-
-
-def _passes(
-    net: nn.Module, model: dict[str, int], samples: int, device: str
-) -> tuple[int, float, float]:
-    x, y = (each.to(device) for each in words(model, samples))
-    seconds = []
-    for _ in range(4):
-        net.zero_grad()
-        with _clock(device, seconds), torch.autocast(device, torch.bfloat16):
-            loss = net(x, y)
-        with _clock(device, seconds):
-            loss.backward()
-    return samples, min(seconds[2::2]), min(seconds[3::2])
-
-
-@contextmanager
-def _clock(device: str, seconds: list[float]) -> Iterator[None]:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    yield
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds.append(time.perf_counter() - began)
-
-
-def _bus(device: str, n_bytes: int = 2**28) -> tuple[float, float]:
-    """Seconds of a byte to the host and back, page-locked."""
-    here = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
-    there = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-    ways: list[float] = []
-    for to, of in ((here, there), (there, here)):
-        seconds: list[float] = []
-        for _ in range(4):
-            with _clock(device, seconds):
-                to.copy_(of, non_blocking=True)
-        ways.append(min(seconds) / n_bytes)
-    return ways[0], ways[1]
-
-
-def _update(n: int) -> float:
-    """Seconds of one step of n parameters in host memory, on all cores."""
-    room_for(4 * n * 5)
-    store = Store(Layout.of([("w", torch.empty(n, device="meta"))]), 1, private_parameters=False)
-    weight = torch.nn.Parameter(store.master(store.layout.slots[0]))
-    pool = Pool(len(os.sched_getaffinity(0)))
-    update = build_update(torch.optim.AdamW([weight], lr=1e-4), [0], store, pool)
-    store.gradients[0][torch.float32].fill_(1e-3)
-    seconds: list[float] = []
-    with torch.no_grad():
-        for _ in range(4):
-            with _clock("cpu", seconds):
-                update.step([Contribution(0, 1.0)], None)
-    pool.close()
-    return min(seconds[1:])

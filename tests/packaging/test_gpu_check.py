@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks import frame, gpu, gpu_loops, rows, runs
+from benchmarks import frame, gpu, gpu_costs, gpu_loops, rows, runs
 
 from tests.packaging.test_scripts import complete, executable, script
 
@@ -80,5 +80,5 @@ def test_its_ways_to_train_agree_on_a_cpu(tmp_path: Path, monkeypatch: pytest.Mo
     assert 1e-7 < gpu_loops.difference(2, {"transport_dtype": "bf16"}, "cpu") < 1e-2
     assert gpu_loops.hybrid(gpu.TINY, 2, {}, "cpu") > 0
     assert gpu_loops.plain(gpu.TINY, 2, "cpu") > 0
-    costs = gpu.costs_of(gpu_loops.costs(gpu.TINY, 4, "cpu"), 0.5)
+    costs = gpu.costs_of(gpu_costs.costs(gpu.TINY, 4, "cpu"), 0.5)
     assert costs.out_s > 0 and costs.update_s > 0 and costs.backward.at(4) > 0
