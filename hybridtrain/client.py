@@ -225,8 +225,9 @@ class Client:
     @property
     def leads(self) -> bool:
         """Whether this worker does what one has to do for all: log, save, draw."""
-        here = (worker for worker in self.there if worker not in self.away)
-        return self.worker == next(here)
+        if not self.gone and not self.away:  # asked for many times in a step
+            return self.worker == 0
+        return self.worker == next(each for each in self.there if each not in self.away)
 
     def note(self, note: Note) -> None:
         """Say something that needs no answer."""
