@@ -22,7 +22,7 @@ from hybridtrain.messages import (
     Share,
     Stop,
 )
-from hybridtrain.pulse import Pulse, pulse_file
+from hybridtrain.pulse import Doing, Pulse, pulse_file
 from hybridtrain.worlds.channel import Channel, ChannelClosed
 
 
@@ -151,6 +151,11 @@ class WorkerProcess:
             return f"{who} exited with code {code}, {self.where()}"
         hint = "; the system may have run out of memory" if code == -signal.SIGKILL else ""
         return f"{who} was killed by {signal.Signals(-code).name}, {self.where()}{hint}"
+
+    def aftermath(self) -> str:
+        """What the others cannot make good."""
+        evaluates = self.pulse.doing == Doing.EVALUATION
+        return ", and its samples are missing from the metrics of this evaluation" * evaluates
 
     def where(self) -> str:
         """What it did last, and on which device."""

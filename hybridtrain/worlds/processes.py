@@ -233,11 +233,13 @@ class ProcessWorld:
         now_s = time.monotonic()
         match self.judge.failed(worker.number, error, left, now_s) if decides else End():
             case GoOn():
-                to_stderr(f"{in_words(error)}; the others go on without it")
+                to_stderr(f"{in_words(error)}; the others go on without it{worker.aftermath()}")
                 worker.mourned = True
                 self._send(self.server.leave(worker.number))
             case Replace(delay_s, number):
-                to_stderr(f"{in_words(error)}; restart {number}, in {delay_s:g} s")
+                to_stderr(
+                    f"{in_words(error)}; restart {number}, in {delay_s:g} s{worker.aftermath()}"
+                )
                 worker.mourned = True
                 self._backs.expect(worker.number, now_s + delay_s)
                 self._send(self.server.miss(worker.number))

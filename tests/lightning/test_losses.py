@@ -124,6 +124,7 @@ def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(
     assert seen(tmp_path) == each_once()
     assert trainer.current_epoch == 2 and "val" in trainer.callback_metrics
     assert f"worker {who}" in (said := capfd.readouterr().err) and "go on without it" in said
+    assert ("missing from the metrics" in said) == (phase == "validation")
 
 
 @pytest.mark.parametrize(("phase", "who", "when"), CASES)
