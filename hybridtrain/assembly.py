@@ -17,7 +17,7 @@ from hybridtrain.update.late import LateGradients
 from hybridtrain.update.pool import Pool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Assembly:
     """Does what a meeting has come to.
 

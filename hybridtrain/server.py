@@ -87,7 +87,7 @@ class Server:
         self._queue = BatchQueue(self._members)
         self._rounds = Rounds(policy, self.regime, self.ledger, self._queue, members, self._pool)
         self.staff = Staff(members, self._meeting, self._queue, self._rounds, self.ledger)
-        self._assembly = Assembly(self._rounds, self.staff, self.ledger, self._pool, late)
+        self.assembly = Assembly(self._rounds, self.staff, self.ledger, self._pool, late)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -254,7 +254,7 @@ class Server:
             return []
         workers = list(items)
         try:
-            reply = self._assembly.conclude(workers, list(items.values()))
+            reply = self.assembly.conclude(workers, list(items.values()))
         except UserError as error:
             return self._refuse(workers, str(error))
         for worker in workers:
@@ -263,7 +263,7 @@ class Server:
 
     def adopt(self, store: Store | None, optimizers: Optimizers) -> None:
         """Step these from now on. Without a store there are no parameters, only time passes."""
-        self._assembly.adopt(store, optimizers)
+        self.assembly.adopt(store, optimizers)
 
     # ---- stopping -------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ class ServerWatch:
         self.lanes: dict[int, Track] = {}
         self._server = getattr(server, "server", server)
         self._measure_requests(server)
-        follow(self._server, "adopt", self._adopted)
+        follow(self._server.assembly, "adopt", self._adopted)
         pool = self._server._pool
         self._map = pool.map
         pool.map = self._measured_map

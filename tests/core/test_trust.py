@@ -11,6 +11,7 @@ from tests.core.test_architecture import FILES, PACKAGE
 # Where bytes become objects by way of pickle, and who has made these bytes.
 PICKLES = {
     "client.py": "the parent, over an inherited socket",
+    "lightning/coming_back.py": "another worker, by way of the parent",
     "lightning/predictions.py": "other workers, by way of the parent",
     "lightning/results.py": "a worker, over an inherited socket or a nameless file",
     "memory/scratch.py": "a worker, in a nameless file of the parent",

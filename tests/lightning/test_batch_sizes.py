@@ -32,7 +32,8 @@ def shares(
     """Every worker's mini-batches, as a BatchSampler makes them, with their weights."""
     result = []
     for worker in range(len(sizes)):
-        client = cast(Client, type("Line", (), {"worker": worker, "n_workers": len(sizes)})())
+        crew = tuple(range(len(sizes)))
+        client = cast(Client, type("Line", (), {"worker": worker, "there": crew})())
         plan = Plan(Seeded(n, 3), n, sizes, drop_last)
         sampler = ShareSampler(plan, 0, client, begun=begun)
         batches = list(BatchSampler(sampler, sizes[worker], drop_last))

@@ -20,9 +20,9 @@ def homes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     seen: list[Any] = []
     unpack = launcher.unpack
 
-    def look(trainer: Any, home: Any, *rest: Any) -> Any:
-        seen.append(home)
-        return unpack(trainer, home, *rest)
+    def look(trainer: Any, results: Any, *rest: Any) -> Any:
+        seen.append(results[0])
+        return unpack(trainer, results, *rest)
 
     monkeypatch.setattr(launcher, "unpack", look)
     return seen
