@@ -100,6 +100,7 @@ class Schedule:
         self, faults: Sequence[Fault], worker: int, tally: Tally, kinds: Container[str] = KINDS
     ) -> None:
         self._worker, self._tally = worker, tally
+        self._born = tally.progress(worker)[0]  # at which step this life begins
         mine = [(n, f) for n, f in enumerate(faults) if f.worker in (None, worker)]
         mine = [(n, f) for n, f in mine if f.kind in kinds]
         self._of: dict[str, list[tuple[int, Fault]]] = {
@@ -108,9 +109,14 @@ class Schedule:
         self._left = {n: self._drawn(n, f) for n, f in mine if f.rate is not None}
 
     def _drawn(self, number: int, fault: Fault) -> int:
-        """How many occasions pass, the one included at which it happens next."""
+        """How many occasions pass, the one included at which it happens next.
+
+        Each life draws anew: with the number of one that was cut short, what is rare would wait
+        from the beginning again, and never happen.
+        """
         assert fault.rate is not None, "only these are drawn"
-        stream = (fault.seed, number, self._worker, self._tally.count(number, self._worker))
+        count = self._tally.count(number, self._worker)
+        stream = (fault.seed, number, self._worker, count, self._born)
         chance = random.Random(repr(stream)).random()
         if fault.rate == 1:
             return 1

@@ -109,6 +109,18 @@ def test_a_life_that_follows_a_death_does_not_die_at_the_same_occasion_again() -
     assert len(set(lives)) > 3
 
 
+def test_a_rare_fault_keeps_its_rate_where_others_cut_lives_short() -> None:
+    faults = [Fault("kill", rate=0.1), Fault("oom", rate=0.01)]
+    tally, step, total = Tally(2, 1), 0, 8000
+    while step < total:
+        schedule = Schedule(faults, 0, tally)
+        while step < total and not kinds(schedule, "compute", step):
+            step += 1
+            tally.reach(0, step, 4711)
+    assert tally.count(0, 0) == pytest.approx(0.1 * total, rel=0.15)
+    assert tally.count(1, 0) == pytest.approx(0.01 * total, rel=0.35)
+
+
 def test_a_workers_steps_and_process_are_seen_by_all() -> None:
     tally = Tally(2, 3)
     pickle.loads(pickle.dumps(tally)).reach(2, 17, 4711)
