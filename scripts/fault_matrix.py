@@ -34,6 +34,7 @@ from typing import Any
 
 from benchmarks.machine import in_short, machine
 from trials.cell import POLICIES, Case, Row, cases, try_out, undisturbed_states
+from trials.report import write_report
 
 from hybridtrain.app.quiet import hush, hush_lightning
 
@@ -48,7 +49,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[], metavar="KIND[:PHASE]")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each cell (default 1)")
     parser.add_argument("--read", nargs="+", default=[], help="no runs, but these matrix.json")
-    parser.add_argument("--out", help="also write README.md and matrix.json to this folder")
+    parser.add_argument("--out", help="also write matrix.md and matrix.json to this folder")
     return parser.parse_args()
 
 
@@ -63,11 +64,8 @@ def main() -> int:
     rows = [row for path in given.read for row in read(path)] or run_all(given)
     print(report(rows))
     if given.out:
-        folder = Path(given.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(), "rows": [as_json(row) for row in rows]}
-        (folder / "matrix.json").write_text(json.dumps(content, indent=1) + "\n")
-        (folder / "matrix.md").write_text(report(rows) + "\n")
+        content = {"rows": [as_json(row) for row in rows]}
+        write_report(Path(given.out), "matrix", content, report(rows))
     return int(any(row.complaints for row in rows))
 
 

@@ -20,16 +20,15 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.machine import in_short, machine
-from trials.soaking import BATCHES, Soaked, disturb_ddp, soak
+from trials.report import write_report
+from trials.soaking import Soaked, Wish, disturb_ddp, pace, soak
 
 from hybridtrain.app.quiet import hush, hush_lightning
-
-_TRIAL_EPOCHS, _TRIAL_STEPS = 8, 200.0  # how long an epoch lasts, with a fault in so many steps
 
 
 def parse() -> argparse.Namespace:
@@ -39,7 +38,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--strategies", nargs="*", default=["hybrid", "async"])
     parser.add_argument("--minutes", type=float, default=30.0, help="of each (default 30)")
-    parser.add_argument("--epochs", type=int, help="so many, instead of minutes")
     parser.add_argument("--every", type=float, default=5.0, help="seconds to a fault (default 5)")
     parser.add_argument("--seeds", type=int, default=3, help="undisturbed runs (default 3)")
     parser.add_argument("--patience", type=float, default=120.0, help="with DDP (default 120 s)")
@@ -60,29 +58,26 @@ def main() -> int:
     given = parse()
     hush()
     hush_lightning()
-    runs = given.read if given.read is not None else run_all(given)
+    runs: list[Soaked] = []
+    for run in run_all(given) if given.read is None else given.read:
+        runs.append(run)
+        if given.out:  # as soon as there is anything
+            content = {"runs": [asdict(each) for each in runs]}
+            write_report(Path(given.out), "soak", content, table(runs))
     print(table(runs))
-    if given.out:
-        folder = Path(given.out)
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {"machine": machine(), "runs": [asdict(run) for run in runs]}
-        (folder / "soak.json").write_text(json.dumps(content, indent=1) + "\n")
-        (folder / "soak.md").write_text(table(runs) + "\n")
     return int(any(is_bad(run) for run in runs if run.strategy != "ddp"))
 
 
-def run_all(given: argparse.Namespace) -> list[Soaked]:
+def run_all(given: argparse.Namespace) -> Iterator[Soaked]:
     """One after the other."""
-    runs: list[Soaked] = []
     for strategy in given.strategies:
-        epoch_s = _told(soak(strategy, _TRIAL_EPOCHS, _TRIAL_STEPS)).wall_s / _TRIAL_EPOCHS
-        epochs = given.epochs or max(1, int(60 * given.minutes / epoch_s))
-        runs.append(_told(soak(strategy, epochs, given.every * BATCHES / epoch_s)))
-        runs += [_told(soak(strategy, epochs, None, seed)) for seed in range(given.seeds)]
+        disturbed = soak(strategy, pace(strategy, given.every, 60 * given.minutes))
+        yield _told(disturbed)
+        for seed in range(given.seeds):
+            yield _told(soak(strategy, Wish(epochs=disturbed.epochs, seed=seed)))
     if not given.no_ddp:
         for signum in (signal.SIGKILL, signal.SIGSTOP):
-            runs.append(_told(disturb_ddp(1000, signum, given.every, given.patience)))
-    return runs
+            yield _told(disturb_ddp(1000, signum, given.every, given.patience))
 
 
 def read(path: str) -> list[Soaked]:
@@ -94,7 +89,7 @@ def _told(run: Soaked) -> Soaked:
     line = f"{run.strategy} {run.epochs} epochs: {run.outcome} after {run.wall_s:.0f} s, "
     line += f"{sum(run.faults.values())} faults, {run.missing} missing, {run.twice} twice, "
     print(f"{line}loss {run.loss} {run.error} {run.left}", file=sys.stderr, flush=True)
-    if run.outcome == "hung":
+    if run.outcome != "finished":
         print(run.output[-1500:], file=sys.stderr, flush=True)
     return run
 

@@ -22,6 +22,7 @@ from trials.tap import Tap, tapped
 
 SIZE = work.Size(workers=3, samples=960, batch=8, step_s=0.02)
 HANG_S, GRACE_S, BACK_OFF_S = 5.0, 10.0, 0.5
+_TRIAL_S = 30.0
 STUCK_S = 60.0  # without an update: the run hangs
 # What goes wrong, and how often beside the others.
 SHARES = {
@@ -71,16 +72,39 @@ def rates(every_steps: float) -> list[dict[str, Any]]:
     ]
 
 
-def soak(strategy: str, epochs: int, every_steps: float | None, seed: int = work.SEED) -> Soaked:
-    """One run of so many epochs, in processes of its own."""
-    made = Soaked(strategy, epochs, every_steps is not None)
+@dataclass(frozen=True)
+class Wish:
+    """How long a run is to be (``seconds``, or ``epochs``), and one fault in how many steps."""
+
+    seconds: float | None = None
+    epochs: int = 0
+    every_steps: float | None = None
+    seed: int = work.SEED
+
+
+def soak(strategy: str, wish: Wish) -> Soaked:
+    """One run, in processes of its own."""
+    made = Soaked(strategy, wish.epochs, wish.every_steps is not None)
     shared = mmap.mmap(-1, 8)  # no file: a busy disk would hold the server up
-    watch = _Watch(shared)
-    ending = run_apart(lambda f: _run(made, every_steps, seed, f, shared), 24 * 3600.0, watch)
+    ending = run_apart(lambda f: _run(made, wish, f, shared), 24 * 3600.0, _Watch(shared))
     found: Soaked = ending.result or made
     found.wall_s, found.left = round(ending.wall_s, 1), ending.left
     found.output = "" if found.outcome == "finished" else ending.output[-4000:]
     return found
+
+
+def pace(strategy: str, every_s: float, seconds: float) -> Wish:
+    """A run of that length with a fault in about so many seconds.
+
+    Faults are drawn by the step, and each takes time in which no steps are made: two short runs say
+    how many steps there are in a second, and how long a fault takes.
+    """
+    calm = soak(strategy, Wish(min(_TRIAL_S, seconds)))
+    in_second = calm.epochs * BATCHES / calm.wall_s
+    rough = soak(strategy, Wish(min(2 * _TRIAL_S, seconds), every_steps=every_s * in_second / 2))
+    lost_s = rough.wall_s - rough.epochs * BATCHES / in_second
+    fault_s = lost_s / max(1, sum(rough.faults.values()))
+    return Wish(seconds, every_steps=max(BATCHES / 8, (every_s - fault_s) * in_second))
 
 
 class _Watch:
@@ -96,9 +120,7 @@ class _Watch:
         return time.monotonic() - self._since_s < STUCK_S
 
 
-def _run(
-    made: Soaked, every_steps: float | None, seed: int, folder: Path, shared: mmap.mmap
-) -> Soaked:
+def _run(made: Soaked, wish: Wish, folder: Path, shared: mmap.mmap) -> Soaked:
     torch.set_num_threads(1)
     failures._LONGEST_DELAY_S = BACK_OFF_S  # or most workers would be away most of the time
     size = work.Size(SIZE.workers, SIZE.samples, SIZE.batch, made.epochs, SIZE.step_s)
@@ -106,11 +128,13 @@ def _run(
     work.LISTENERS.append(lambda d: taps.append(_told(shared, tapped(False, d, keeps=False))))
     options: dict[str, Any] = {"on_failure": "restart", "max_restarts": None}
     options |= {"stop_grace_s": GRACE_S, "hang_timeout_s": HANG_S, "checkpoint": "background"}
-    if every_steps is not None:
-        options["faults"] = rates(every_steps)
+    if wish.every_steps is not None:
+        options["faults"] = rates(wish.every_steps)
+    options |= {"seed": wish.seed, "keep": 1, "seconds": wish.seconds}
     try:
-        _, trainer = work.train(made.strategy, size, folder, seed=seed, keep=1, **options)
+        _, trainer = work.train(made.strategy, size, folder, **options)
         made.outcome, made.loss = "finished", float(trainer.callback_metrics["val/loss"])
+        made.epochs = trainer.current_epoch
     except BaseException as error:
         made.outcome, made.error = "ended", f"{type(error).__name__}: {error}"[:300]
     stats = work.OBSERVED[-1].strategy.run_stats()

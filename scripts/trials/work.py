@@ -14,7 +14,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
@@ -93,21 +93,26 @@ def train(
     readers: int = 0,
     seed: int = SEED,
     keep: int = -1,
+    seconds: float | None = None,
     **options: Any,
 ) -> tuple[Work, pl.Trainer]:
-    """One run; Lightning's own ``ddp`` as a process each, like ours. Raises what ends it."""
+    """One run; Lightning's own ``ddp`` as a process each, like ours. Raises what ends it.
+
+    ``seconds``: end with the epoch in which they are over.
+    """
     warnings.simplefilter("ignore")
     strategy: Any = "ddp_fork" if policy == "ddp" else HybridStrategy(policy, **options)
     saving = ModelCheckpoint(
         folder, save_top_k=keep, save_on_train_epoch_end=True, filename="{epoch}", monitor=None
     )
+    clock = [] if seconds is None else [Timer({"seconds": seconds}, interval="epoch")]
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
         devices=size.workers,
-        max_epochs=size.epochs,
+        max_epochs=size.epochs if seconds is None else -1,
         logger=False,
-        callbacks=[saving],
+        callbacks=[saving, *clock],
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from trials.apart import run_apart
 from trials.cell import Case, Row, cases
-from trials.soaking import SIZE, Soaked, rates, soak
+from trials.soaking import SIZE, Soaked, Wish, rates, soak
 from trials.tap import Part, Tap, farthest, recomputed
 
 ROOT = Path(__file__).parents[2]
@@ -93,7 +93,7 @@ def test_random_faults_come_about_as_often_as_they_should() -> None:
 
 
 def test_a_short_soak_without_faults_uses_each_sample_once_an_epoch() -> None:
-    run = soak("async", 1, None)
+    run = soak("async", Wish(epochs=1))
     assert (run.outcome, run.missing, run.twice, run.left) == ("finished", 0, 0, [])
     assert run.updates == SIZE.samples / SIZE.batch
 
