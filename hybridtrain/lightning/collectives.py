@@ -62,8 +62,13 @@ class Collectives:
         if self.local or client.solo:
             return obj
         source = src if src in client.there else client.there[0]
-        known = client.gather("broadcast", obj if client.worker == source else None)
-        return known[client.met.index(source)]
+        while True:
+            mine = obj if client.worker == source else None
+            known = client.gather("broadcast", (source, mine))
+            if all(whose == source for whose, _ in known) and source in client.met:
+                return known[client.met.index(source)][1]
+            # It was lost on the way here, or not all know of it yet; who has met, all know.
+            source = src if src in client.met else client.met[0]
 
     def decide(self, decision: bool, all_must_agree: bool) -> bool:
         """Whether all (or any) workers say yes."""

@@ -76,7 +76,7 @@ class Evaluation:
         rests = self._roll is None
         roll = self._rest() if rests else self._roll
         if roll is not None and "end" in roll and "rests" in roll and not self._predicts:
-            self._share_outcome(self._client.met[roll.index("end")], rests)
+            self._share_outcome(rests)
         return result
 
     def _meet(self, what: str) -> list[str]:
@@ -90,10 +90,10 @@ class Evaluation:
             pass  # the others have come to their next loader
         return roll
 
-    def _share_outcome(self, source: int, rests: bool) -> None:
-        """Those who have rested become as worker ``source``."""
-        mine = portrait(self._trainer) if self._client.worker == source else None
+    def _share_outcome(self, rests: bool) -> None:
+        """Those who have rested become as the first who has not (and is not lost on the way)."""
+        mine = None if rests else portrait(self._trainer)
         known = self._client.gather("end of an evaluation", mine, patient=True)
-        outcome = known[self._client.met.index(source)]
-        if rests:
+        outcome = next((each for each in known if each is not None), None)
+        if rests and outcome is not None:
             mirror(self._trainer, outcome)
