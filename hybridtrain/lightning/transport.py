@@ -57,10 +57,10 @@ class Transport:
                 "leave it out, or use strategy=async"
             )
         if self.overlap:
-            _check_overlap(trainer, regime, strategy.on_fault.nonfinite, strategy.on_fault.oom)
+            _check_overlap(strategy, trainer, regime)
 
 
-def _check_overlap(trainer: Any, regime: Regime, on_nonfinite: str, on_oom: str) -> None:
+def _check_overlap(strategy: Any, trainer: Any, regime: Regime) -> None:
     if not computes_apart(trainer):
         raise UserError(
             "overlap_update=true was given, but workers on a CPU read the parameters in place, "
@@ -71,11 +71,15 @@ def _check_overlap(trainer: Any, regime: Regime, on_nonfinite: str, on_oom: str)
             "overlap_update=true was given, but under this policy a contribution is decided on "
             "when it is whole; leave it out, or use strategy=hybrid"
         )
-    for name, choice in (("on_nonfinite", on_nonfinite), ("on_oom", on_oom)):
-        if choice != "raise":
+    for name, choice, needed in (
+        ("on_nonfinite", strategy.on_fault.nonfinite, "raise"),
+        ("on_oom", strategy.on_fault.oom, "raise"),
+        ("on_failure", strategy.on_failure.choice, "stop"),
+    ):
+        if choice != needed:
             raise UserError(
                 f"overlap_update=true was given with {name}={choice}, but what has been updated "
-                f"while backward ran cannot be left out any more; use {name}=raise, or "
+                f"while backward ran cannot be left out any more; use {name}={needed}, or "
                 "overlap_update=false"
             )
 

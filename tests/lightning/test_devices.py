@@ -175,6 +175,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_though_others_were_stepped(
     [
         ({"on_nonfinite": "drop"}, "on_nonfinite=drop"),
         ({"on_oom": "skip_step"}, "on_oom=skip_step"),
+        ({"on_failure": "continue"}, "on_failure=continue, .*use on_failure=stop"),
         ({"policy": "async"}, "policy"),
     ],
 )
