@@ -139,8 +139,12 @@ class Ledger:
 
     def left(self, worker: int) -> None:
         """The worker is gone: it neither computes nor waits."""
-        self._accounts[worker].released_at_s = self._accounts[worker].pushed_at_s = None
+        self.idle(worker)
         self.clocks.leave(worker)
+
+    def idle(self, worker: int) -> None:
+        """What the worker does from now on is neither computing nor waiting."""
+        self._accounts[worker].released_at_s = self._accounts[worker].pushed_at_s = None
 
     def comes(self, worker: int) -> None:
         """The worker is there again: it computes from now."""

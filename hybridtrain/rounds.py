@@ -159,12 +159,12 @@ class Rounds:
 
     def miss(self, worker: int) -> Replies:
         """The worker's process is gone, and another will do in its place what it has not done."""
+        if not self.regime.lockstep:
+            return self.lost(worker)
         self._ready.discard(worker)
-        self._ledger.left(worker)
-        if self.regime.lockstep:
-            self.join(worker)  # it may have been parked; what it has pushed lies in its row
-            return []
-        return self.lost(worker)
+        self._ledger.idle(worker)
+        self.join(worker)  # it may have been parked; what it has pushed lies in its row
+        return []
 
     def settle_held(self, worker: int) -> None:
         """What the worker has contributed and is held will count, whatever becomes of it."""

@@ -42,7 +42,7 @@ class Staff:
     ledger: Ledger
     missing: set[int] = field(default_factory=set)  # their processes have ended
     joining: set[int] = field(default_factory=set)  # there again, but have not pushed yet
-    _some_failed: bool = False
+    _some_left: bool = False
     _called: set[int] = field(default_factory=set)  # to come back as soon as may be
     _asked: dict[int, int] = field(default_factory=dict)  # for whom -> who is to tell
 
@@ -71,7 +71,7 @@ class Staff:
 
     def _away(self, worker: int) -> None:
         self._forget(worker)
-        self._some_failed = True
+        self._some_left = True
         self.meeting.leave(worker)
         self.rounds.settle_held(worker)
         self.queue.lost(worker)
@@ -85,7 +85,7 @@ class Staff:
     @property
     def left(self) -> bool:
         """Whether workers that are gone have left something of the queue."""
-        return self._some_failed and self.queue.has_left()
+        return self._some_left and self.queue.has_left()
 
     # ---- coming ---------------------------------------------------------------------------------
 

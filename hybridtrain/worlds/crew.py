@@ -154,8 +154,9 @@ class WorkerProcess:
 
     def aftermath(self) -> str:
         """What the others cannot make good."""
-        evaluates = self.pulse.doing == Doing.EVALUATION
-        return ", and its samples are missing from the metrics of this evaluation" * evaluates
+        if self.pulse.doing != Doing.EVALUATION:
+            return ""
+        return ", and its samples are missing from the metrics of this evaluation"
 
     def where(self) -> str:
         """What it did last, and on which device."""
