@@ -30,6 +30,7 @@ from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.disturbing import interrupt_updates
 from hybridtrain.lightning.farewell import save_interrupted, say_goodbye
 from hybridtrain.lightning.injection import inject
+from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.lock_free import check_lock_free
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
@@ -95,7 +96,7 @@ class HybridLauncher(_Launcher):
         strategy.interrupted_by = None
         try:
             with strategy.keeping.listening(), vanishing_sockets():
-                results = world.run(partial(_run_in_worker, job), partial(_run_again, job))
+                results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
             if interruption.signum == signal.SIGTERM:
@@ -215,6 +216,12 @@ class _Job:
         return given | {"strategy": trainer.strategy, "trainer": trainer}
 
 
+def _run_in_process(job: _Job, client: Client) -> Any:
+    """In one of its own, which nobody else uses; not so in a replay."""
+    be_lean()
+    return _run_in_worker(job, client)
+
+
 def _run_in_worker(job: _Job, client: Client) -> Any:
     if job.global_state is not None:
         job.global_state.restore()
@@ -263,7 +270,7 @@ def arguments(job: _Job, back: ComingBack | None) -> dict[str, Any]:
 
 def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:
     """What a worker does that takes the place of one that was lost."""
-    return partial(_run_in_worker, replace(job, told=told, version=version))
+    return partial(_run_in_process, replace(job, told=told, version=version))
 
 
 @torch.no_grad()

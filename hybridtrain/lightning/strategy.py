@@ -33,7 +33,6 @@ from hybridtrain.lightning.disturbing import Faults
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.launcher import HybridLauncher
-from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.losses import Losses
 from hybridtrain.lightning.one_host import OneHost
@@ -151,7 +150,6 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def enter_worker(self, client: Client, trainer: Any, back: ComingBack | None = None) -> None:
         """From now on this process is a worker; ``back``: instead of one that was lost."""
-        be_lean()
         self._client, self._back = client, back
         self._collectives = Collectives(client)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
