@@ -49,6 +49,7 @@ class RunMonitor(pl.Callback):
         self._made = time.monotonic()  # one clock for all processes of a host
         self._history: History | None = None
         self._refused = False  # by the disk
+        self._follows = False  # another process, and does not know its time yet
         self._loss_sum: torch.Tensor | None = None  # since the last row
         self._n_losses = 0
         self._ages: dict[int, int] = {}  # at the last log
@@ -61,6 +62,14 @@ class RunMonitor(pl.Callback):
         if self.hparams is not None and trainer.is_global_zero:
             for logger in trainer.loggers:
                 logger.log_hyperparams(self.hparams)
+
+    def succeed(self, trainer: pl.Trainer) -> None:
+        """Another process has written so far; this one goes on with the history."""
+        if self.directory is not None and self.directory.is_dir():
+            self._history = History(self.directory)
+            with self._disk():
+                self._history.take_over()
+        self._follows = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
@@ -131,12 +140,15 @@ class RunMonitor(pl.Callback):
 
     def stats(self, trainer: pl.Trainer) -> RunStats:
         """The numbers so far, as the strategy knows them or as counted here."""
+        known: Any = getattr(trainer.strategy, "run_stats", dict)()
+        if self._follows:
+            self._train_s += max(0.0, known["training_s"] - self._elapsed_s())
+            self._follows = False
         train_s = self._elapsed_s()
         samples = self._samples * trainer.world_size
         stats = counted(trainer.global_step, samples, trainer.world_size, train_s)
-        known = getattr(trainer.strategy, "run_stats", None)
-        if known is not None:
-            stats = with_known(stats, known())
+        if known:
+            stats = with_known(stats, known)
         stats["samples_per_s"] = stats["samples"] / train_s if train_s > 0 else 0.0
         return stats
 
@@ -205,6 +217,8 @@ class RunMonitor(pl.Callback):
 
     def _record(self, trainer: pl.Trainer, stats: RunStats, metrics: dict[str, float]) -> None:
         if self._history is None or not self._history.folder.is_dir():
+            return
+        if not trainer.is_global_zero:  # it was, while another was away
             return
         row = {"wall_s": time.monotonic() - self._made, "epoch": trainer.current_epoch}
         row |= history_row(stats)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
 
 from hybridtrain.lightning.resume import KEY
+from hybridtrain.lightning.samplers import EpochSampler
 from hybridtrain.spans import split, total
 
 
-def can_be_advanced(checkpoint: dict[str, Any], trainer: Any) -> bool:
-    """Whether it says all that is needed; where workers run freely the shared queue knows it."""
+def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
+    """Whether a checkpoint of now will say all that is needed.
+
+    In lock-step that is one loader, of which something has been drawn in this epoch, and one step
+    for so many mini-batches. Where workers run freely, the shared queue knows what is left.
+    """
     if not trainer.strategy.regime.lockstep:
         return True
-    loaders = checkpoint.get(KEY, {}).get("loaders", [])
-    return len(loaders) == 1 and trainer.lightning_module.automatic_optimization
+    begun = [sampler.has_begun(trainer.current_epoch) for sampler in samplers]
+    return begun == [True] and bool(trainer.lightning_module.automatic_optimization)
 
 
 def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None:

@@ -15,12 +15,10 @@ fetched. (Processes of a loader's own draw from others.)
 from __future__ import annotations
 
 import io
-import random
 from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger
@@ -28,11 +26,13 @@ from pytorch_lightning.trainer.connectors.checkpoint_connector import _Checkpoin
 
 from hybridtrain.client import Client
 from hybridtrain.lightning.advancing import advance, can_be_advanced
+from hybridtrain.lightning.dice import look, put
+from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.progress import precede, set_global_step, step_schedulers
 from hybridtrain.lightning.results import identity
 from hybridtrain.lightning.resume import KEY
 from hybridtrain.lightning.state import without_fetching
-from hybridtrain.lightning.succession import keep_rows
+from hybridtrain.lightning.succession import hand_over, keep_rows
 from hybridtrain.news import Told
 
 _PLACE = "the memory of this run"
@@ -44,39 +44,34 @@ class Whereabouts:
 
     Args:
         trainer: of this worker.
-        write: puts what is left of the epoch into a checkpoint.
+        loaders: of this worker.
         back: if this worker itself is there again.
     """
 
     def __init__(
         self,
         trainer: pl.Trainer,
-        write: Callable[[dict[str, Any]], dict[str, Any]],
+        loaders: Loaders,
         back: ComingBack | None,
     ) -> None:
         self._trainer: Any = trainer
-        self._write, self._back = write, back
+        self._loaders, self._back = loaders, back
         self._kept_in: int | None = None  # the epoch in which something was left to be kept
-        self._generators: tuple[Any, ...] = ()  # their states before the last mini-batch came
+        self._generators: dict[str, Any] = {}  # their states before the last mini-batch came
         precede(trainer.fit_loop.epoch_loop, "_on_before_fetch", self._fetch)
 
     def _fetch(self) -> None:
         if self._back is not None:
             self._back.begin()
             self._back = None
-        self._generators = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        self._generators = look()
         client, epoch = self._trainer.strategy.client, self._trainer.current_epoch
-        if client.leads and self._kept_in != epoch:
-            self._leave(client, epoch)
+        due = client.leads and self._kept_in != epoch
+        if due and can_be_advanced(self._trainer, self._loaders.samplers):
+            self._kept_in = epoch  # once in an epoch, in case that all are lost at once
+            client.note(Told(None, self.tell()))
 
-    def _leave(self, client: Client, epoch: int) -> None:
-        """Once in an epoch, in case that all workers are lost at once."""
-        told = self.tell()
-        if can_be_advanced(told, self._trainer):
-            self._kept_in = epoch
-            client.note(Told(None, pack(told)))
-
-    def tell(self) -> dict[str, Any]:
+    def tell(self) -> bytes:
         """A checkpoint between two steps, though this worker is in the middle of one."""
         trainer, strategy = self._trainer, self._trainer.strategy
         buffers = dict(trainer.lightning_module.named_buffers())
@@ -86,17 +81,16 @@ class Whereabouts:
             checkpoint = _CheckpointConnector.dump_checkpoint(trainer._checkpoint_connector, False)
         finally:
             del strategy.optimizer_state, strategy.lightning_module_state_dict
-        checkpoint = self._write(checkpoint)
+        checkpoint = self._loaders.write(checkpoint)
         loggers = [identity(logger) for logger in trainer.loggers]
-        checkpoint[_OURS] = {"generators": self._generators, "loggers": loggers}
-        return checkpoint
-
-
-def pack(checkpoint: dict[str, Any]) -> bytes:
-    """As ``torch.save`` writes it."""
-    content = io.BytesIO()
-    torch.save(checkpoint, content)
-    return content.getvalue()
+        checkpoint[_OURS] = {
+            "generators": self._generators,
+            "loggers": loggers,
+            "should_stop": trainer.should_stop,
+        }
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        return content.getvalue()
 
 
 class ComingBack:
@@ -120,6 +114,7 @@ class ComingBack:
             advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
         client.joins = client.solo = True
         trainer.strategy.load_checkpoint = self._load  # type: ignore[method-assign]
+        precede(trainer.fit_loop, "run", self._agree)
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
         """Of the trainer's function, with a checkpoint to go on from."""
@@ -137,15 +132,21 @@ class ComingBack:
         weights = self._trainer.lightning_module.state_dict()  # which are not used
         return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
 
+    def _agree(self) -> None:
+        """Whether to end is decided together.
+
+        A callback that has looked at the clock as this process began has looked alone.
+        """
+        self._trainer.should_stop = self._ours["should_stop"]
+
     def catch_up(self) -> None:
         """Counters and schedulers are restored; before training begins."""
+        if self._trainer.is_global_zero:
+            hand_over(self._trainer)
         if self._trainer.strategy.regime.lockstep:
             step_schedulers(self._trainer, self._checkpoint["global_step"], self._version)
             set_global_step(self._trainer, self._version)
 
     def begin(self) -> None:
         """The first mini-batch is about to come."""
-        torchs, numpys, pythons = self._ours["generators"]
-        torch.set_rng_state(torchs)
-        np.random.set_state(numpys)
-        random.setstate(pythons)
+        put(self._ours["generators"])

@@ -23,6 +23,27 @@ import torch
 from hybridtrain.client import Client
 
 
+def look() -> dict[str, Any]:
+    """The states of this process' generators."""
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def put(states: dict[str, Any]) -> None:
+    """Go on from there."""
+    torch.set_rng_state(states["torch"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
 class Dice:
     """The generators of this process, in a worker.
 
@@ -51,16 +72,13 @@ class Dice:
 
     def state(self) -> dict[str, Any]:
         """From where the next mini-batch after the last step goes on; plain data and tensors."""
-        version, numbers, gauss = random.getstate()
-        name, keys, place, has_gauss, cached = np.random.get_state()
-        ours = torch.get_rng_state() if self._whole or self._before is None else self._before
-        found: dict[str, Any] = {
-            "torch": ours,
-            "python": (version, _tensor(numbers), gauss),
-            "numpy": (str(name), _tensor(keys), place, has_gauss, cached),
-        }
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            found["cuda"] = torch.cuda.get_rng_state()
+        found = look()
+        if self._before is not None and not self._whole:
+            found["torch"] = self._before
+        version, numbers, gauss = found["python"]
+        name, keys, place, has_gauss, cached = found["numpy"]
+        found["python"] = version, _tensor(numbers), gauss
+        found["numpy"] = str(name), _tensor(keys), place, has_gauss, cached
         return found
 
     # ---- going on -------------------------------------------------------------------------------
@@ -88,13 +106,10 @@ class Dice:
 
     def _throw(self, state: dict[str, Any]) -> None:
         self._kept = None
-        torch.set_rng_state(state["torch"])
         version, numbers, gauss = state["python"]
-        random.setstate((version, tuple(_numbers(numbers).tolist()), gauss))
         name, keys, *rest = state["numpy"]
-        np.random.set_state((name, _numbers(keys), *rest))
-        if "cuda" in state and torch.cuda.is_available():
-            torch.cuda.set_rng_state(state["cuda"])
+        python = version, tuple(_numbers(numbers).tolist()), gauss
+        put({**state, "python": python, "numpy": (name, _numbers(keys), *rest)})
 
 
 def _tensor(numbers: Any) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.lightning.coming_back import ComingBack, Whereabouts, pack
+from hybridtrain.lightning.coming_back import ComingBack, Whereabouts
 from hybridtrain.lightning.making_up import MakingUp
 from hybridtrain.lightning.succession import Succession, know_the_loggers
 
@@ -37,8 +37,7 @@ class Losses:
         if choice == "continue":
             loaders.remembers = lockstep
         else:
-            where = Whereabouts(trainer, loaders.write, back)
-            client.tells = lambda: pack(where.tell())
+            client.tells = Whereabouts(trainer, loaders, back).tell
         if choice == "continue" or not lockstep:  # in lock-step a place is kept
             self._making_up = MakingUp(trainer, client, lambda: loaders.samplers, strategy.align)
 

@@ -47,6 +47,8 @@ class Succession:
             rank_zero_only.rank = rank  # type: ignore[attr-defined]
         if self._leads and not before:
             self._take_over()
+        elif before and not self._leads:
+            self._step_down()
 
     def _take_over(self) -> None:
         trainer = self._trainer
@@ -57,9 +59,19 @@ class Succession:
             if isinstance(callback, ProgressBar):
                 callback.enable()
                 callback.on_train_start(trainer, trainer.lightning_module)
-            succeed = getattr(callback, "succeed", None)
-            if succeed is not None:
-                succeed(trainer)
+        hand_over(trainer)
+
+    def _step_down(self) -> None:
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, ProgressBar):
+                callback.disable()
+
+
+def hand_over(trainer: Any) -> None:
+    """Callbacks that write files go on with those that another process has written."""
+    for callback in trainer.callbacks:
+        if (succeed := getattr(callback, "succeed", None)) is not None:
+            succeed(trainer)
 
 
 def keep_rows(logger: CSVLogger) -> None:

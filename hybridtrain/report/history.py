@@ -74,6 +74,11 @@ class History:
         self._before = {"wall_s": last["wall_s"], "train_s": last["train_s"]}
         self._before |= {"samples": samples, "updates": updates - counted}
 
+    def take_over(self) -> None:
+        """Rows that another process of this run has written stay, and count as this one's do."""
+        if (self.folder / HISTORY_FILE).is_file():
+            self._columns = list(read_history(self.folder).columns)
+
     def add(self, row: Mapping[str, float]) -> None:
         """Another row. Raises OSError."""
         train_s = row["train_s"]

@@ -1,0 +1,157 @@
+"""What a worker finds that comes back, and what the others make of its absence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Timer
+from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from torch.utils.data import DataLoader
+
+from hybridtrain import HybridStrategy
+from hybridtrain.app.monitor import RunMonitor
+from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.report.history import read_history
+from tests.lightning.toys import Regression, make_trainer, regression_data
+
+N, SIZE, EPOCHS = 48, 4, 3
+
+
+class Killed(pl.Callback):
+    """Worker ``who`` is killed once, in its step ``when``."""
+
+    def __init__(self, folder: Path, who: int, when: int) -> None:
+        self.mark, self.who, self.left = folder / "died", who, when
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.left -= 1
+        if trainer.global_rank == self.who and self.left < 0 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(policy: str, on_failure: str, *callbacks: pl.Callback, module: Any = None) -> Any:
+    strategy = HybridStrategy(policy, on_failure=on_failure)
+    trainer = make_trainer(strategy, 3, max_epochs=EPOCHS, callbacks=list(callbacks))
+    data = regression_data(N)
+    trainer.fit(module or Regression(), DataLoader(data, SIZE, shuffle=True), DataLoader(data, N))
+    return trainer
+
+
+class OverAlready(pl.Callback):
+    """Like a clock that has run out when a process comes back."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def on_fit_start(self, trainer: Any, *_: Any) -> None:
+        trainer.should_stop = self.mark.exists()
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_a_worker_that_comes_back_does_not_decide_alone_to_end(tmp_path: Path, policy: str) -> None:
+    killed = Killed(tmp_path, 1, 2)
+    trainer = run(policy, "restart", killed, OverAlready(killed.mark))
+    assert killed.mark.exists() and trainer.current_epoch == EPOCHS
+    assert trainer.strategy.run_stats()["samples"] == N * EPOCHS
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "restart"])
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_a_clock_is_looked_at_though_the_worker_that_has_it_is_away(
+    tmp_path: Path, policy: str, on_failure: str
+) -> None:
+    clock = Timer({"minutes": 5}, interval="epoch")  # worker 0's is everybody's
+    trainer = run(policy, on_failure, Killed(tmp_path, 0, 3), clock)
+    assert trainer.current_epoch == EPOCHS
+    assert trainer.strategy.run_stats()["samples"] == N * EPOCHS
+
+
+class Meetings:
+    """A client whose meetings are prescribed: who was there, and what they had brought."""
+
+    def __init__(self, worker: int, script: list[tuple[tuple[int, ...], dict[int, Any]]]) -> None:
+        self.worker, self.script, self.solo = worker, script, False
+        self.there, self.met = (0, 1, 2), (0, 1, 2)
+
+    def gather(self, tag: str, item: Any) -> list[Any]:
+        self.met, brought = self.script.pop(0)
+        return [item if each == self.worker else brought[each] for each in self.met]
+
+
+def test_if_who_has_it_is_lost_on_the_way_another_one_speaks() -> None:
+    for worker, other in ((1, 2), (2, 1)):
+        second = {1: (1, "of 1"), 2: (1, None)}
+        client = Meetings(worker, [((1, 2), {other: (0, None)}), ((1, 2), {other: second[other]})])
+        assert Collectives(client).broadcast(f"of {worker}", 0) == "of 1"  # type: ignore[arg-type]
+        assert not client.script
+
+
+def test_all_take_the_same_though_only_some_know_of_the_loss() -> None:
+    client = Meetings(2, [((1, 2), {1: (1, "of 1")}), ((1, 2), {1: (1, "of 1")})])
+    assert Collectives(client).broadcast("of 2", 0) == "of 1"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "restart"])
+def test_the_history_goes_on_whoever_writes_it(tmp_path: Path, on_failure: str) -> None:
+    monitor = RunMonitor(tmp_path)
+    run("hybrid", on_failure, monitor, Killed(tmp_path, 0, 5))  # in the second epoch
+    rows = read_history(tmp_path).columns
+    assert set(rows["epoch"]) == {0, 1, 2, 3}
+    for n in (N, 2 * N, 3 * N):  # after each validation, when others may be a mini-batch ahead
+        assert any(n <= samples <= n + 2 * SIZE for samples in rows["samples"])
+    for name in ("epoch", "samples", "train_s", "wall_s"):
+        assert rows[name] == sorted(rows[name])
+    assert rows["train_s"][0] > 0
+
+
+class Slow(pl.Callback):
+    """All but worker 0, and worker 0 before it dies."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        late = trainer.global_rank == 0 and not self.mark.exists()
+        time.sleep(0.1 if late else 0.02 * (trainer.global_rank > 0))
+
+
+def test_in_lock_step_nobody_is_ahead_of_a_worker_that_comes_back(tmp_path: Path) -> None:
+    killed = Killed(tmp_path, 0, 1)
+    trainer = run("hybrid", "restart", Slow(killed.mark), killed)
+    assert trainer.strategy.run_stats()["lead"]["max"] == [1, 1, 1]
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(Regression, EPOCHS), (Manual, 0)])
+def test_where_training_is_is_told_once_an_epoch_if_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, expected: int
+) -> None:
+    dump = _CheckpointConnector.dump_checkpoint
+
+    def dumping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with (tmp_path / "dumps").open("a") as file:
+            file.write("x")
+        return dump(self, *args, **kwargs)
+
+    monkeypatch.setattr(_CheckpointConnector, "dump_checkpoint", dumping)
+    (tmp_path / "dumps").touch()
+    run("hybrid", "restart", module=kind())
+    assert len((tmp_path / "dumps").read_text()) == expected
