@@ -7,8 +7,6 @@ die of the same fault. So it is written to memory that the parent and all worker
 from __future__ import annotations
 
 import math
-import mmap
-import os
 import random
 import struct
 import time
@@ -16,7 +14,7 @@ from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 from hybridtrain.faults import KINDS, PHASES, Fault
-from hybridtrain.nameless import anonymous_descriptor
+from hybridtrain.nameless import SharedBytes
 
 _CELL = struct.Struct("<qd")  # how often it has happened, and when last
 _COUNTERS = struct.Struct("<qq")  # a worker's steps and its process
@@ -35,22 +33,7 @@ class Tally:
 
     def __init__(self, n_faults: int, n_workers: int) -> None:
         self.n_faults, self.n_workers = n_faults, n_workers
-        self._kept: int | None = anonymous_descriptor()  # or the path would lead nowhere
-        fd = self._kept
-        self._path = f"/proc/{os.getpid()}/fd/{fd}"
-        self._n_bytes = n_workers * (_COUNTERS.size + n_faults * _CELL.size)
-        os.ftruncate(fd, self._n_bytes)
-        self._map = mmap.mmap(fd, self._n_bytes)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_map", "_kept")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._kept = None
-        fd = os.open(self._path, os.O_RDWR)
-        self._map = mmap.mmap(fd, self._n_bytes)
-        os.close(fd)
+        self._shared = SharedBytes(n_workers * (_COUNTERS.size + n_faults * _CELL.size))
 
     def _place(self, worker: int, fault: int) -> int:
         own = worker * (_COUNTERS.size + self.n_faults * _CELL.size)
@@ -58,32 +41,31 @@ class Tally:
 
     def count(self, fault: int, worker: int) -> int:
         """How often it has happened to the worker."""
-        return int(_CELL.unpack_from(self._map, self._place(worker, fault))[0])
+        return int(_CELL.unpack_from(self._shared.map, self._place(worker, fault))[0])
 
     def when_s(self, fault: int, worker: int) -> float:
         """When it last has, on the monotonic clock of this host."""
-        return float(_CELL.unpack_from(self._map, self._place(worker, fault))[1])
+        return float(_CELL.unpack_from(self._shared.map, self._place(worker, fault))[1])
 
     def happens(self, fault: int, worker: int) -> None:
         """Now."""
         place = self._place(worker, fault)
-        _CELL.pack_into(self._map, place, self.count(fault, worker) + 1, time.monotonic())
+        _CELL.pack_into(self._shared.map, place, self.count(fault, worker) + 1, time.monotonic())
 
     def progress(self, worker: int) -> tuple[int, int]:
         """The steps that the worker has made, and the process that it lives in now."""
-        steps, pid = _COUNTERS.unpack_from(self._map, self._place(worker, 0) - _COUNTERS.size)
+        steps, pid = _COUNTERS.unpack_from(
+            self._shared.map, self._place(worker, 0) - _COUNTERS.size
+        )
         return int(steps), int(pid)
 
     def reach(self, worker: int, steps: int, pid: int) -> None:
         """The worker has made so many steps."""
-        _COUNTERS.pack_into(self._map, self._place(worker, 0) - _COUNTERS.size, steps, pid)
+        _COUNTERS.pack_into(self._shared.map, self._place(worker, 0) - _COUNTERS.size, steps, pid)
 
     def close(self) -> None:
         """Nobody looks any more."""
-        self._map.close()
-        if self._kept is not None:
-            os.close(self._kept)
-            self._kept = None
+        self._shared.close()
 
 
 class Schedule:

@@ -7,9 +7,9 @@ makes it while it waits in the middle of the step that the lost worker has left 
 of such a moment is one of the last whole step, from which the step is done again.
 
 Until its first step is made the new worker meets nobody: the others have been in those meetings.
-In lock-step all draw their random numbers alike (a seed for all) as long as their mini-batches are
-equal, so the new worker takes the state of the generators over, as it was before the mini-batch was
-fetched. (Processes of a loader's own draw from others.)
+In lock-step it goes on with the random numbers of the lost one (:class:`GeneratorPages`). Where
+these are not known it takes those of the worker that tells: all draw alike (a seed for all) as long
+as their mini-batches are equal. (Processes of a loader's own draw from others.)
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pytorch_lightning.trainer.connectors.checkpoint_connector import _Checkpoin
 from hybridtrain.client import Client
 from hybridtrain.lightning.advancing import advance, can_be_advanced
 from hybridtrain.lightning.dice import look, put
+from hybridtrain.lightning.generator_pages import GeneratorPages
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.progress import precede, set_global_step, step_schedulers
 from hybridtrain.lightning.results import identity
@@ -45,6 +46,7 @@ class Whereabouts:
     Args:
         trainer: of this worker.
         loaders: of this worker.
+        pages: for the states of this worker's generators, in lock-step.
         back: if this worker itself is there again.
     """
 
@@ -52,24 +54,42 @@ class Whereabouts:
         self,
         trainer: pl.Trainer,
         loaders: Loaders,
+        pages: GeneratorPages | None,
         back: ComingBack | None,
     ) -> None:
         self._trainer: Any = trainer
-        self._loaders, self._back = loaders, back
+        self._client: Client = trainer.strategy.client  # type: ignore[attr-defined]
+        self._loaders, self._pages, self._back = loaders, pages, back
         self._kept_in: int | None = None  # the epoch in which something was left to be kept
-        self._generators: dict[str, Any] = {}  # their states before the last mini-batch came
+        self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
+        self._begun: int | None = None  # the version that the step under way began with
+        self._generators: dict[str, Any] = {}  # their states before its first mini-batch came
         precede(trainer.fit_loop.epoch_loop, "_on_before_fetch", self._fetch)
+        if pages is not None:
+            precede(self._client, "offer", self._push)
+            precede(trainer.fit_loop.epoch_loop.val_loop, "run", self._break)
+            precede(trainer.fit_loop, "on_advance_end", self._break)
+
+    def _break(self) -> None:
+        self._breaks += 1
 
     def _fetch(self) -> None:
+        client, epoch = self._client, self._trainer.current_epoch
         if self._back is not None:
-            self._back.begin()
+            self._back.begin(self._pages)
             self._back = None
-        self._generators = look()
-        client, epoch = self._trainer.strategy.client, self._trainer.current_epoch
+        if self._begun != client.version:
+            self._begun, self._generators = client.version, look()
+            if self._pages is not None:
+                self._pages.begin(client.worker, client.version, self._generators)
         due = client.leads and self._kept_in != epoch
         if due and can_be_advanced(self._trainer, self._loaders.samplers):
             self._kept_in = epoch  # once in an epoch, in case that all are lost at once
             client.note(Told(None, self.tell()))
+
+    def _push(self, *_: Any) -> None:
+        assert self._pages is not None, "nobody looks otherwise"
+        self._pages.push(self._client.worker, self._client.version, self._breaks, look())
 
     def tell(self) -> bytes:
         """A checkpoint between two steps, though this worker is in the middle of one."""
@@ -85,6 +105,7 @@ class Whereabouts:
         loggers = [identity(logger) for logger in trainer.loggers]
         checkpoint[_OURS] = {
             "generators": self._generators,
+            "breaks": self._breaks,
             "loggers": loggers,
             "should_stop": trainer.should_stop,
         }
@@ -109,7 +130,7 @@ class ComingBack:
         self._ours = self._checkpoint.pop(_OURS)
         self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
         self._trainer: Any = trainer
-        self._version = version
+        self._version, self.breaks = version, self._ours["breaks"]
         if trainer.strategy.regime.lockstep:  # type: ignore[attr-defined]
             advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
         client.joins = client.solo = True
@@ -147,6 +168,8 @@ class ComingBack:
             step_schedulers(self._trainer, self._checkpoint["global_step"], self._version)
             set_global_step(self._trainer, self._version)
 
-    def begin(self) -> None:
+    def begin(self, pages: GeneratorPages | None) -> None:
         """The first mini-batch is about to come."""
-        put(self._ours["generators"])
+        worker = self._trainer.strategy.client.worker
+        known = None if pages is None else pages.find(worker, self._version, self.breaks)
+        put(known or self._ours["generators"])

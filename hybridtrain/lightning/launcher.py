@@ -29,6 +29,7 @@ from hybridtrain.lightning.coming_back import ComingBack
 from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.disturbing import interrupt_updates
 from hybridtrain.lightning.farewell import save_interrupted, say_goodbye
+from hybridtrain.lightning.generator_pages import pages_of
 from hybridtrain.lightning.injection import inject
 from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.lock_free import check_lock_free
@@ -95,7 +96,7 @@ class HybridLauncher(_Launcher):
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
-            with strategy.keeping.listening(), vanishing_sockets():
+            with strategy.keeping.listening(), vanishing_sockets(), pages_of(strategy, trainer):
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum

@@ -37,7 +37,7 @@ class Losses:
         if choice == "continue":
             loaders.remembers = lockstep
         else:
-            client.tells = Whereabouts(trainer, loaders, back).tell
+            client.tells = Whereabouts(trainer, loaders, strategy.generator_pages, back).tell
         if choice == "continue" or not lockstep:  # in lock-step a place is kept
             self._making_up = MakingUp(trainer, client, lambda: loaders.samplers, strategy.align)
 

@@ -30,6 +30,7 @@ from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.coming_back import ComingBack
 from hybridtrain.lightning.disturbing import Faults
+from hybridtrain.lightning.generator_pages import GeneratorPages
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.launcher import HybridLauncher
@@ -88,6 +89,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
     """
 
     strategy_name = "hybrid"
+    generator_pages: GeneratorPages | None = None  # of the run under way
 
     def __init__(
         self,

@@ -22,7 +22,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.worlds.outcome import WorkerDied
 from tests.lightning.toys import Regression, distance, make_trainer
 
-N, EVEN, SIZE = 41, 48, 4  # EVEN: all mini-batches are equal, and so the random numbers drawn
+N, EVEN, SIZE = 41, 48, 4  # EVEN: all mini-batches are equal
 
 
 class Numbered(Dataset[Any]):
@@ -96,11 +96,10 @@ def seen(folder: Path) -> dict[int, Counter[int]]:
     return counts
 
 
-def undisturbed(folder: Path, policy: str) -> tuple[Mortal, pl.Trainer]:
+def undisturbed(folder: Path, n: int = EVEN, **options: Any) -> tuple[Mortal, pl.Trainer]:
     folder.mkdir()
-    pl.seed_everything(5, verbose=False)
-    module = Mortal(folder, who=9, when=0)
-    return module, run(module, policy, "stop", EVEN)
+    module = mortal(folder, who=9, when=0, phase="compute")
+    return module, run(module, "hybrid", "stop", n, **options)
 
 
 def mortal(folder: Path, who: int, when: int, phase: str) -> Mortal:
@@ -134,10 +133,31 @@ def test_in_lock_step_a_restarted_worker_leaves_no_trace_in_the_parameters(
     module = mortal(tmp_path, who, when, phase)
     trainer = run(module, "hybrid", "restart", EVEN)
     assert (tmp_path / "died").exists()
-    expected, other = undisturbed(tmp_path / "undisturbed", "hybrid")
+    expected, other = undisturbed(tmp_path / "undisturbed")
     assert distance(module, expected) == 0.0
     assert trainer.global_step == other.global_step
     assert seen(tmp_path) == seen(tmp_path / "undisturbed") == each_once(EVEN)
+
+
+@pytest.mark.parametrize(
+    ("phase", "who", "when", "n", "accumulate"),
+    [
+        ("compute", 2, 4, 47, 1),  # behind a shorter mini-batch
+        ("end", 2, 1, 47, 1),
+        ("end", 2, 4, 47, 1),
+        ("validation", 1, 0, 47, 1),
+        ("compute", 1, 2, EVEN, 2),  # the first mini-batch of the step
+        ("compute", 1, 3, EVEN, 2),  # the second
+        ("compute", 0, 2, 50, 3),
+    ],
+)
+def test_a_restarted_worker_draws_the_numbers_of_the_lost_one(
+    tmp_path: Path, phase: str, who: int, when: int, n: int, accumulate: int
+) -> None:
+    module = mortal(tmp_path, who, when, phase)
+    run(module, "hybrid", "restart", n, accumulate_grad_batches=accumulate)
+    expected, _ = undisturbed(tmp_path / "undisturbed", n, accumulate_grad_batches=accumulate)
+    assert (tmp_path / "died").exists() and distance(module, expected) == 0.0
 
 
 @pytest.mark.parametrize("policy", ["async", "ssp"])
