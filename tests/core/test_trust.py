@@ -12,6 +12,7 @@ from tests.core.test_architecture import FILES, PACKAGE
 PICKLES = {
     "client.py": "the parent, over an inherited socket",
     "lightning/coming_back.py": "another worker, by way of the parent",
+    "lightning/generator_pages.py": "the worker that was lost, in nameless memory of the run",
     "lightning/predictions.py": "other workers, by way of the parent",
     "lightning/results.py": "a worker, over an inherited socket or a nameless file",
     "memory/scratch.py": "a worker, in a nameless file of the parent",
