@@ -134,8 +134,7 @@ class Rounds:
     def park(self, worker: int) -> Replies:
         """The worker waits for something else; who waits for it in a round need not any longer."""
         self._ledger.clocks.leave(worker)
-        freed: Replies = [*self._averaging.busy(worker, self.store)]
-        return freed + self._obey(Parked(worker))
+        return [*self._averaging.busy(worker, self.store), *self._obey(Parked(worker))]
 
     def join(self, worker: int) -> None:
         """The worker computes again."""
@@ -154,8 +153,7 @@ class Rounds:
             self._ledger.dropped(worker, self._samples(push))
         self._ready.discard(worker)
         self._ledger.left(worker)
-        freed: Replies = [*self._averaging.left(worker, self.store)]
-        return freed + self._obey(Left(worker))
+        return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
 
     def miss(self, worker: int) -> Replies:
         """The worker's process is gone, and another will do in its place what it has not done."""
@@ -190,7 +188,9 @@ class Rounds:
             self.store.take(worker, writes)
 
     def dissolve(self) -> None:
-        """Forget who has pushed or asked."""
+        """Forget who has pushed or asked; no update will have it any more."""
+        for worker, push in self._pushes.items():
+            self._ledger.dropped(worker, self._samples(push))
         self._pushes.clear()
         self._ready.clear()
         self._averaging.dissolve()

@@ -197,6 +197,15 @@ def raises(module: Any, **options: Any) -> pytest.ExceptionInfo[WorkerDied]:
     return caught
 
 
+def test_samples_that_no_update_has_any_more_do_not_count(tmp_path: Path) -> None:
+    strategy = HybridStrategy(on_failure="stop")
+    trainer = make_trainer(strategy, 3, max_epochs=2)
+    with pytest.raises(WorkerDied):
+        trainer.fit(mortal(tmp_path, 1, 2, "compute"), DataLoader(Numbered(EVEN), SIZE))
+    stats = strategy.run_stats()
+    assert (stats["updates"], stats["samples"]) == (2, 2 * 3 * SIZE)
+
+
 def test_with_too_few_workers_left_the_run_ends_and_says_so(tmp_path: Path) -> None:
     module = mortal(tmp_path, 1, 1, "compute")
     caught = raises(module, on_failure="continue", min_workers=2)
