@@ -4,6 +4,9 @@ Workers ask first of all. A worker that is killed cannot tell the processes of i
 go either. Torch lets them look every five seconds whether it is still there, but only between
 mini-batches: one that waits inside the data set (for a disk, a lock, a network) stays for ever.
 So what torch runs in them is made to ask first, too.
+
+Who is forked by multiprocessing's fork server is not a child of the process that wants it, and the
+server stays as long as any of its children: there a thread waits for that process' end.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ def die_with_parent(parent_pid: int | None) -> None:
     Args:
         parent_pid: the parent; ``None`` where it cannot be known who that is.
     """
+    if parent_pid is None:
+        _follow()
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -37,6 +42,19 @@ def die_with_parent(parent_pid: int | None) -> None:
         parent_pid is not None and os.getppid() != parent_pid
     ):  # it ended before the request was in place
         os._exit(1)
+
+
+def _follow() -> None:
+    """Where a fork server is in between: end with the process that this one works for."""
+    parent = multiprocessing.parent_process()
+    if parent is None or parent.pid == os.getppid():
+        return
+
+    def wait() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=wait, name="hybridtrain-parent", daemon=True).start()
 
 
 def bind_loaders() -> None:
@@ -56,4 +74,6 @@ def _loop(*args: Any, **options: Any) -> None:
     spawned = _owner == (0, 0) and parent is not None and parent.pid == os.getppid()
     if parent is not None and (forked == _owner or spawned):
         die_with_parent(parent.pid)
+    elif _owner == (0, 0):
+        _follow()
     _their_loop(*args, **options)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_NAMES = ("torch_", "psm_", "hybrid")
 _POLL_S = 0.02
 _GONE_S = 2.0  # the last processes may take so long to disappear
 
@@ -131,9 +132,20 @@ def _shared_memory() -> set[str]:
 
 
 def _left_memory(before: set[str]) -> list[str]:
-    """Segments of the names that Python and torch give, that were not there before."""
-    new = _shared_memory() - before
-    return [f"/dev/shm/{name}" for name in new if name.startswith(("torch_", "psm_", "hybrid"))]
+    """Segments of the names that Python and torch give, that were not there before.
+
+    What a living process has mapped is another's: all of the trial's have ended.
+    """
+    new = [name for name in _shared_memory() - before if name.startswith(_NAMES)]
+    maps = "".join(map(_maps, Path("/proc").glob("[0-9]*/maps"))) if new else ""
+    return [f"/dev/shm/{name}" for name in new if f"/dev/shm/{name}" not in maps]
+
+
+def _maps(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it has ended meanwhile
+        return ""
 
 
 def _left_files(folder: Path) -> list[str]:

@@ -92,9 +92,14 @@ class Run:
         return self._zygote.descendants()
 
     def workers(self) -> list[int]:
-        """Its own children, in the order of their start (the shell that tidies up is aside)."""
-        children = sorted(pid for pid, parent in _parents().items() if parent == self.pid)
-        return [pid for pid in children if _session(pid) == self.pid]
+        """In the order of their start; not the shell that tidies up, nor Python's helpers."""
+        parents, helpers = _parents(), ("resource_tracker", "forkserver")
+        children = sorted(pid for pid, parent in parents.items() if parent == self.pid)
+        mine = [pid for pid in children if _session(pid) == self.pid]
+        server = next((pid for pid in mine if helpers[1] in _command(pid)), None)
+        if server is not None:
+            return sorted(pid for pid, parent in parents.items() if parent == server)
+        return [pid for pid in mine if not any(name in _command(pid) for name in helpers)]
 
     def kill_all(self) -> None:
         """As ``kill -9`` to its session does it."""
