@@ -10,8 +10,10 @@ drawn from a seed. ``on_failure=restart`` with any number of restarts, and at mo
 back-off, for nobody's worker fails this often. The parent counts which samples are in which update.
 
 Beside it the same number of epochs undisturbed, with as many seeds as ``--seeds``: the noise that
-the loss is held against. And Lightning's own DDP with one fault: a rank that is killed, and one
-that is stopped as by a hang, which is given ``--patience`` seconds (DDP's own is 30 minutes).
+the loss is held against. (These do not wait 20 ms in each step, as the disturbed ones do.) The
+first has the same seed: in lock-step it must end with the same loss, to the bit. And Lightning's
+own DDP with one fault: a rank that is killed, and one that is stopped as by a hang, which is given
+``--patience`` seconds (DDP's own is 30 minutes).
 """
 
 from __future__ import annotations
@@ -73,8 +75,9 @@ def run_all(given: argparse.Namespace) -> Iterator[Soaked]:
     for strategy in given.strategies:
         disturbed = soak(strategy, pace(strategy, given.every, 60 * given.minutes))
         yield _told(disturbed)
-        for seed in range(given.seeds):
-            yield _told(soak(strategy, Wish(epochs=disturbed.epochs, seed=seed)))
+        for number in range(given.seeds):
+            wish = Wish(epochs=disturbed.epochs, seed=disturbed.seed + number, step_s=0.0)
+            yield _told(soak(strategy, wish))
     if not given.no_ddp:
         for signum in (signal.SIGKILL, signal.SIGSTOP):
             yield _told(disturb_ddp(1000, signum, given.every, given.patience))
@@ -115,6 +118,8 @@ def _is_peer(each: Soaked, run: Soaked) -> bool:
 def _row(run: Soaked, peers: Sequence[Soaked]) -> str:
     losses = [each.loss for each in peers if each.loss is not None]
     noise = f" ({min(losses):.4g} to {max(losses):.4g} undisturbed)" if losses else ""
+    if any(each.loss == run.loss for each in peers if each.seed == run.seed):
+        noise = f", to the bit that of the undisturbed run{noise}"
     ended = run.outcome
     if run.fault_at_s is not None:
         after_s = run.wall_s - run.fault_at_s

@@ -58,6 +58,7 @@ class Soaked:
     left: list[str] = field(default_factory=list)
     fault_at_s: float | None = None  # of the first, where it is done from outside
     output: str = ""
+    seed: int = work.SEED
 
 
 BATCHES = SIZE.samples // SIZE.batch  # of an epoch
@@ -80,11 +81,12 @@ class Wish:
     epochs: int = 0
     every_steps: float | None = None
     seed: int = work.SEED
+    step_s: float = SIZE.step_s
 
 
 def soak(strategy: str, wish: Wish) -> Soaked:
     """One run, in processes of its own."""
-    made = Soaked(strategy, wish.epochs, wish.every_steps is not None)
+    made = Soaked(strategy, wish.epochs, wish.every_steps is not None, seed=wish.seed)
     shared = mmap.mmap(-1, 8)  # no file: a busy disk would hold the server up
     ending = run_apart(lambda f: _run(made, wish, f, shared), 24 * 3600.0, _Watch(shared))
     found: Soaked = ending.result or made
@@ -123,7 +125,7 @@ class _Watch:
 def _run(made: Soaked, wish: Wish, folder: Path, shared: mmap.mmap) -> Soaked:
     torch.set_num_threads(1)
     failures._LONGEST_DELAY_S = BACK_OFF_S  # or most workers would be away most of the time
-    size = work.Size(SIZE.workers, SIZE.samples, SIZE.batch, made.epochs, SIZE.step_s)
+    size = work.Size(SIZE.workers, SIZE.samples, SIZE.batch, made.epochs, wish.step_s)
     taps: list[Tap] = []
     work.LISTENERS.append(lambda d: taps.append(_told(shared, tapped(False, d, keeps=False))))
     options: dict[str, Any] = {"on_failure": "restart", "max_restarts": None}

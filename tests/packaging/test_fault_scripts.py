@@ -105,8 +105,11 @@ def test_the_table_of_a_soak_holds_the_loss_against_undisturbed_runs() -> None:
     runs = [
         run(True, 0.5, faults={"kill in push": 2}, wall_s=90.0),
         run(False, 0.4),
-        run(False, 0.6),
+        run(False, 0.6, seed=8),
     ]
     table = script("soak").table(runs)
+    assert "bit" not in table
     assert "| `async` | 1.5 | 2 (2 kill in push) |" in table
     assert "0.5 (0.4 to 0.6 undisturbed)" in table
+    same = script("soak").table([*runs, run(False, 0.5)])
+    assert "0.5, to the bit that of the undisturbed run (0.4 to 0.6 undisturbed)" in same
