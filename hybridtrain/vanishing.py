@@ -22,10 +22,14 @@ from typing import Any
 
 _SHELL = "/bin/sh"
 _PATIENCE_S = 5.0
+_SHARED_MEMORY, _READER = Path("/dev/shm"), "reader-"
 # Once more after a second: a process that was about to end may have put something there.
 _WAIT_AND_REMOVE = """
     trap "" HUP INT TERM
     read -r _
+    for reader in "$0"/reader-*; do
+        [ ! -e "$reader" ] || rm -f -- /dev/shm/torch_"${reader##*/reader-}"_*
+    done
     rm -rf -- "$0" || { sleep 1; rm -rf -- "$0"; }
     [ -z "$1" ] || rm -f -- /dev/shm/sem."$1"-*
 """
@@ -95,6 +99,27 @@ def vanishing_sockets() -> Iterator[None]:
             config.pop("tempdir", None)
             config |= former
             _stop_servers(str(folder))
+            _remove_segments(folder)
+
+
+def announce_reader() -> None:
+    """This process hands over tensors in shared memory; for a moment each segment has a name.
+
+    Torch takes it away at once, but who is killed between the two calls leaves it.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if (folder := config.get("tempdir")) is not None:
+        with suppress(OSError):
+            (Path(folder) / f"{_READER}{os.getpid()}").touch()
+
+
+def _remove_segments(folder: Path) -> None:
+    """Those of readers that have ended."""
+    for reader in folder.glob(f"{_READER}*"):
+        number = reader.name.removeprefix(_READER)
+        if not Path(f"/proc/{number}").exists():
+            for segment in _SHARED_MEMORY.glob(f"torch_{number}_*"):
+                segment.unlink(missing_ok=True)
 
 
 def _stop_servers(folder: str) -> None:

@@ -134,8 +134,16 @@ def _shared_memory() -> set[str]:
 def _left_memory(before: set[str]) -> list[str]:
     """Segments of the names that Python and torch give, that were not there before.
 
-    What a living process has mapped is another's: all of the trial's have ended.
+    What a living process has mapped is another's: all of the trial's have ended. And so is what
+    goes away by itself.
     """
+    deadline_s = time.monotonic() + _GONE_S
+    while (found := _unmapped(before)) and time.monotonic() < deadline_s:
+        time.sleep(_POLL_S)
+    return found
+
+
+def _unmapped(before: set[str]) -> list[str]:
     new = [name for name in _shared_memory() - before if name.startswith(_NAMES)]
     maps = "".join(map(_maps, Path("/proc").glob("[0-9]*/maps"))) if new else ""
     return [f"/dev/shm/{name}" for name in new if f"/dev/shm/{name}" not in maps]

@@ -44,11 +44,22 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    """Forks command lines as processes."""
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
+def zygotes() -> Iterator[list[Zygote]]:
+    """The last one is in use."""
+    made: list[Zygote] = []
+    yield made
+    for zygote in made:
+        zygote.close()
+
+
+@pytest.fixture
+def zygote(zygotes: list[Zygote]) -> Zygote:
+    """Forks command lines as processes; another one if a test was cut off while it waited."""
+    if zygotes and zygotes[-1].busy:
+        zygotes.pop().close()
+    if not zygotes:
+        zygotes.append(Zygote())
+    return zygotes[-1]
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ RUNS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)  # importing all in nine processes afresh takes a busy machine a while
 @pytest.mark.parametrize(
     "end", ["parent", "worker", "all", "SIGTERM", "SIGINT", "exception", "end"]
 )

@@ -38,6 +38,7 @@ class Zygote:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self.busy = False
         self.temporary = tempfile.mkdtemp()  # a short name, as sockets' paths have a limit
 
     def start(self, folder: Path, *arguments: str) -> Run:
@@ -51,7 +52,10 @@ class Zygote:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        self.busy = True  # and stays so if this test is cut off meanwhile
+        answer = int(self._process.stdout.readline())
+        self.busy = False
+        return answer
 
     def descendants(self) -> list[int]:
         """All processes that came of it and live."""

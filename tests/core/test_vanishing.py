@@ -136,3 +136,43 @@ def test_named_semaphores_go_though_their_tracker_was_killed() -> None:
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert done.stdout.startswith("/mp-")
     assert gone(Path("/dev/shm") / f"sem.{done.stdout.strip()[1:]}")
+
+
+READER = """
+    import multiprocessing, os, time
+    from pathlib import Path
+    from hybridtrain.vanishing import announce_reader, vanishing_sockets
+
+    def read():
+        announce_reader()
+        segment = Path(f"/dev/shm/torch_{os.getpid()}_1_0")
+        segment.touch()
+        print(segment, flush=True)
+        time.sleep(1000)
+
+    with vanishing_sockets():
+        reader = multiprocessing.get_context("fork").Process(target=read, daemon=True)
+        reader.start()
+        input()
+        reader.kill()
+        reader.join()
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_segments_go_whose_maker_was_killed_before_it_could_take_their_names_away(
+    is_killed: bool,
+) -> None:
+    line, pipe = [sys.executable, "-c", textwrap.dedent(READER)], subprocess.PIPE
+    process = subprocess.Popen(line, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+    assert process.stdin is not None and process.stdout is not None
+    segment = Path(process.stdout.readline().strip())
+    assert segment.exists()
+    if is_killed:
+        os.killpg(process.pid, signal.SIGKILL)
+    else:
+        process.stdin.write("\n")
+        process.stdin.close()
+    process.wait()
+    assert gone(segment, 20.0 if is_killed else 0.0)
+    process.stdout.close()
