@@ -102,15 +102,19 @@ def vanishing_sockets() -> Iterator[None]:
             _remove_segments(folder)
 
 
-def announce_reader() -> None:
+@contextmanager
+def announced_reader() -> Iterator[None]:
     """This process hands over tensors in shared memory; for a moment each segment has a name.
 
     Torch takes it away at once, but who is killed between the two calls leaves it.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if (folder := config.get("tempdir")) is not None:
-        with suppress(OSError):
-            (Path(folder) / f"{_READER}{os.getpid()}").touch()
+    mark = Path(config.get("tempdir") or os.devnull) / f"{_READER}{os.getpid()}"
+    with suppress(OSError):
+        mark.touch()
+    yield
+    with suppress(OSError):
+        mark.unlink()
 
 
 def _remove_segments(folder: Path) -> None:

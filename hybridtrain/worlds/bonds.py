@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data._utils import worker as _torch
 
-from hybridtrain.vanishing import announce_reader
+from hybridtrain.vanishing import announced_reader
 
 _PR_SET_PDEATHSIG = 1
 
@@ -78,5 +78,5 @@ def _loop(*args: Any, **options: Any) -> None:
         die_with_parent(parent.pid)
     elif _owner == (0, 0):
         _follow()
-    announce_reader()
-    _their_loop(*args, **options)
+    with announced_reader():
+        _their_loop(*args, **options)

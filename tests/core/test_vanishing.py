@@ -141,14 +141,14 @@ def test_named_semaphores_go_though_their_tracker_was_killed() -> None:
 READER = """
     import multiprocessing, os, time
     from pathlib import Path
-    from hybridtrain.vanishing import announce_reader, vanishing_sockets
+    from hybridtrain.vanishing import announced_reader, vanishing_sockets
 
     def read():
-        announce_reader()
-        segment = Path(f"/dev/shm/torch_{os.getpid()}_1_0")
-        segment.touch()
-        print(segment, flush=True)
-        time.sleep(1000)
+        with announced_reader():
+            segment = Path(f"/dev/shm/torch_{os.getpid()}_1_0")
+            segment.touch()
+            print(segment, flush=True)
+            time.sleep(1000)
 
     with vanishing_sockets():
         reader = multiprocessing.get_context("fork").Process(target=read, daemon=True)
