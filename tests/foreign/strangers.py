@@ -50,12 +50,8 @@ class Losses(pl.Callback):
         return bool(self.values[-part:].mean() < self.values[:part].mean())
 
 
-def train(
-    module: pl.LightningModule, strategy: str = "hybrid", workers: int = 2, **given: Any
-) -> tuple[pl.Trainer, Losses]:
-    """Fit the module; ``given`` are loaders or a datamodule, and options of the trainer."""
-    data = {k: given.pop(k) for k in ("train_dataloaders", "datamodule") if k in given}
-    losses = Losses(workers)
+def trainer_of(strategy: Any, workers: int, **given: Any) -> pl.Trainer:
+    """A trainer of three epochs that writes nothing, unless told otherwise."""
     options: dict[str, Any] = {
         "accelerator": "cpu",
         "max_epochs": 3,
@@ -64,7 +60,16 @@ def train(
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    trainer = pl.Trainer(strategy=strategy, devices=workers, callbacks=[losses], **options | given)
+    return pl.Trainer(strategy=strategy, devices=workers, **options | given)
+
+
+def train(
+    module: pl.LightningModule, strategy: Any = "hybrid", workers: int = 2, **given: Any
+) -> tuple[pl.Trainer, Losses]:
+    """Fit the module; ``given`` are loaders or a datamodule, and options of the trainer."""
+    data = {k: given.pop(k) for k in ("train_dataloaders", "datamodule") if k in given}
+    losses = Losses(workers)
+    trainer = trainer_of(strategy, workers, callbacks=[losses], **given)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         # Workers begin from the seed, as ranks of DDP do; so one process must begin there too.
