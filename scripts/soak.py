@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.machine import in_short, machine
 from trials.report import write_report
-from trials.soaking import Soaked, Wish, disturb_ddp, pace, soak
+from trials.soaking import Soaked, Wish, disturb_ddp, is_lockstep, pace, soak
 
 from hybridtrain.app.quiet import hush, hush_lightning
 
@@ -67,7 +67,7 @@ def main() -> int:
             content = {"runs": [asdict(each) for each in runs]}
             write_report(Path(given.out), "soak", content, table(runs))
     print(table(runs))
-    return int(any(is_bad(run) for run in runs if run.strategy != "ddp"))
+    return int(any(is_bad(run) or differs(run, runs) for run in runs if run.strategy != "ddp"))
 
 
 def run_all(given: argparse.Namespace) -> Iterator[Soaked]:
@@ -75,7 +75,7 @@ def run_all(given: argparse.Namespace) -> Iterator[Soaked]:
     for strategy in given.strategies:
         disturbed = soak(strategy, pace(strategy, given.every, 60 * given.minutes))
         yield _told(disturbed)
-        for number in range(given.seeds):
+        for number in range(given.seeds if disturbed.epochs else 0):
             wish = Wish(epochs=disturbed.epochs, seed=disturbed.seed + number, step_s=0.0)
             yield _told(soak(strategy, wish))
     if not given.no_ddp:
@@ -100,6 +100,12 @@ def _told(run: Soaked) -> Soaked:
 def is_bad(run: Soaked) -> bool:
     """Whether it is as it must not be."""
     return run.outcome != "finished" or bool(run.missing or run.twice or run.left)
+
+
+def differs(run: Soaked, runs: Sequence[Soaked]) -> bool:
+    """Whether an undisturbed run that must have come to the same has not."""
+    peers = [each for each in runs if _is_peer(each, run) and each.seed == run.seed]
+    return run.disturbed and is_lockstep(run.strategy) and any(p.loss != run.loss for p in peers)
 
 
 def table(runs: Sequence[Soaked]) -> str:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from hybridtrain import failures
+from hybridtrain import HybridStrategy, failures
 from trials import work
 from trials.apart import members, run_apart
 from trials.tap import Tap, tapped
 
 SIZE = work.Size(workers=3, samples=960, batch=8, step_s=0.02)
 HANG_S, GRACE_S, BACK_OFF_S = 5.0, 10.0, 0.5
-_TRIAL_S = 30.0
+_TRIAL_S = 30.0  # the first of two short runs before a long one
 STUCK_S = 60.0  # without an update: the run hangs
 # What goes wrong, and how often beside the others.
 SHARES = {
@@ -82,6 +82,11 @@ class Wish:
     every_steps: float | None = None
     seed: int = work.SEED
     step_s: float = SIZE.step_s
+
+
+def is_lockstep(strategy: str) -> bool:
+    """Whether all workers make each step together, so that nothing hangs on who is late."""
+    return bool(HybridStrategy(strategy).policy.begin(SIZE.workers).lockstep)
 
 
 def soak(strategy: str, wish: Wish) -> Soaked:

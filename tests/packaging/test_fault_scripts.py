@@ -113,3 +113,14 @@ def test_the_table_of_a_soak_holds_the_loss_against_undisturbed_runs() -> None:
     assert "0.5 (0.4 to 0.6 undisturbed)" in table
     same = script("soak").table([*runs, run(False, 0.5)])
     assert "0.5, to the bit that of the undisturbed run (0.4 to 0.6 undisturbed)" in same
+
+
+def test_in_lock_step_a_soak_must_come_to_what_the_undisturbed_run_of_its_seed_has() -> None:
+    differs = script("soak").differs
+    for strategy in ("hybrid", "async"):
+        disturbed = Soaked(strategy, 9, True, "finished", loss=0.5)
+        other = Soaked(strategy, 9, False, "finished", loss=0.6, seed=8)
+        same = Soaked(strategy, 9, False, "finished", loss=0.5)
+        wrong = Soaked(strategy, 9, False, "finished", loss=0.50001)
+        assert not differs(disturbed, [disturbed, same, other])
+        assert differs(disturbed, [disturbed, wrong, other]) == (strategy == "hybrid")
