@@ -11,13 +11,10 @@ the machine changes less, but which has the record's beginning and end (0.1 s a 
 
 from __future__ import annotations
 
-import argparse
-import logging
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +23,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
+from trials.costs import fit, pairs_asked_for
 
 from hybridtrain import HybridStrategy
 from hybridtrain.memory import Layout, Store
@@ -55,13 +53,7 @@ class Tiny(pl.LightningModule):
 
 def main() -> int:
     """Print both tables."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="pairs of runs (default 5)")
-    repeats = parser.parse_args().repeats
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    repeats = pairs_asked_for(__doc__, 5)
     print("parameters   µs an event")
     costs = {size: per_event_us(size) for size in (1_000, 100_000, 10_000_000)}
     for size, cost in costs.items():
@@ -136,21 +128,8 @@ def digits(policy: str, place: str | None) -> Done:
 
 def trained(policy: str, place: str | None, module: Any, data: Any, epochs: int) -> Done:
     """Train it."""
-    pl.seed_everything(0, verbose=False)
-    trainer = pl.Trainer(
-        strategy=HybridStrategy(policy, record=place),
-        accelerator="cpu",
-        devices=WORKERS,
-        max_epochs=epochs,
-        limit_val_batches=0,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
     began = time.process_time()
-    trainer.fit(module, data)
-    stats = trainer.strategy.run_stats()  # type: ignore[attr-defined]
+    stats = fit(HybridStrategy(policy, record=place), module, data, epochs, WORKERS)
     step_s = statistics.mean(stats["step_s"])
     return Done(stats["samples_per_s"], step_s, time.process_time() - began)
 

@@ -12,22 +12,19 @@ workers.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import resource
 import statistics
 import sys
 import timeit
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 import torch
+from trials.costs import fit, pairs_asked_for
 
 from hybridtrain import HybridStrategy
 from hybridtrain.pulse import Doing, Pulse, pulse_file
@@ -39,13 +36,7 @@ from hybridtrain.worlds.watchman import Watchman
 
 def main() -> int:
     """Print all."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=6, help="pairs of runs (default 6)")
-    repeats = parser.parse_args().repeats
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    repeats = pairs_asked_for(__doc__, 6)
     word, look = word_us(), look_us()
     print(f"a word on the pulse: {word:.2f} µs; a look at four workers: {look:.0f} µs", flush=True)
     for policy in ("hybrid", "async"):
@@ -122,23 +113,11 @@ def _spread(ratios: list[float]) -> str:
 
 def digits(policy: str, watched: bool) -> Done:
     """Twelve epochs of 48 mini-batches."""
-    pl.seed_everything(0, verbose=False)
     before_s = _processor_s()
     with _unwatched(not watched):
-        trainer = pl.Trainer(
-            strategy=HybridStrategy(policy, hang_timeout_s="auto" if watched else None),
-            accelerator="cpu",
-            devices=2,
-            max_epochs=12,
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        strategy = HybridStrategy(policy, hang_timeout_s="auto" if watched else None)
         module = DigitsModule(optimizer=partial(torch.optim.Adam, lr=0.002))
-        trainer.fit(module, DigitsData(batch_size=30))
-    stats = trainer.strategy.run_stats()  # type: ignore[attr-defined]
+        stats = fit(strategy, module, DigitsData(batch_size=30), 12)
     busy_s = _processor_s() - before_s
     return Done(stats["samples_per_s"], statistics.mean(stats["step_s"]), busy_s)
 

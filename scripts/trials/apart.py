@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_SHARED_MEMORY = Path("/dev/shm")
 _NAMES = ("torch_", "psm_", "hybrid")
 _POLL_S = 0.02
 _GONE_S = 2.0  # the last processes may take so long to disappear
@@ -127,33 +128,42 @@ def _kill_session(session: int) -> None:
 
 
 def _shared_memory() -> set[str]:
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    return {path.name for path in _SHARED_MEMORY.glob("*")}
 
 
 def _left_memory(before: set[str]) -> list[str]:
     """Segments of the names that Python and torch give, that were not there before.
 
-    What a living process has mapped is another's: all of the trial's have ended. And so is what
-    goes away by itself.
+    What goes away by itself is another's.
     """
     deadline_s = time.monotonic() + _GONE_S
-    while (found := _unmapped(before)) and time.monotonic() < deadline_s:
+    while (found := _ours(unheld(before))) and time.monotonic() < deadline_s:
         time.sleep(_POLL_S)
     return found
 
 
-def _unmapped(before: set[str]) -> list[str]:
-    new = [name for name in _shared_memory() - before if name.startswith(_NAMES)]
-    maps = "".join(map(_maps, Path("/proc").glob("[0-9]*/maps"))) if new else ""
-    return [f"/dev/shm/{name}" for name in new if f"/dev/shm/{name}" not in maps]
+def _ours(names: list[str]) -> list[str]:
+    return [f"/dev/shm/{name}" for name in names if name.startswith(_NAMES)]
 
 
-def _maps(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:  # it has ended meanwhile
-        return ""
+def unheld(before: set[str]) -> list[str]:
+    """Segments beside those of before that no living process has: with others, others are at work.
+
+    Args:
+        before: names in ``/dev/shm``.
+    """
+    found = {}
+    for path in _SHARED_MEMORY.glob("*"):
+        with suppress(OSError):
+            found[path.stat().st_ino] = path.name
+    found = {number: name for number, name in found.items() if name not in before}
+    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
+        with suppress(OSError):
+            for line in maps.read_text().splitlines():
+                found.pop(int(line.split()[4]), None)
+            for fd in (maps.parent / "fd").iterdir():
+                found.pop(fd.stat().st_ino, None)
+    return sorted(found.values())
 
 
 def _left_files(folder: Path) -> list[str]:

@@ -124,7 +124,9 @@ class Run:
     def _left(self) -> list[str]:
         processes = [f"process {pid} {_command(pid)}" for pid in self.processes()]
         files = [str(path) for path in Path(self._zygote.temporary).rglob("*")]
-        segments = _segments(self._shared)
+        from trials.apart import unheld  # which the process that forks cannot find, and need not
+
+        segments = unheld(self._shared)
         return [*processes, *files, *segments]
 
 
@@ -168,22 +170,6 @@ def _command(pid: int) -> str:
 def _kill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-
-
-def _segments(known: set[str]) -> list[str]:
-    """New ones that no living process has: with those, other tests are at work."""
-    found = {}
-    for path in SHARED_MEMORY.iterdir():
-        with suppress(OSError):
-            found[path.stat().st_ino] = path.name
-    found = {number: name for number, name in found.items() if name not in known}
-    for maps in Path("/proc").glob("[0-9]*/maps") if found else ():
-        with suppress(OSError, ProcessLookupError):
-            for line in maps.read_text().splitlines():
-                found.pop(int(line.split()[4]), None)
-            for fd in (maps.parent / "fd").iterdir():
-                found.pop(fd.stat().st_ino, None)
-    return sorted(found.values())
 
 
 # ---- the process ---------------------------------------------------------------------------------
