@@ -18,7 +18,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.app.monitor import RunMonitor
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.report.history import read_history
-from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.lightning.toys import Manual, Regression, make_trainer, regression_data
 
 N, SIZE, EPOCHS = 48, 4, 3
 
@@ -128,19 +128,11 @@ def test_in_lock_step_nobody_is_ahead_of_a_worker_that_comes_back(tmp_path: Path
     assert trainer.strategy.run_stats()["lead"]["max"] == [1, 1, 1]
 
 
-class Manual(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class ByHand(Manual, Regression):
+    pass
 
 
-@pytest.mark.parametrize(("kind", "expected"), [(Regression, EPOCHS), (Manual, 0)])
+@pytest.mark.parametrize(("kind", "expected"), [(Regression, EPOCHS), (ByHand, 0)])
 def test_where_training_is_is_told_once_an_epoch_if_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, expected: int
 ) -> None:

@@ -15,7 +15,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.guard import NotFinite, sample_ids
 from hybridtrain.lightning.orders import Seeded
-from tests.lightning.toys import Regression, flat, make_trainer, regression_data
+from tests.lightning.toys import Manual, Regression, flat, make_trainer, regression_data
 
 SEED, EPOCHS, BATCH = 7, 2, 6  # mini-batch of each of two workers
 POISON = 17  # this sample is not a number
@@ -47,16 +47,8 @@ class Looking(Net):
         assert all(bool(p.grad.isfinite().all()) for p in self.parameters())
 
 
-class Manual(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(batch, batch_idx))
-        optimizer.step()
+class ByHand(Manual, Net):
+    pass
 
 
 class NoMemory(torch.autograd.Function):
@@ -88,7 +80,7 @@ class HungryBackward(Hungry):
     where = "backward"
 
 
-class HungryManual(Hungry, Manual):
+class HungryManual(Hungry, ByHand):
     pass
 
 
@@ -143,7 +135,7 @@ def _gradient(module: Any, data: Numbered, batch: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
-@pytest.mark.parametrize("module", [Net, Looking, Manual])
+@pytest.mark.parametrize("module", [Net, Looking, ByHand])
 def test_by_default_the_run_ends_and_says_whose_fault_it_was(module: Any, policy: str) -> None:
     if module is Looking and policy == "async":
         policy = "hybrid"  # a free-running worker's hooks see its own gradient, so they fail first
@@ -157,7 +149,7 @@ def test_by_default_the_run_ends_and_says_whose_fault_it_was(module: Any, policy
 
 
 @pytest.mark.parametrize("choice", ["drop", "skip_step"])
-@pytest.mark.parametrize("module", [Net, Looking, Manual])
+@pytest.mark.parametrize("module", [Net, Looking, ByHand])
 def test_the_worker_or_the_step_is_left_out(module: Any, choice: str) -> None:
     ours, trainer = train(module, on_nonfinite=choice)
     torch.testing.assert_close(flat(ours), flat(expected(choice)), rtol=1e-5, atol=1e-6)

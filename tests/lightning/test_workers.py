@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -281,6 +283,24 @@ def test_batches_from_loader_processes() -> None:
         warnings.simplefilter("ignore")
         trainer.fit(module, DataLoader(data, batch_size=6, shuffle=True, num_workers=1))
     assert torch.equal(flat(module), flat(inline))
+
+
+class Marked(Recorder):
+    """Each sample is made by a process whose segments would be found, if it were killed."""
+
+    def __getitem__(self, index: int) -> Any:
+        config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        assert (Path(config["tempdir"]) / f"reader-{os.getpid()}").exists()
+        return super().__getitem__(index)
+
+
+def test_loader_processes_say_whose_segments_are_to_go_with_them() -> None:
+    data = Marked(regression_data(8))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = make_trainer("hybrid", 2, max_epochs=1)
+        trainer.fit(Regression(), DataLoader(data, batch_size=2, num_workers=1))
+    assert data.counts.tolist() == [1] * 8
 
 
 def test_a_batch_sampler_of_the_users_own_is_kept() -> None:

@@ -50,6 +50,20 @@ class Regression(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": self.schedule(optimizer)}
 
 
+class Manual:
+    """Before a module's class: it steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self: Any, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 def make_trainer(strategy: Any, workers: int, **options: Any) -> pl.Trainer:
     """A quiet CPU trainer."""
     settings: dict[str, Any] = {
