@@ -109,8 +109,12 @@ def announced_reader() -> Iterator[None]:
     Torch takes it away at once, but who is killed between the two calls leaves it.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    mark = Path(config.get("tempdir") or os.devnull) / f"{_READER}{os.getpid()}"
-    with suppress(OSError):
+    folder = config.get("tempdir")
+    if folder is None:
+        yield
+        return
+    mark = Path(folder) / f"{_READER}{os.getpid()}"
+    with suppress(OSError):  # the run has ended meanwhile
         mark.touch()
     yield
     with suppress(OSError):

@@ -38,7 +38,6 @@ class GeneratorPages:
     """
 
     def __init__(self, n_workers: int) -> None:
-        self._n_workers = n_workers
         self._shared = SharedBytes(2 * n_workers * (_HEAD.size + _ROOM))
         for worker in range(n_workers):
             for page in (_BEFORE, _AFTER):
