@@ -32,7 +32,7 @@ from hybridtrain.app.evaluate import Subject, evaluate, has_test
 from hybridtrain.app.kept import newest
 from hybridtrain.app.machine import check_directory, check_machine
 from hybridtrain.app.monitor import RunMonitor
-from hybridtrain.app.outcome import FAILED, Outcome, guarded
+from hybridtrain.app.outcome import BAD_INPUT, FAILED, Outcome, guarded
 from hybridtrain.app.quiet import hush_lightning
 from hybridtrain.app.recorded import describe_run, seed_all
 from hybridtrain.app.targets import check_targets
@@ -248,6 +248,8 @@ def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> N
     result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
     result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt)
     summary.write(result, directory)
+    if outcome.exit == BAD_INPUT and not result.updates:
+        return  # the line that says what to do is all there is to say
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
     print("\n".join(summary.lines(result, directory, tensorboard)), flush=True)
 
