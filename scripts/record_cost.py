@@ -23,7 +23,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from trials.costs import fit, pairs_asked_for
+from trials.costs import WORKERS, fit, pairs_asked_for
 
 from hybridtrain import HybridStrategy
 from hybridtrain.memory import Layout, Store
@@ -33,8 +33,6 @@ from hybridtrain.recording.file import Writer
 from hybridtrain.recording.prints import Rows, print_of
 from hybridtrain.recording.witness import KINDS
 from hybridtrain.tasks.digits import DigitsData, DigitsModule
-
-WORKERS = 2
 
 
 class Tiny(pl.LightningModule):
@@ -86,7 +84,7 @@ def per_event_us(size: int) -> float:
 
 def side_by_side(run: Any, repeats: int, event_us: float) -> str:
     """Alternating runs."""
-    ratios, busy, n_bytes, share = [], [], 0.0, 0.0
+    ratios, busy, shares, n_bytes = [], [], [], 0.0
     for repeat in range(repeats):
         with tempfile.TemporaryDirectory() as folder:
             places = [folder, None] if repeat % 2 else [None, folder]
@@ -97,10 +95,10 @@ def side_by_side(run: Any, repeats: int, event_us: float) -> str:
         ratios.append(done[folder].samples_per_s / done[None].samples_per_s)
         n_bytes = found.n_bytes / len(found.cells)
         in_step_us = WORKERS * event_us * len(found.cells) / pushes  # the server does one at a time
-        share = 1e-4 * in_step_us / done[None].step_s
+        shares.append(1e-4 * in_step_us / done[None].step_s)
     with_us, without_us = map(statistics.median, zip(*busy, strict=True))
     pairs = " ".join(f"{ratio:.3f}" for ratio in ratios)
-    ratio = statistics.median(ratios)
+    ratio, share = statistics.median(ratios), statistics.median(shares)
     return f"{n_bytes:7.1f}{share:10.3f} %{with_us:30.1f}{without_us:9.1f}{ratio:9.3f} ({pairs})"
 
 
@@ -129,7 +127,7 @@ def digits(policy: str, place: str | None) -> Done:
 def trained(policy: str, place: str | None, module: Any, data: Any, epochs: int) -> Done:
     """Train it."""
     began = time.process_time()
-    stats = fit(HybridStrategy(policy, record=place), module, data, epochs, WORKERS)
+    stats = fit(HybridStrategy(policy, record=place), module, data, epochs)
     step_s = statistics.mean(stats["step_s"])
     return Done(stats["samples_per_s"], step_s, time.process_time() - began)
 

@@ -92,17 +92,17 @@ class Done:
 
 def side_by_side(policy: str, repeats: int, in_step_us: float, in_second_us: float) -> str:
     """Alternating runs."""
-    speed, busy, null, share = [], [], [], 0.0
+    speed, busy, null, shares = [], [], [], []
     for repeat in range(repeats):
         order = ["with", "without", "again"]
         done = {how: digits(policy, how == "with") for how in order[:: -1 if repeat % 2 else 1]}
         speed.append(done["with"].samples_per_s / done["without"].samples_per_s)
         busy.append(done["with"].busy_s / done["without"].busy_s)
         null.append(done["again"].busy_s / done["without"].busy_s)
-        share = 1e-4 * (in_step_us / done["with"].step_s + in_second_us)
+        shares.append(1e-4 * (in_step_us / done["with"].step_s + in_second_us))
     return (
-        f"the parts: {share:.3f} % of a step; with / without: speed {_spread(speed)}, processor "
-        f"time {_spread(busy)}; without / without: {_spread(null)}"
+        f"the parts: {statistics.median(shares):.3f} % of a step; with / without: speed "
+        f"{_spread(speed)}, processor time {_spread(busy)}; without / without: {_spread(null)}"
     )
 
 

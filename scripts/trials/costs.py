@@ -11,6 +11,8 @@ import pytorch_lightning as pl
 
 from hybridtrain import HybridStrategy
 
+WORKERS = 2
+
 
 def pairs_asked_for(description: str | None, default: int) -> int:
     """``--repeats`` of the command line; from here on Lightning says errors only."""
@@ -29,14 +31,14 @@ def pairs_asked_for(description: str | None, default: int) -> int:
 
 
 def fit(
-    strategy: HybridStrategy, module: pl.LightningModule, data: Any, epochs: int, workers: int = 2
+    strategy: HybridStrategy, module: pl.LightningModule, data: Any, epochs: int
 ) -> dict[str, Any]:
     """Train, with nothing besides that would take time; the run's own figures of itself."""
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=workers,
+        devices=WORKERS,
         max_epochs=epochs,
         limit_val_batches=0,
         logger=False,

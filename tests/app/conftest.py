@@ -45,7 +45,7 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 @pytest.fixture(scope="session")
 def zygotes() -> Iterator[list[Zygote]]:
-    """The last one is in use."""
+    """The one in use, once there is one."""
     made: list[Zygote] = []
     yield made
     for zygote in made:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.core.ends import gone, wait_until
+
 OWNER = """
 import multiprocessing, os, sys, time
 from hybridtrain.worlds.bonds import die_with_parent
@@ -28,20 +30,6 @@ if __name__ == "__main__":
 """
 
 
-def ended(pid: int, limit_s: float) -> bool:
-    """A zombie has: nobody may be there to ask what became of it."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except FileNotFoundError:
-            return True
-        if state in "ZX":
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def pid_after_kill_9(folder: Path, method: str) -> int:
     """Of a process whose owner has just been killed."""
     script = folder / "owner.py"
@@ -50,11 +38,13 @@ def pid_after_kill_9(folder: Path, method: str) -> int:
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as owner:
         assert owner.stdout is not None
         pid = int(owner.stdout.readline())
-        assert not ended(pid, 0.3)
+        time.sleep(0.3)
+        assert not gone(pid)
         owner.kill()
     return pid
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_it_ends_with_its_owner(tmp_path: Path, method: str) -> None:
-    assert ended(pid_after_kill_9(tmp_path, method), 10.0)
+    pid = pid_after_kill_9(tmp_path, method)
+    wait_until(lambda: gone(pid))

@@ -25,6 +25,7 @@ from hybridtrain.worlds.outcome import WorkerDied, WorkerError
 from hybridtrain.worlds.processes import ProcessWorld
 from hybridtrain.worlds.signals import Interrupted
 from tests.core import bodies
+from tests.core.ends import gone, wait_until
 
 
 def world(n_workers: int, **options: Any) -> ProcessWorld:
@@ -234,21 +235,6 @@ def test_no_descriptor_process_or_thread_outlives_a_run(body: Callable[[Client],
 
 
 # ---- signals: in a process of their own ---------------------------------------------------------
-
-
-def gone(pid: int) -> bool:
-    """Ended, whether or not somebody has yet asked how."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    deadline_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.01)
 
 
 class Parent:
