@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.app.conftest import Command
+from tests.app.conftest import Command, summary
 from tests.app.tiny import TINY, TinyModule
 
 CASES = [
@@ -182,6 +182,15 @@ def test_a_metric_that_was_never_logged_lists_those_that_were(command: Command) 
     assert result.code == 2
     assert "test/wer" in result.complaint
     assert "train/loss" in result.complaint
+
+
+def test_there_is_no_summary_of_a_run_that_never_began(command: Command) -> None:
+    """The trainer is there already: what it is asked for is found out when it begins to fit."""
+    asked = "strategy.overlap_update=true"
+    result = command(*TINY, asked, "trainer.devices=2", "hydra.run.dir=here")
+    assert result.code == 2 and "workers on a CPU" in result.complaint
+    assert result.out == ""
+    assert summary("here")["exit"] == 2
 
 
 def test_a_missing_extra_says_how_to_get_it(
