@@ -50,6 +50,7 @@ from hybridtrain.messages import (
     Writes,
 )
 from hybridtrain.news import Back, Gone, Tell, Told
+from hybridtrain.offered import Offered, Taking, Undoing
 from hybridtrain.pulse import Pulse
 from hybridtrain.spans import Spans
 
@@ -78,7 +79,7 @@ class Client:
         self._stop: Stop | None = None
         self._told: Tell | None = None  # asked, and not answered yet
         self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
-        self._release: Callable[[Released], object] | None = None  # takes it, when it comes
+        self.offered: Offered | None = None  # and not settled
         self.gone: list[Gone] = []  # who will not come back
         self.left = False  # whether they have left something of the shared queue
         self.away: set[int] = set()  # who will come back
@@ -107,23 +108,24 @@ class Client:
         averaged: Averaged = self._ask(Average(weight, absent, packed), Averaged, True)[0]
         return averaged
 
-    def offer(self, push: Push, then: Callable[[Released], object]) -> None:
+    def offer(self, push: Push, then: Taking, undo: Undoing | None = None) -> None:
         """Offer the gradient in the row; ``then`` is called once, with the release, by ``settle``.
 
-        Until then neither the row nor the parameters belong to this worker.
+        Until then neither the row nor the parameters belong to this worker. If the release never
+        comes, ``undo`` is called instead.
         """
         self.settle()
         covers, self._covers = tuple(self._covers), []
         self._line.send(replace(push, covers=covers) if covers else push)
-        self._release = then
+        self.offered = Offered(then, [undo] if undo is not None else [])
 
     def settle(self) -> None:
         """Wait for the release of what was offered, if that is still under way."""
-        if self._release is not None:
-            then, self._release = self._release, None
-            self.await_release(then)
+        if self.offered is not None:
+            offered, self.offered = self.offered, None
+            offered.settle(self.await_release)
 
-    def await_release(self, then: Callable[[Released], object]) -> None:
+    def await_release(self, then: Taking) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
         released: Released = self._answer(Released, in_step=True)[0]
         self.version = released.version
@@ -134,7 +136,7 @@ class Client:
     @property
     def next_version(self) -> int:
         """Of the parameters after the step that was made last, be it under way."""
-        return self.version + (self._release is not None)
+        return self.version + (self.offered is not None)
 
     def push(self, push: Push) -> Released:
         """Offer the gradient in the row, and wait; returns the version to go on from."""

@@ -70,6 +70,10 @@ class Dice:
         """A step has been made."""
         self._whole = True
 
+    def take_back(self) -> None:
+        """It was broken off."""
+        self._whole = False
+
     def state(self) -> dict[str, Any]:
         """From where the next mini-batch after the last step goes on; plain data and tensors."""
         found = look()

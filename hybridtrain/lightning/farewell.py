@@ -9,6 +9,8 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.trainer import call
 
+from hybridtrain.client import StopRequested
+
 INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
 
 
@@ -37,5 +39,5 @@ def say_goodbye(trainer: pl.Trainer, error: BaseException) -> None:
     try:
         call._interrupt(trainer, error)
         trainer._teardown()
-    except Exception as second:  # the first error is the one to report
+    except (Exception, StopRequested) as second:  # the first error is the one to report
         rank_zero_warn(f"while ending after {type(error).__name__}: {second!r}")

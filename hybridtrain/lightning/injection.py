@@ -29,6 +29,7 @@ from hybridtrain.faults import KINDS, Fault
 from hybridtrain.lightning.disturbing import Faults, say
 from hybridtrain.lightning.progress import precede
 from hybridtrain.messages import Push
+from hybridtrain.offered import Taking, Undoing
 from hybridtrain.tally import Schedule, Tally
 
 EXIT_CODE = 70  # of a worker that ends without a word
@@ -104,7 +105,7 @@ class Injection(pl.Callback):
     def _wrap_exchange(self) -> None:
         offer = self._client.offer
 
-        def offering(push: Push, then: Callable[[Any], object]) -> None:
+        def offering(push: Push, then: Taking, undo: Undoing | None = None) -> None:
             self._dawdle()
             self._visit("push")
 
@@ -112,7 +113,7 @@ class Injection(pl.Callback):
                 self._count()
                 return then(released)
 
-            offer(push, take)
+            offer(push, take, undo)
 
         self._client.offer = offering  # type: ignore[method-assign]
 

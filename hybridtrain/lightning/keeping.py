@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 from hybridtrain.errors import UserError
 from hybridtrain.files import fault_of
 from hybridtrain.lightning.patient import let_write
+from hybridtrain.lightning.progress import precede
 from hybridtrain.lightning.saving import WholeCheckpointIO
 from hybridtrain.lightning.unsaved import Told, Unsaved
 
@@ -61,14 +62,17 @@ class Keeping:
         """
         strategy = trainer.strategy
         let_write(trainer.loggers)
+        kept = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        for callback in kept if changes else []:
+            # Or it would remember a file of a step that is broken off before there is one.
+            precede(callback, "_monitor_candidates", strategy.client.settle)
         if type(strategy._checkpoint_io) not in (type(None), TorchCheckpointIO):
             return
         strategy.checkpoint_io = writer = WholeCheckpointIO(self.unsaved)
-        for callback in trainer.checkpoint_callbacks if changes else []:
-            if isinstance(callback, ModelCheckpoint):
-                _find_whole(callback)
-                if callback.save_last == "link":
-                    _link_if_possible(callback, self.unsaved)
+        for callback in kept if changes else []:
+            _find_whole(callback)
+            if callback.save_last == "link":
+                _link_if_possible(callback, self.unsaved)
         if self.how == "background" and not any(reads_at_once(each) for each in trainer.loggers):
             for callback in trainer.checkpoint_callbacks:
                 if may_come_later(callback):

@@ -50,8 +50,11 @@ class Loaders:
         self.samplers: list[EpochSampler] = []
         self.remembers = False  # which step was made with which mini-batches
         self._made_in_epoch: int | None = None
-        self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it
+        # Epoch and mini-batches of it that are done, now and before the last step.
+        self._committed: tuple[int, int] | None = None
+        self._former: tuple[int, int] | None = None
         self._resumed: Resumed | None = None
+        self._stepped: int | None = None  # to go on with, see there
         self._dice = Dice(client)
         self._begin_evaluation()
         self._moved = False  # what Lightning iterates over has another length now
@@ -166,6 +169,9 @@ class Loaders:
             UserError: if nobody can tell.
         """
         self._dice.begin_batch()
+        if self._stepped is not None:
+            loop = self._trainer.fit_loop.epoch_loop
+            loop._batches_that_stepped, self._stepped = self._stepped, None
         portions = [sampler.next_portion() for sampler in self.samplers]
         weights = [portion.weight for portion in portions if portion is not None]
         known = [weight for weight in weights if weight is not None]
@@ -185,7 +191,15 @@ class Loaders:
         self._dice.commit()
         loop = self._trainer.fit_loop
         ready = loop.epoch_loop.batch_progress.current.ready
+        self._former = self._committed
         self._committed = (loop.epoch_progress.current.processed, ready)
+
+    def take_back(self) -> None:
+        """The last step was broken off: its mini-batches are still to do."""
+        for sampler in self.samplers:
+            sampler.take_back(self._client.version)
+        self._dice.take_back()
+        self._committed = self._former
 
     # ---- going on in the middle of an epoch -----------------------------------------------------
 
@@ -210,6 +224,7 @@ class Loaders:
         """The checkpoint as Lightning is to see it; training will go on from there."""
         if self._trainer.state.fn == "fit":
             self._resumed = read(checkpoint)
+            self._stepped = None if self._resumed is None else self._resumed.stepped
             if not self._client.joins:  # who comes back has the generators of who has told
                 self._dice.keep(checkpoint.get(KEY, {}).get("dice"))
         if self._resumed is not None:

@@ -100,7 +100,7 @@ class Overlap:
         if self._check.offender(numbers, ()) is not None:
             self._step = None  # the push will say so
         elif numbers:
-            groups = None if self._told else step.changed_groups(whole=False)
+            groups = None if self._told else step.hyper_parameters.changed(whole=False)
             self._exchange.incoming.settle()  # the masters will move now
             self._client.note(Arrived(step.number, numbers, step.weight, groups))
             self._told = True

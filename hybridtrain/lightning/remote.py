@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -19,21 +20,15 @@ from hybridtrain.lightning.between_steps import is_unwatched
 from hybridtrain.lightning.buffers import SharedBuffers
 from hybridtrain.lightning.closures import Closure, as_float, is_empty, run
 from hybridtrain.lightning.guard import Guard
+from hybridtrain.lightning.hyper_parameters import HyperParameters
 from hybridtrain.lightning.in_place import InPlace
 from hybridtrain.lightning.parameters import parameters_of, slot_numbers
-from hybridtrain.lightning.state import RemoteState, is_theirs, moved
+from hybridtrain.lightning.state import RemoteState, moved
 from hybridtrain.memory import Packed
 from hybridtrain.messages import Clip, Push, Released
 from hybridtrain.policies import Regime
 from hybridtrain.update import Saved
-from hybridtrain.update.groups import (
-    Groups,
-    Members,
-    differences,
-    members_of,
-    plain,
-    untouched,
-)
+from hybridtrain.update.groups import Members, members_of
 from hybridtrain.update.kinds import calls_closure, takes_sparse
 
 
@@ -67,7 +62,7 @@ class RemoteStep:
         self._parameters = parameters_of(optimizer)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, number_of)
-        self._sent = plain(optimizer)
+        self.hyper_parameters = HyperParameters(optimizer)
         self._lockstep = regime.lockstep
         self.loss: Any = None  # of the last backward, where the policy watches it
         self.state = RemoteState(self._fetch_state)
@@ -122,6 +117,7 @@ class RemoteStep:
 
     def offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> None:
         """Offer the gradients with this weight; the client settles when the release is needed."""
+        kept: Any = self._optimizer.state  # the user's, perhaps
         members, state = self._changed_members(), self._changed_state()
         own = weight > 0 and members is None and state is None and self._can_step()
         absent, packed = self._gathered(weight, own)
@@ -133,7 +129,7 @@ class RemoteStep:
             self.number,
             weight,
             absent,
-            self.changed_groups(whole=members is not None),
+            self.hyper_parameters.changed(whole=members is not None),
             self.clip,
             self.averaged,
             samples=self.samples if weight > 0 else 0.0,
@@ -149,7 +145,7 @@ class RemoteStep:
         )
         if self.buffers is not None:
             self.buffers.publish()
-        self._client.offer(push, self._take)
+        self._client.offer(push, self._take, partial(self._put_back, kept))
         self.pushed, self.clip = True, None
         self.count += 1
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
@@ -162,9 +158,14 @@ class RemoteStep:
         self.state.forget()
         if self.buffers is not None:
             self.buffers.adopt()
-        self._take_news(released.groups)
+        self.hyper_parameters.confirm(released.groups)
         self.trying, self.version = released.again, released.version
         self._released = released
+
+    def _put_back(self, state: Any) -> None:
+        """The step was broken off: the optimizer is as it was in it."""
+        self._optimizer.state = state
+        self.hyper_parameters.put_back()
 
     def _told_loss(self, evaluated: Any) -> float | None:
         """What the optimizer, or else the policy, is to know of the loss."""
@@ -218,23 +219,6 @@ class RemoteStep:
         self._exchange.admit(self.numbers, takes_sparse(self._optimizer))
         return members_of(self._optimizer, self.numbers)
 
-    def changed_groups(self, whole: bool) -> Groups | None:
-        """The hyper-parameters that have changed since they were sent; they count as sent now."""
-        now = self._optimizer.param_groups
-        if not whole and len(now) == len(self._sent) and untouched(now, self._sent):
-            return None
-        groups = plain(self._optimizer)
-        changed = groups if whole else differences(self._sent, groups)
-        self._sent = groups
-        return changed
-
-    def _take_news(self, news: Groups | None) -> None:
-        """The optimizer itself has changed its hyper-parameters: so do the ones seen here."""
-        if news is not None and len(news) == len(self._sent):
-            for group, changed in zip(self._optimizer.param_groups, news, strict=True):
-                group.update(changed)
-            self._sent = plain(self._optimizer)
-
     def _changed_state(self) -> bytes | None:
         """What user code has made of the state since the last push; worker 0 speaks for all."""
         own = self._optimizer.state
@@ -272,7 +256,7 @@ class RemoteStep:
         """What ``optimizer.state_dict()`` would be in one process.
 
         State and whatever else the optimizer keeps come from the server; of the hyper-parameters
-        those that were changed here since the last push.
+        those that were changed here since the last push that was heard.
         """
         with self.state.left_alone():
             mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
@@ -284,10 +268,7 @@ class RemoteStep:
                 if number in saved.parameters
             }
             mine["state"] = self._newest(mine["state"], states | saved.others)
-        if "param_groups" in mine and len(mine["param_groups"]) == len(saved.groups):
-            sent = self._sent if len(self._sent) == len(saved.groups) else saved.groups
-            mine["param_groups"] = [
-                group | {k: v for k, v in theirs.items() if is_theirs(k, group, old)}
-                for group, old, theirs in zip(mine["param_groups"], sent, saved.groups, strict=True)
-            ]
+        if "param_groups" in mine:
+            groups = self.hyper_parameters.newest(mine["param_groups"], saved.groups)
+            mine["param_groups"] = groups
         return mine

@@ -37,6 +37,7 @@ class Resumed:
     epoch: int
     batches: int
     loaders: list[dict[str, Any]] | None
+    stepped: int | None = None  # mini-batches with a step so far, if Lightning would miscount them
 
     def begun(self, number: int, plan: Plan) -> Begun | None:
         """What is left for loader ``number``; nothing is known: a whole epoch."""
@@ -139,8 +140,8 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
         if ours is None and (n_done := _done(progress)) > 0:
             return _elsewhere(epoch["processed"], n_done)
         return None  # streams: they go on as Lightning lets them
-    _set_back(loops, ours["batches"])
-    return Resumed(ours["epoch"], ours["batches"], ours["loaders"])
+    stepped = _set_back(loops, ours["batches"])
+    return Resumed(ours["epoch"], ours["batches"], ours["loaders"], stepped)
 
 
 def _elsewhere(epoch: int, batches: int) -> Resumed:
@@ -160,11 +161,15 @@ def _done(progress: dict[str, Any]) -> int:
     return current["processed"] if in_hook else current["completed"]
 
 
-def _set_back(loops: dict[str, Any], batches: int) -> None:
-    """Let ``batches`` mini-batches of the epoch be done, no more."""
+def _set_back(loops: dict[str, Any], batches: int) -> int | None:
+    """Let ``batches`` mini-batches of the epoch be done, no more; with a step, so many of all.
+
+    Where the last of them was validated after, Lightning would take the file for one that was
+    written then, before it counted that mini-batch.
+    """
     progress = loops["epoch_loop.batch_progress"]
     if _done(progress) == batches and _in_order(progress):
-        return
+        return None
     before = progress["total"]["completed"] - progress["current"]["completed"]
     progress["current"] = dict.fromkeys(progress["current"], batches)
     progress["total"] = dict.fromkeys(progress["total"], before + batches)
@@ -173,6 +178,11 @@ def _set_back(loops: dict[str, Any], batches: int) -> None:
         epoch = loops["epoch_progress"]
         for counts in (epoch["total"], epoch["current"]):
             counts.update(dict.fromkeys(("ready", "started"), counts["processed"]))
+    automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    for steps in (automatic, loops["epoch_loop.manual_optimization.optim_step_progress"]):
+        steps["total"]["ready"] = steps["total"]["completed"]  # one was under way
+    stepped: int = loops["epoch_loop.state_dict"]["_batches_that_stepped"]
+    return stepped
 
 
 def _in_order(progress: dict[str, Any]) -> bool:

@@ -72,6 +72,7 @@ class EpochSampler(Sampler[int]):
         self._planned: deque[Portion] = deque()
         self._running: Portion | None = None  # the mini-batch that training has got last
         self._done: tuple[int, Portion] | None = None  # in which epoch
+        self._former: tuple[int, Portion] | None = None  # the same before the last step
         self._iterated: int | None = None  # the epoch of the current lap
         self.source = begun.order if begun else plan.order  # of the current lap's order
         self.order: Sequence[int] = ()
@@ -155,9 +156,14 @@ class EpochSampler(Sampler[int]):
             version: of the parameters after it, if it is to be remembered.
         """
         if self._running is not None:
-            self._done = (self.epoch, self._running)
+            self._former, self._done = self._done, (self.epoch, self._running)
             if version is not None:
                 self._steps.append((version, self._running.batches))
+
+    def take_back(self, version: int) -> None:
+        """The last step was broken off; ``version``: of the parameters, as they are."""
+        self._done = self._former
+        self._steps = [each for each in self._steps if each[0] <= version]
 
     def left_by(self, gone: Sequence[Gone]) -> Spans:
         """Positions of the current pass that these workers would have done."""

@@ -40,6 +40,7 @@ from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.progress import UpdateCount, precede
+from hybridtrain.lightning.provisional import Provisional
 from hybridtrain.lightning.recording import Recording
 from hybridtrain.lightning.session import Session
 from hybridtrain.lightning.state import without_fetching
@@ -90,6 +91,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     strategy_name = "hybrid"
     generator_pages: GeneratorPages | None = None  # of the run under way
+    _provisional: Provisional | None = None  # of the training under way
 
     def __init__(
         self,
@@ -191,6 +193,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
                 self._count.reach(self._session.pull())
+            self._provisional = Provisional(self._session.trainer, self.client, self._loaders)
             self._losses = Losses(self, self._session.trainer, self._loaders, self._back)
 
     def await_turn(self) -> None:
@@ -238,12 +241,12 @@ class HybridStrategy(OneHost, ParallelStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._session is not None and self._loaders is not None
+        assert self._session is not None and self._provisional is not None
         self._snapshot = None
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         output = self._session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False
-        self._loaders.commit()
+        self._provisional.commit()
         return output
 
     # ---- ends of epochs -------------------------------------------------------------------------

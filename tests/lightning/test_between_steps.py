@@ -87,6 +87,26 @@ def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Scr
     client.install(())
 
 
+def test_what_was_counted_ahead_is_undone_unless_the_release_has_come(line: Script) -> None:
+    client, undone = Client(0, 2, line), list[str]()
+    client.offer(Push(0, 1.0), lambda _: None, lambda: undone.append("first"))
+    assert client.offered is not None
+    client.offered.undoing.append(lambda: undone.append("second"))
+    line.replies.append(Stop(now=True))
+    with pytest.raises(StopRequested):
+        client.settle()
+    assert undone == ["second", "first"], "what was done last is undone first"
+
+    def fail(_: Released) -> None:
+        raise LookupError
+
+    client.offer(Push(0, 1.0), fail, lambda: undone.append("an update that was made"))
+    line.replies.append(Released(1))
+    with pytest.raises(LookupError):
+        client.settle()
+    assert undone == ["second", "first"]
+
+
 # ---- who looks ----------------------------------------------------------------------------------
 
 

@@ -1,0 +1,167 @@
+"""A step that is broken off has not been made, however far its worker has gone on meanwhile."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Callback
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, StepLR
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.lightning.test_resume import same
+from tests.lightning.toys import Regression, make_trainer, regression_data
+
+ADAM = partial(torch.optim.Adam, lr=0.01)
+BATCHES = 6  # of an epoch
+HEAD_START_S = 0.3  # by which worker 0 has offered its gradient, and waits at the next boundary
+
+
+class Noisy(Regression):
+    """With random numbers in it; worker 1 fails at its mini-batch ``at`` of all."""
+
+    def __init__(self, at: int | None = None, schedule: Any = None) -> None:
+        super().__init__(ADAM, schedule)
+        self.net.append(torch.nn.Dropout(0.25))
+        self.at = at
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and self.at == self.trainer.current_epoch * BATCHES + batch_idx:
+            time.sleep(HEAD_START_S)
+            raise LookupError("broken off")
+        return super().training_step(batch, batch_idx)
+
+
+class Looking(Callback):
+    """Has the worker wait for the release within its step."""
+
+    def on_train_batch_end(self, *_: Any) -> None: ...
+
+
+def run(
+    folder: Path,
+    make: Callable[[], Regression],
+    ckpt_path: Path | None = None,
+    data: Dataset[Any] | None = None,
+    validation: int = 8,
+    **options: Any,
+) -> dict[str, Any]:
+    """The last checkpoint, of three epochs of two workers."""
+    keep = ModelCheckpoint(folder, save_last=True, filename="any")
+    callbacks = [*options.pop("callbacks", []), keep]
+    torch.manual_seed(7)
+    options = {"max_epochs": 3, "callbacks": callbacks, "enable_checkpointing": True} | options
+    module, trainer = make(), make_trainer("hybrid", 2, **options)
+    loader = DataLoader(data or regression_data(44), batch_size=4, shuffle=True)
+    held_out = DataLoader(regression_data(validation), batch_size=4) if validation else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader, held_out, ckpt_path=ckpt_path)
+    return torch.load(folder / "last.ckpt", weights_only=True)
+
+
+def interrupted(folder: Path) -> dict[str, Any]:
+    """The checkpoint of a run that has ended early; it is of one update."""
+    saved: dict[str, Any] = torch.load(folder / "interrupted.ckpt", weights_only=True)
+    states = saved["optimizer_states"][0]["state"].values()
+    assert {int(state["step"]) for state in states} == {saved["global_step"]}
+    return saved
+
+
+def assert_same(resumed: dict[str, Any], whole: dict[str, Any]) -> None:
+    for checkpoint in (resumed, whole):  # gradients were cleared once more
+        progress = checkpoint["loops"]["fit_loop"]
+        del progress["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["zero_grad"]
+    for part in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "loops"):
+        assert same(resumed[part], whole[part]), part
+
+
+def by_the_step(scheduler: Any) -> Any:
+    return lambda optimizer: {"scheduler": scheduler(optimizer), "interval": "step"}
+
+
+SCHEDULES: dict[str, Any] = {
+    "none": None,
+    "step": by_the_step(partial(ExponentialLR, gamma=0.9)),
+    "cycle": by_the_step(partial(OneCycleLR, max_lr=0.1, total_steps=3 * BATCHES)),
+    "epoch": partial(StepLR, step_size=1),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "without validation": {"validation": 0},
+    "accumulating": {"accumulate_grad_batches": 2},
+    "validated after each": {"val_check_interval": 1},
+    "validated within": {"val_check_interval": 3},
+    "waiting in its step": {"callbacks": [Looking()]},
+}
+CASES = [("plain", name) for name in SCHEDULES] + [(name, "step") for name in OPTIONS][1:]
+
+
+@pytest.mark.parametrize("at", [3, 6, 8, 11], ids=["middle", "first", "again", "last"])
+@pytest.mark.parametrize(("options", "schedule"), CASES)
+def test_who_goes_on_from_a_step_that_was_broken_off_does_it_again(
+    options: str, schedule: str, at: int, tmp_path: Path
+) -> None:
+    make = partial(Noisy, schedule=SCHEDULES[schedule])
+    whole = run(tmp_path / "whole", make, **OPTIONS[options])
+    with pytest.raises(LookupError, match="broken off"):
+        run(tmp_path / "broken", partial(make, at), **OPTIONS[options])
+    accumulated = OPTIONS[options].get("accumulate_grad_batches", 1)
+    assert interrupted(tmp_path / "broken")["global_step"] == at // accumulated
+    path = tmp_path / "broken" / "interrupted.ckpt"
+    assert_same(run(tmp_path / "resumed", make, path, **OPTIONS[options]), whole)
+
+
+class Interrupting(Dataset[Any]):
+    """Ctrl-C while worker 1 fetches what comes after its first mini-batches."""
+
+    def __init__(self, data: TensorDataset, after: int) -> None:
+        self.data, self.left = data, after * 4
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        if os.environ.get("LOCAL_RANK") == "1":
+            self.left -= 1
+            if self.left == -1:
+                time.sleep(HEAD_START_S)
+                os.kill(os.getppid(), signal.SIGINT)
+                time.sleep(HEAD_START_S)  # so that it is heard before the mini-batch begins
+        return self.data[index]
+
+
+@pytest.mark.parametrize("after", [3, BATCHES])
+def test_ctrl_c_while_one_worker_is_ahead_of_another_leaves_nothing_out(
+    after: int, tmp_path: Path
+) -> None:
+    make = partial(Noisy, schedule=SCHEDULES["step"])
+    whole = run(tmp_path / "whole", make)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        run(tmp_path / "broken", make, data=Interrupting(regression_data(44), after))
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    assert interrupted(tmp_path / "broken")["global_step"] == after
+    assert_same(run(tmp_path / "resumed", make, tmp_path / "broken" / "interrupted.ckpt"), whole)
+
+
+def test_no_checkpoint_is_remembered_of_a_step_that_was_broken_off(tmp_path: Path) -> None:
+    each = ModelCheckpoint(tmp_path, "{step}", "train/loss", every_n_train_steps=1, save_top_k=-1)
+    with pytest.raises(LookupError, match="broken off"):
+        run(tmp_path, partial(Noisy, 8), callbacks=[each])
+    (state,) = [
+        state for key, state in interrupted(tmp_path)["callbacks"].items() if "train/loss" in key
+    ]
+    assert {Path(path).name for path in state["best_k_models"]} == {
+        f"step={step}.ckpt" for step in range(1, 9)
+    }
+    assert all(Path(path).is_file() for path in state["best_k_models"])
