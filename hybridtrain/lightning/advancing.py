@@ -33,6 +33,7 @@ def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None
     left = total(loader["spans"])
     batches = min(steps * int(trainer.accumulate_grad_batches), -(-left // loader["whole"]))
     ours["batches"] += batches
+    checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] += steps
     loader["batches"] += batches
     rest = split([tuple(span) for span in loader["spans"]], batches * loader["whole"])[1]
     loader["spans"] = [list(span) for span in rest]

@@ -271,3 +271,6 @@ def test_a_worker_that_was_alone_goes_on_from_where_training_had_come(
     other.fit(expected, DataLoader(Numbered(), SIZE, shuffle=True))
     assert distance(module, expected) == 0.0
     assert trainer.global_step == other.global_step == 22
+    if policy == "hybrid":  # as loggers count; elsewhere each worker counts its own
+        loops = trainer.fit_loop.epoch_loop, other.fit_loop.epoch_loop
+        assert [loop._batches_that_stepped for loop in loops] == [22, 22]
