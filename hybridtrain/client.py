@@ -45,11 +45,10 @@ from hybridtrain.messages import (
     Snapshot,
     State,
     Stats,
-    Stop,
     Ticket,
     Writes,
 )
-from hybridtrain.news import Back, Gone, Tell, Told
+from hybridtrain.news import Back, Gone, Stop, Tell, Told
 from hybridtrain.offered import Offered, Taking, Undoing
 from hybridtrain.pulse import Pulse
 from hybridtrain.spans import Spans
@@ -73,6 +72,7 @@ class Client:
         self.n_workers = n_workers
         self.version = 0  # of the last release
         self.solo = False  # the others have ended: meetings are with oneself
+        self.saved = False  # the last checkpoint, before it says that it has failed
         self.pulse = Pulse()  # whether anybody watches is for the world to say
         self.joins = False  # training has begun long ago
         self._line = line
@@ -227,6 +227,8 @@ class Client:
     @property
     def leads(self) -> bool:
         """Whether this worker does what one has to do for all: log, save, draw."""
+        if self.solo and self._stop is not None and self._stop.heir is not None:
+            return self.worker == self._stop.heir
         if not self.gone and not self.away:  # asked for many times in a step
             return self.worker == 0
         return self.worker == next(each for each in self.there if each not in self.away)
@@ -264,7 +266,7 @@ class Client:
             reply, fd = self._line.receive()
             match reply:
                 case Stop(now=True):
-                    self._stop = reply
+                    self._stop = self._stop or reply
                     raise StopRequested
                 case Stop() | Gone() | Back() | Tell():
                     self._hear(reply)

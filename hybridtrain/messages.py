@@ -13,7 +13,7 @@ from hybridtrain.arrivals import Arrived
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import Borrow, Lent, Turn
 from hybridtrain.memory.packed import Packed
-from hybridtrain.news import Back, Gone, Tell, Told
+from hybridtrain.news import Back, Gone, Stop, Tell, Told
 from hybridtrain.spans import Spans
 
 Writes = Mapping[int, bytes]  # number of a parameter -> its elements, in the order of its shape
@@ -280,13 +280,6 @@ class Stats:
     """See :meth:`hybridtrain.ledger.Ledger.stats`."""
 
     values: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """Stop as soon as you can. ``now``: what you asked for will not be answered."""
-
-    now: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What workers hear unasked when one of them is gone or comes back, and their answer."""
+"""What workers hear unasked when one of them is gone or comes back, or all are to end."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ class Back:
     """The worker is there again."""
 
     worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop as soon as you can.
+
+    ``now``: what you asked for will not be answered; ``heir``: who does what is to be done for all
+    when all have stopped; ``None``: who leads.
+    """
+
+    now: bool = False
+    heir: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,9 @@ from hybridtrain.messages import (
     Snapshot,
     State,
     Stats,
-    Stop,
     Stopped,
 )
+from hybridtrain.news import Stop
 from hybridtrain.policies import Policy
 from hybridtrain.rounds import Replies, Rounds
 from hybridtrain.sharing import lend, no_snapshot

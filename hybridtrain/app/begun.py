@@ -42,7 +42,7 @@ def keeping_whole(trainer: Trainer) -> Iterator[None]:
         yield
         return
     strategy.keeping = keeping = Keeping.of("blocking")
-    with keeping.listening():
+    with keeping.listening(trainer):
         keeping.take_over(trainer, changes=False)
         yield
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,15 +22,20 @@ from hybridtrain.lightning.progress import precede
 from hybridtrain.lightning.saving import WholeCheckpointIO
 from hybridtrain.lightning.unsaved import Told, Unsaved
 
+_COARSE_S = 2.0  # clocks of file systems
 CHOICES = ("blocking", "background")
 
 
 @dataclass
 class Keeping:
-    """The option ``checkpoint`` of a strategy; ``unsaved`` is of the last run."""
+    """The option ``checkpoint`` of a strategy; ``unsaved`` is of the last run.
+
+    ``broken_since_s``: when the last run began, if it was of training and has failed.
+    """
 
     how: str
     unsaved: Unsaved = field(default_factory=Unsaved)
+    broken_since_s: float | None = None
 
     @classmethod
     def of(cls, value: str) -> Keeping:
@@ -43,16 +49,35 @@ class Keeping:
         return cls(value)
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
+    def listening(self, trainer: Any) -> Iterator[None]:
         """In the calling process, while workers run: ``unsaved`` is known afterwards."""
-        told = Told()
+        told, began_s = Told(), time.time()
         self.unsaved = told.fresh
         try:
             yield
+        except BaseException:
+            self.broken_since_s = began_s if trainer.state.fn == "fit" else None
+            raise
         finally:
             self.unsaved = told.hear()
             for path, reason in self.unsaved.lost.items():
                 rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
+
+    def refuses(self, path: Any) -> bool:
+        """Whether the calling process has nothing to write there: what was trained is not here.
+
+        Callbacks that save when training fails have done it in the worker that had trained, and
+        Lightning asks them again in this process.
+        """
+        if self.broken_since_s is None:
+            return False
+        file = Path(path)
+        if not file.is_file() or file.stat().st_mtime < self.broken_since_s - _COARSE_S:
+            rank_zero_warn(
+                f"no checkpoint is written to {path}: training has failed, and what the workers "
+                "had trained is not in this process; go on from a checkpoint that they have written"
+            )
+        return True
 
     def take_over(self, trainer: Any, changes: bool = True) -> None:
         """In every worker, of which one writes; a plugin of the user's own stays.

@@ -28,7 +28,7 @@ from hybridtrain.lightning.checks import check_parameters, check_trainer
 from hybridtrain.lightning.coming_back import ComingBack
 from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.disturbing import interrupt_updates
-from hybridtrain.lightning.farewell import save_interrupted, say_goodbye
+from hybridtrain.lightning.farewell import may_save, save_interrupted, say_goodbye
 from hybridtrain.lightning.generator_pages import pages_of
 from hybridtrain.lightning.injection import inject
 from hybridtrain.lightning.lean import be_lean
@@ -75,6 +75,7 @@ class HybridLauncher(_Launcher):
         """Run ``function`` in every worker; returns what it returned in worker 0."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
+        strategy.keeping.broken_since_s = None
         strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
         if strategy.recording is not None and strategy.recording.instead is not None:
             job = _Job(trainer, function, args, kwargs, None, [])
@@ -96,7 +97,11 @@ class HybridLauncher(_Launcher):
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
-            with strategy.keeping.listening(), vanishing_sockets(), pages_of(strategy, trainer):
+            with (
+                strategy.keeping.listening(trainer),
+                vanishing_sockets(),
+                pages_of(strategy, trainer),
+            ):
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
@@ -256,6 +261,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         raise
     except Exception as error:
         client.solo = True
+        client.saved = may_save(trainer, error) and save_interrupted(trainer)
         say_goodbye(trainer, error)
         raise
     finally:

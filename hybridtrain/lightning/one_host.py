@@ -11,6 +11,7 @@ from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.ahead import Ahead
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.startup import check_loader
 
 
@@ -19,6 +20,7 @@ class OneHost:
 
     strategy_name: str
     parallel_devices: list[torch.device] | None
+    keeping: Keeping
     _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
@@ -56,7 +58,9 @@ class OneHost:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """As Lightning does it; after training also in the calling process."""
+        """As Lightning does it; after training also in the calling process, unless it failed."""
+        if self._client is None and self.keeping.refuses(filepath):
+            return
         if self._trained is not None and checkpoint.get("optimizer_states") == []:
             checkpoint = {**checkpoint, **self._trained}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]

@@ -17,14 +17,18 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The worker's code raised. ``exception`` is pickled, or empty if it cannot be."""
+    """The worker's code raised. ``exception`` is pickled, or empty if it cannot be.
+
+    ``saved``: it has written the last checkpoint of the run itself.
+    """
 
     exception: bytes
     text: str
     where: str = ""
+    saved: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, where: str = "") -> Failed:
+    def of(cls, error: BaseException, where: str = "", saved: bool = False) -> Failed:
         """Describe an exception that is being handled, ``where`` the worker has raised it."""
         text = "".join(traceback.format_exception(error)).rstrip()
         try:
@@ -32,7 +36,7 @@ class Failed:
             pickle.loads(payload)  # some exceptions pickle, and then cannot be rebuilt
         except Exception:
             payload = b""
-        return cls(payload, text, where)
+        return cls(payload, text, where, saved)
 
     def rebuild(self, worker: int, place: str = "") -> BaseException:
         """The exception, with the worker's number and traceback attached as a note."""

@@ -21,14 +21,14 @@ from typing import Any
 
 from hybridtrain.arrivals import Arrived
 from hybridtrain.failures import End, GoOn, Judge, Left, OnFailure, Replace
-from hybridtrain.messages import Described, Paused, Resumed, Shared, Stop, Stopped
-from hybridtrain.news import Told
+from hybridtrain.messages import Described, Paused, Resumed, Shared, Stopped
+from hybridtrain.news import Stop, Told
 from hybridtrain.rounds import Replies
 from hybridtrain.serving import Serving
 from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.child import Birth, Body, run_worker
 from hybridtrain.worlds.comebacks import Comebacks
-from hybridtrain.worlds.crew import WorkerProcess
+from hybridtrain.worlds.crew import WorkerProcess, heir_of
 from hybridtrain.worlds.nursery import Nursery
 from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied, in_words
 from hybridtrain.worlds.placement import one_thread, stand_aside
@@ -191,7 +191,7 @@ class ProcessWorld:
                 worker.result, worker.ended = result, True
                 self._send(self.server.finished(worker.number))
             case Failed():
-                worker.ended = True
+                worker.ended, worker.saved = True, message.saved
                 self._fail(worker, message.rebuild(worker.number, worker.place))
             case Told(number, payload):
                 self._hear_where(number, payload)
@@ -251,7 +251,7 @@ class ProcessWorld:
     def _give_up(self, worker: WorkerProcess, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-        self._ask_to_stop()
+        self._ask_to_stop(worker)
         self._send(self.server.note(worker.number, Stopped(broke=True)))
 
     # ---- coming back ----------------------------------------------------------------------------
@@ -281,11 +281,12 @@ class ProcessWorld:
             self._backs.hear(number, told)
             self.server.staff.back(number)  # whoever meets from now on waits for it
 
-    def _ask_to_stop(self) -> None:
+    def _ask_to_stop(self, failed: WorkerProcess | None = None) -> None:
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.grace_s
             self._backs.clear()
-            self._send([(w.number, Stop()) for w in self._workers if not w.ended])
+            stop = Stop(heir=heir_of(self._workers, failed))
+            self._send([(w.number, stop) for w in self._workers if not w.ended])
 
     def _react_to_signals(self) -> None:
         while self._signals:

@@ -23,7 +23,8 @@ import numpy as np
 import torch
 
 from hybridtrain.client import Client
-from hybridtrain.messages import Note, ReadStats, Reply, Request, Shared, Stop
+from hybridtrain.messages import Note, ReadStats, Reply, Request, Shared
+from hybridtrain.news import Stop
 from hybridtrain.rounds import Replies
 from hybridtrain.serving import Serving
 from hybridtrain.update.turns import Asked, Ended, Turns

@@ -19,8 +19,8 @@ from hybridtrain.messages import (
     Reply,
     Share,
     Shared,
-    Stop,
 )
+from hybridtrain.news import Stop
 from hybridtrain.policies import All, Policy
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server

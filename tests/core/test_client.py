@@ -19,8 +19,8 @@ from hybridtrain.messages import (
     Released,
     Reply,
     Request,
-    Stop,
 )
+from hybridtrain.news import Stop
 
 
 class Script:

@@ -27,10 +27,10 @@ from hybridtrain.messages import (
     Snapshot,
     State,
     Stats,
-    Stop,
     Stopped,
     Ticket,
 )
+from hybridtrain.news import Stop
 from hybridtrain.policies import All, OnArrival
 from hybridtrain.server import Server
 from hybridtrain.update.groups import plain

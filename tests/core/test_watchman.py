@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from hybridtrain.client import Client
-from hybridtrain.messages import Gather, Push, Released, Stop
-from hybridtrain.news import Gone
+from hybridtrain.messages import Gather, Push, Released
+from hybridtrain.news import Gone, Stop
 from hybridtrain.policies import All
 from hybridtrain.pulse import Doing, Pulse, pulse_file
 from hybridtrain.server import Server

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.lightning.between_steps import holds_any
-from hybridtrain.messages import Done, Gather, Gathered, Push, ReadStats, Released, Stats, Stop
+from hybridtrain.messages import Done, Gather, Gathered, Push, ReadStats, Released, Stats
+from hybridtrain.news import Stop
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 # ---- the client ---------------------------------------------------------------------------------

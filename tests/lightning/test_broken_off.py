@@ -18,25 +18,33 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, StepLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from hybridtrain.worlds.outcome import WorkerDied
 from tests.lightning.test_resume import same
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 BATCHES = 6  # of an epoch
-HEAD_START_S = 0.3  # by which worker 0 has offered its gradient, and waits at the next boundary
+HEAD_START_S = (
+    0.3  # by which the others have offered their gradients, and wait at the next boundary
+)
 
 
 class Noisy(Regression):
-    """With random numbers in it; worker 1 fails at its mini-batch ``at`` of all."""
+    """With random numbers in it; worker ``who`` fails at its mini-batch ``at`` of all."""
 
-    def __init__(self, at: int | None = None, schedule: Any = None) -> None:
+    def __init__(
+        self, at: int | None = None, schedule: Any = None, who: int = 1, dies: bool = False
+    ) -> None:
         super().__init__(ADAM, schedule)
         self.net.append(torch.nn.Dropout(0.25))
-        self.at = at
+        self.at, self.who, self.dies = at, who, dies
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        if self.global_rank == 1 and self.at == self.trainer.current_epoch * BATCHES + batch_idx:
+        now = self.trainer.current_epoch * BATCHES + batch_idx
+        if self.global_rank == self.who and self.at == now:
             time.sleep(HEAD_START_S)
+            if self.dies:
+                os.kill(os.getpid(), signal.SIGKILL)
             raise LookupError("broken off")
         return super().training_step(batch, batch_idx)
 
@@ -119,6 +127,19 @@ def test_who_goes_on_from_a_step_that_was_broken_off_does_it_again(
     assert interrupted(tmp_path / "broken")["global_step"] == at // accumulated
     path = tmp_path / "broken" / "interrupted.ckpt"
     assert_same(run(tmp_path / "resumed", make, path, **OPTIONS[options]), whole)
+
+
+@pytest.mark.parametrize(("who", "dies"), [(0, False), (0, True), (1, True)])
+@pytest.mark.parametrize("at", [3, 11])
+def test_whoever_fails_and_whoever_saves_nothing_is_left_out(
+    who: int, dies: bool, at: int, tmp_path: Path
+) -> None:
+    make = partial(Noisy, schedule=SCHEDULES["step"])
+    whole = run(tmp_path / "whole", make)
+    with pytest.raises((LookupError, WorkerDied)):
+        run(tmp_path / "broken", partial(make, at, who=who, dies=dies))
+    assert interrupted(tmp_path / "broken")["global_step"] == at
+    assert_same(run(tmp_path / "resumed", make, tmp_path / "broken" / "interrupted.ckpt"), whole)
 
 
 class Interrupting(Dataset[Any]):

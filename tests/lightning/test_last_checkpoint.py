@@ -1,0 +1,143 @@
+"""Whoever fails, and however: a run that ends early leaves a checkpoint of its last update."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch.utils.data import DataLoader
+
+from hybridtrain import HybridStrategy
+from hybridtrain.lightning.periodic import PeriodicCheckpoint
+from hybridtrain.worlds.outcome import WorkerDied
+from tests.lightning.toys import Regression, make_trainer, regression_data
+
+AT = 3  # the mini-batch in which a worker fails
+ADAM = partial(torch.optim.Adam, lr=0.01)
+
+
+class Failing(Regression):
+    """Workers fail in their own ways, if at all."""
+
+    def __init__(self, ways: dict[int, str]) -> None:
+        super().__init__(ADAM)
+        self.ways = ways
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        way = self.ways.get(self.global_rank, "") if batch_idx == AT else ""
+        if way == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if way == "raise":
+            raise LookupError("on purpose")
+        return super().training_step(batch, batch_idx)
+
+
+def fail(
+    folder: Path, ways: dict[int, str], policy: str = "hybrid", workers: int = 3, **options: Any
+) -> tuple[Failing, pl.Trainer]:
+    """Train until it fails; checkpoints go to ``folder``."""
+    module = Failing(ways)
+    callbacks = [ModelCheckpoint(folder), *options.pop("callbacks", [])]
+    trainer = make_trainer(
+        HybridStrategy(policy, **options), workers, callbacks=callbacks, enable_checkpointing=True
+    )
+    loader = DataLoader(regression_data(), batch_size=2, shuffle=True)
+    with warnings.catch_warnings(), pytest.raises((LookupError, WorkerDied)):
+        warnings.simplefilter("ignore")
+        trainer.fit(module, loader)
+    return module, trainer
+
+
+def saved(path: Path) -> dict[str, Any]:
+    """A checkpoint, which is of one update."""
+    content: dict[str, Any] = torch.load(path, weights_only=True)
+    states = content["optimizer_states"][0]["state"].values()
+    assert {int(state["step"]) for state in states} == {content["global_step"]}
+    return content
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [{0: "die"}, {0: "raise"}, {1: "die"}, {1: "raise"}, dict.fromkeys(range(3), "raise")],
+    ids=["first dies", "first raises", "second dies", "second raises", "all raise"],
+)
+def test_in_lock_step_it_is_of_the_step_before(ways: dict[int, str], tmp_path: Path) -> None:
+    fail(tmp_path, ways)
+    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+
+
+@pytest.mark.parametrize("ways", [{0: "die"}, {0: "raise"}, dict.fromkeys(range(3), "raise")])
+def test_where_workers_run_freely_it_is_of_what_was_made(
+    ways: dict[int, str], tmp_path: Path
+) -> None:
+    fail(tmp_path, ways, "async")
+    assert saved(tmp_path / "interrupted.ckpt")["global_step"] > 0
+
+
+def test_a_worker_that_is_alone_saves_before_it_says_that_it_has_failed(tmp_path: Path) -> None:
+    fail(tmp_path, {0: "raise"}, workers=1)
+    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+
+
+def test_too_few_are_left_and_the_first_of_them_saves(tmp_path: Path) -> None:
+    fail(tmp_path, {0: "die"}, on_failure="continue", min_workers=3)
+    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+
+
+class FailingLate(Failing):
+    """Worker 0 fails when the update has been made and before Lightning has counted it."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        left = [AT]
+
+        def hook(*_: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0 and self.global_rank == 0:
+                raise LookupError("after the update")
+
+        optimizer.register_step_post_hook(hook)
+        return optimizer
+
+
+def test_who_has_not_counted_what_was_made_leaves_it_to_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "Failing", FailingLate)
+    fail(tmp_path, {})
+    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT + 1
+
+
+@pytest.mark.parametrize("ways", [{0: "raise"}, {1: "raise"}, {0: "die"}])
+def test_a_callback_that_saves_on_failure_keeps_what_was_trained(
+    ways: dict[int, str], tmp_path: Path
+) -> None:
+    fail(tmp_path, ways, callbacks=[OnExceptionCheckpoint(tmp_path, "failed")])
+    assert saved(tmp_path / "failed.ckpt")["global_step"] == AT
+
+
+def test_the_calling_process_has_nothing_to_save_and_says_so(tmp_path: Path) -> None:
+    module, trainer = fail(tmp_path, {1: "raise"})
+    with pytest.warns(UserWarning, match=r"no checkpoint is written to .*mine\.ckpt"):
+        trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    assert not (tmp_path / "mine.ckpt").exists()
+    module.ways = {}
+    trainer.fit(module, DataLoader(regression_data(), batch_size=2))
+    trainer.save_checkpoint(tmp_path / "mine.ckpt")
+    assert saved(tmp_path / "mine.ckpt")["global_step"] > 0
+
+
+def test_the_heir_knows_which_files_are_to_be_deleted_one_day(tmp_path: Path) -> None:
+    periodic = PeriodicCheckpoint(tmp_path, every_updates=1, keep=2)
+    fail(tmp_path, {0: "die"}, callbacks=[periodic])
+    callbacks = saved(tmp_path / "interrupted.ckpt")["callbacks"]
+    names = {Path(name).name for name in callbacks[periodic.state_key]["files"]}
+    assert names == {f"periodic-{AT - 1}.ckpt", f"periodic-{AT}.ckpt"}
