@@ -4,9 +4,9 @@
     python scripts/fault_matrix.py --strategies hybrid --policies restart --only kill:update
 
 Each cell is a run of real processes: three workers, two epochs of 24 updates together, one fault
-in worker 1 (of a checkpoint: in worker 0, which writes them) at its step 3 or at the first occasion
-after it. The server's parent writes down the samples that made each update and keeps what came of
-it. Then it is seen
+in worker 1 (of a checkpoint: in worker 0, which writes them; under ``stop`` in one and in the
+other) at its step 3 or at the first occasion after it. The server's parent writes down the samples
+that made each update and keeps what came of it. Then it is seen
 
 - how long after the fault the parent knew of it (a hang: after ``hang_timeout_s``, here 5 s);
 - whether each sample was in exactly as many updates as there were epochs, if the run went on;
@@ -14,7 +14,8 @@ it. Then it is seen
   mini-batches, each computed at the parameters that its worker had: none missing, none twice, no
   mixture; which is what a run without that worker would have made of them;
 - whether, in lock-step, they are to the bit those of the undisturbed run (stop: as far as it went);
-- whether every checkpoint is, to the bit, the state after one of these updates, moments included;
+- whether every checkpoint is, to the bit, the state after as many of these updates as its
+  ``global_step`` says, moments included, and whether a run that was stopped has left one;
 - what processes, shared memory and temporary files are left.
 
 A gradient that is not finite ends the run under ``stop``, and is left out elsewhere
@@ -115,7 +116,7 @@ def in_words(row: Row) -> str:
 
 def report(rows: Sequence[Row]) -> str:
     """A table: what went wrong down, policies across; and how much of it was as it should be."""
-    columns = list(dict.fromkeys((row.case.strategy, row.case.policy) for row in rows))
+    columns = list(dict.fromkeys(map(of, rows)))
     head = [f"`{strategy}`, {policy}" for strategy, policy in columns]
     lines = ["| fault | in | " + " | ".join(head) + " |", "| --- " * (2 + len(head)) + "|"]
     for kind, phase in dict.fromkeys((row.case.kind, row.case.phase) for row in rows):
@@ -130,7 +131,8 @@ def report(rows: Sequence[Row]) -> str:
 
 def of(row: Row) -> tuple[str, str]:
     """Its column."""
-    return row.case.strategy, row.case.policy
+    first = row.case.worker == 0 and row.case.phase != "checkpoint"
+    return row.case.strategy, row.case.policy + (", worker 0" if first else "")
 
 
 def summary(rows: Sequence[Row]) -> str:

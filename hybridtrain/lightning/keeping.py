@@ -52,7 +52,7 @@ class Keeping:
     def listening(self, trainer: Any) -> Iterator[None]:
         """In the calling process, while workers run: ``unsaved`` is known afterwards."""
         told, began_s = Told(), time.time()
-        self.unsaved = told.fresh
+        self.unsaved, self.broken_since_s = told.fresh, None
         try:
             yield
         except BaseException:

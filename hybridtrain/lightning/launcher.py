@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +20,6 @@ from pytorch_lightning.strategies.launchers.launcher import _Launcher
 from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot
 from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import _TunerExitException
-from torch.distributed import distributed_c10d
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
@@ -30,6 +30,7 @@ from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.disturbing import interrupt_updates
 from hybridtrain.lightning.farewell import may_save, save_interrupted, say_goodbye
 from hybridtrain.lightning.generator_pages import pages_of
+from hybridtrain.lightning.inherited import forget_process_group, stop_sharing
 from hybridtrain.lightning.injection import inject
 from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.lock_free import check_lock_free
@@ -75,7 +76,6 @@ class HybridLauncher(_Launcher):
         """Run ``function`` in every worker; returns what it returned in worker 0."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
-        strategy.keeping.broken_since_s = None
         strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
         if strategy.recording is not None and strategy.recording.instead is not None:
             job = _Job(trainer, function, args, kwargs, None, [])
@@ -97,11 +97,7 @@ class HybridLauncher(_Launcher):
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
-            with (
-                strategy.keeping.listening(trainer),
-                vanishing_sockets(),
-                pages_of(strategy, trainer),
-            ):
+            with surroundings(strategy, trainer):
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
@@ -117,11 +113,19 @@ class HybridLauncher(_Launcher):
 
     def _play(self, instead: Instead[Any], job: _Job) -> Any:
         """Run the workers in this process."""
+        self._strategy.keeping.broken_since_s = None
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
         return unpack(job.trainer, results) if results else None
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent passes signals on to its workers itself."""
+
+
+@contextmanager
+def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
+    """What is to be there while workers run, and no longer."""
+    with strategy.keeping.listening(trainer), vanishing_sockets(), pages_of(strategy, trainer):
+        yield
 
 
 def world_of(
@@ -246,8 +250,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
         returned = job.function(**arguments(job, back))
-        if trainer.strategy.on_failure.choice != "stop":
-            client.gather("the way home", None)  # or who should pack could be lost alone, and last
+        client.gather("the way home", None)  # or who should pack could be lost alone, and last
         return pack(trainer, returned, job.room)
     except _TunerExitException:  # the search for a learning rate is over, and there was no more
         call._call_teardown_hook(trainer)
@@ -278,22 +281,3 @@ def arguments(job: _Job, back: ComingBack | None) -> dict[str, Any]:
 def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:
     """What a worker does that takes the place of one that was lost."""
     return partial(_run_in_process, replace(job, told=told, version=version))
-
-
-@torch.no_grad()
-def stop_sharing(module: torch.nn.Module) -> None:
-    """Give a module that was sent to this process memory of its own.
-
-    Whatever tensors are sent to several processes, torch puts where all of them write to it.
-    """
-    for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data.clone()
-
-
-def forget_process_group() -> None:
-    """Leave a default process group that a forked worker has inherited (from ddp, run before).
-
-    It has no peers here, and with one Lightning would broadcast on every mini-batch.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        distributed_c10d.GroupMember.WORLD = None

@@ -62,7 +62,7 @@ class Row:
         found = list(self.left)
         if self.outcome in ("hung", "crashed", "never came"):
             found.append(self.outcome)
-        if self.outcome == "stopped" and not self.checkpoints and self.case.worker != 0:
+        if self.outcome == "stopped" and not self.checkpoints:
             found.append("no checkpoint")
         if self.torn:
             found.append(f"{self.torn} torn checkpoints")
@@ -92,15 +92,22 @@ class Row:
 
 
 def cases(strategies: list[str], policies: list[str]) -> list[Case]:
-    """All of them."""
+    """All of them: in worker 1, or 0, which writes checkpoints; under ``stop`` in both."""
     return [
-        Case(strategy, policy, kind, phase, 0 if phase == "checkpoint" else 1)
+        Case(strategy, policy, kind, phase, worker)
         for strategy in strategies
         for policy in policies
         for kind, phases in KINDS.items()
         for phase in PHASES
         if phase in phases
+        for worker in _whom(policy, phase)
     ]
+
+
+def _whom(policy: str, phase: str) -> tuple[int, ...]:
+    if phase == "checkpoint":
+        return (0,)
+    return (1, 0) if policy == "stop" else (1,)
 
 
 def try_out(case: Case, undisturbed: States | None = None, limit_s: float = LIMIT_S) -> Row:
@@ -197,6 +204,7 @@ def _judge_states(row: Row, tap: Tap, folder: Path, undisturbed: States | None) 
         if not row.error:
             row.as_undisturbed &= len(tap.states) == len(undisturbed)
     for path in folder.glob("*.ckpt"):
-        state = state_in(torch.load(path, weights_only=True))
+        checkpoint = torch.load(path, weights_only=True)
+        state, step = state_in(checkpoint), checkpoint["global_step"]
         row.checkpoints += 1
-        row.torn += not any(same(state, each) for each in tap.states)
+        row.torn += not (step < len(tap.states) and same(state, tap.states[step]))

@@ -30,7 +30,8 @@ def script(name: str) -> ModuleType:
 
 def test_the_matrix_has_every_kind_in_every_phase_that_it_can_happen_in() -> None:
     found = cases(["hybrid", "async"], ["stop", "continue", "restart"])
-    assert len(found) == len(set(found)) == 6 * 37
+    elsewhere = sum(case.phase != "checkpoint" for case in found if case.worker == 0)
+    assert len(found) == len(set(found)) == 6 * 37 + elsewhere and elsewhere > 50
     assert {case.worker for case in found if case.phase == "checkpoint"} == {0}
 
 
