@@ -25,11 +25,12 @@ def may_save(trainer: pl.Trainer, error: Exception) -> bool:
     writes it; but a mistake that all workers make leaves none of them.
     """
     strategy = cast(Any, trainer.strategy)
+    if strategy.on_failure.choice != "stop" and not isinstance(error, UserError):
+        return False
     with suppress(StopRequested, UserError):  # the step that was under way is broken off
         strategy.client.settle()
-    ends = strategy.on_failure.choice == "stop" or isinstance(error, UserError)
     counted = trainer.global_step == strategy.client.version
-    return ends and (counted or not strategy.regime.lockstep)
+    return counted or not strategy.regime.lockstep
 
 
 def save_interrupted(trainer: pl.Trainer) -> bool:
