@@ -73,7 +73,6 @@ def _counts(trainer: Any) -> Iterator[dict[str, int]]:
     """Of epochs, mini-batches, schedulers and steps, in all and in this epoch; to be changed."""
     loop = trainer.fit_loop.epoch_loop
     steps = loop.automatic_optimization.optim_progress.optimizer.step
-    for progress in (trainer.fit_loop.epoch_progress, loop.batch_progress):
-        yield from (vars(progress.total), vars(progress.current))
-    for progress in (loop.scheduler_progress, steps):
+    epochs, batches = trainer.fit_loop.epoch_progress, loop.batch_progress
+    for progress in (epochs, batches, loop.scheduler_progress, steps):
         yield from (vars(progress.total), vars(progress.current))

@@ -15,9 +15,10 @@ import pytest
 import torch
 from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch.optim.lr_scheduler import ExponentialLR, OneCycleLR, StepLR
+from torch.optim import lr_scheduler as lrs
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from hybridtrain.lightning.hyper_parameters import HyperParameters
 from hybridtrain.worlds.outcome import WorkerDied
 from tests.lightning.test_resume import same
 from tests.lightning.toys import Regression, make_trainer, regression_data
@@ -99,10 +100,24 @@ def by_the_step(scheduler: Any) -> Any:
 
 SCHEDULES: dict[str, Any] = {
     "none": None,
-    "step": by_the_step(partial(ExponentialLR, gamma=0.9)),
-    "cycle": by_the_step(partial(OneCycleLR, max_lr=0.1, total_steps=3 * BATCHES)),
-    "epoch": partial(StepLR, step_size=1),
+    "step": by_the_step(partial(lrs.ExponentialLR, gamma=0.9)),
+    "cycle": by_the_step(partial(lrs.OneCycleLR, max_lr=0.1, total_steps=3 * BATCHES)),
+    "epoch": partial(lrs.StepLR, step_size=1),
 }
+SCHEDULERS_ALONE: list[Callable[[Any], Any]] = [
+    partial(lrs.LambdaLR, lr_lambda=lambda n: 0.9**n),
+    partial(lrs.MultiplicativeLR, lr_lambda=lambda n: 0.9),
+    partial(lrs.StepLR, step_size=2),
+    partial(lrs.MultiStepLR, milestones=[4, 6]),
+    partial(lrs.ConstantLR, total_iters=5),
+    partial(lrs.LinearLR, total_iters=5),
+    partial(lrs.ExponentialLR, gamma=0.9),
+    partial(lrs.PolynomialLR, total_iters=20),
+    partial(lrs.CosineAnnealingLR, T_max=7),
+    partial(lrs.CosineAnnealingWarmRestarts, T_0=4),
+    partial(lrs.CyclicLR, base_lr=0.1, max_lr=1.0, step_size_up=3),
+    partial(lrs.OneCycleLR, max_lr=1.0, total_steps=20),
+]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "without validation": {"validation": 0},
@@ -112,6 +127,31 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "waiting in its step": {"callbacks": [Looking()]},
 }
 CASES = [("plain", name) for name in SCHEDULES] + [(name, "step") for name in OPTIONS][1:]
+
+
+EVERY: list[Callable[[Any], Any]] = [
+    *SCHEDULERS_ALONE,
+    lambda o: lrs.SequentialLR(o, [lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)], [2]),
+    lambda o: lrs.ChainedScheduler([lrs.ConstantLR(o), lrs.ExponentialLR(o, 0.9)]),
+]
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_a_schedulers_steps_can_be_taken_back(make: Callable[[Any], Any]) -> None:
+    """What ``state_dict`` returns is not a copy, but nothing in it is changed in place."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    scheduler = make(optimizer)
+    optimizer.step()
+
+    def rates(steps: int) -> list[float]:
+        return [(scheduler.step(), optimizer.param_groups[0]["lr"])[1] for _ in range(steps)]
+
+    rates(3)
+    known, before = HyperParameters(optimizer), scheduler.state_dict()
+    first = rates(6)
+    scheduler.load_state_dict(before)
+    known.put_back()
+    assert rates(6) == first
 
 
 @pytest.mark.parametrize("at", [3, 6, 8, 11], ids=["middle", "first", "again", "last"])
