@@ -14,11 +14,12 @@ from pytorch_lightning.trainer import call
 from hybridtrain.client import StopRequested
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.succession import hand_over
+from hybridtrain.worlds.channel import ChannelClosed
 
 INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
 
 
-def may_save(trainer: pl.Trainer, error: Exception) -> bool:
+def may_save(trainer: pl.Trainer, error: BaseException) -> bool:
     """Whether a worker that has failed may write the last checkpoint: the run ends with it.
 
     And Lightning has counted the steps that were made, and no others. Else one of those who stop
@@ -27,6 +28,8 @@ def may_save(trainer: pl.Trainer, error: Exception) -> bool:
     strategy = cast(Any, trainer.strategy)
     if strategy.on_failure.choice != "stop" and not isinstance(error, UserError):
         return False
+    if isinstance(error, ChannelClosed):
+        return False  # the parent is gone, and with it the moments
     with suppress(StopRequested, UserError):  # the step that was under way is broken off
         strategy.client.settle()
     counted = trainer.global_step == strategy.client.version

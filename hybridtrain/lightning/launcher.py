@@ -262,7 +262,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         save_interrupted(trainer)
         say_goodbye(trainer, stop)
         raise
-    except Exception as error:
+    except BaseException as error:
         client.solo = True
         client.saved = may_save(trainer, error) and save_interrupted(trainer)
         say_goodbye(trainer, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import warnings
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.periodic import PeriodicCheckpoint
-from hybridtrain.worlds.outcome import WorkerDied
+from hybridtrain.worlds.outcome import WorkerError
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 AT = 3  # the mini-batch in which a worker fails
@@ -37,6 +38,8 @@ class Failing(Regression):
             os.kill(os.getpid(), signal.SIGKILL)
         if way == "raise":
             raise LookupError("on purpose")
+        if way == "exit":
+            sys.exit(3)
         return super().training_step(batch, batch_idx)
 
 
@@ -50,7 +53,7 @@ def fail(
         HybridStrategy(policy, **options), workers, callbacks=callbacks, enable_checkpointing=True
     )
     loader = DataLoader(regression_data(), batch_size=2, shuffle=True)
-    with warnings.catch_warnings(), pytest.raises((LookupError, WorkerDied)):
+    with warnings.catch_warnings(), pytest.raises((LookupError, WorkerError)):
         warnings.simplefilter("ignore")
         trainer.fit(module, loader)
     return module, trainer
@@ -66,8 +69,16 @@ def saved(path: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "ways",
-    [{0: "die"}, {0: "raise"}, {1: "die"}, {1: "raise"}, dict.fromkeys(range(3), "raise")],
-    ids=["first dies", "first raises", "second dies", "second raises", "all raise"],
+    [
+        {0: "die"},
+        {0: "raise"},
+        {0: "exit"},
+        {1: "die"},
+        {1: "raise"},
+        {1: "exit"},
+        dict.fromkeys(range(3), "raise"),
+    ],
+    ids=lambda ways: "-".join(f"{who}-{way}" for who, way in ways.items()),
 )
 def test_in_lock_step_it_is_of_the_step_before(ways: dict[int, str], tmp_path: Path) -> None:
     fail(tmp_path, ways)
