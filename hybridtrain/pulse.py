@@ -67,6 +67,7 @@ class Pulse:
         self._fd = fd
         self._map = None if fd is None else mmap.mmap(fd, _PAGE_BYTES)
         self._numbers = memoryview(self._map or bytearray(_N_BYTES)).cast("q")
+        self.failed_in = ""  # in words, what the worker did when its code raised
 
     # ---- the worker's side ----------------------------------------------------------------------
 
@@ -76,6 +77,10 @@ class Pulse:
         numbers[0] = doing
         numbers[1] += 1
         numbers[_FIRST + doing] += 1
+
+    def fail(self) -> None:
+        """The worker's code has raised; what it does from now on is to end."""
+        self.failed_in = self.failed_in or self.where
 
     def tell_stacks(self) -> None:
         """From now on the parent may ask for this process' stacks."""

@@ -37,7 +37,7 @@ class Summary:
     slow: dict[str, Any] | None = None  # the worker that the others wait for, if one is slow
     staleness: dict[str, Any] = field(default_factory=dict)  # mean, max, histogram; {}: unknown
     lead: dict[str, list[int]] = field(default_factory=dict)  # now, max: mini-batches, by worker
-    dropped: list[int] = field(default_factory=list)  # contributions that came too late, by worker
+    dropped: list[int] = field(default_factory=list)  # contributions that did not count, by worker
     left_out: dict[str, list[int]] = field(default_factory=dict)  # fault -> by worker
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
@@ -168,8 +168,8 @@ def _lead(summary: Summary) -> str:
 def _dropped(summary: Summary) -> str:
     if not sum(summary.dropped):
         return ""
-    each = ", ".join(map(str, summary.dropped))
-    return f"{sum(summary.dropped)} contributions that came too late, worker by worker {each}"
+    total, each = sum(summary.dropped), ", ".join(map(str, summary.dropped))
+    return f"{total} contribution{'s' * (total != 1)} that did not count, worker by worker {each}"
 
 
 def _left_out(summary: Summary) -> str:

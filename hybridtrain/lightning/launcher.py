@@ -263,6 +263,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         say_goodbye(trainer, stop)
         raise
     except BaseException as error:
+        client.pulse.fail()
         client.solo = True
         client.saved = may_save(trainer, error) and save_interrupted(trainer)
         say_goodbye(trainer, error)

@@ -83,7 +83,7 @@ def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped:
     except ChannelClosed:
         raise
     except BaseException as error:  # SystemExit too: the parent must hear of it
-        return Failed.of(error, client.pulse.where, client.saved)
+        return Failed.of(error, client.pulse.failed_in or client.pulse.where, client.saved)
 
 
 def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:

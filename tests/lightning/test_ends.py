@@ -36,7 +36,7 @@ def test_a_workers_exception_appears_with_its_traceback_and_number(strategy: str
     with pytest.raises(LookupError, match="the third step") as caught:
         fit(strategy, 3, 4, Failing)
     (note,) = caught.value.__notes__
-    assert "worker 1" in note and "in fail" in note
+    assert "in worker 1, in its training step 3, on cpu:\n" in note and "in fail" in note
 
 
 def test_a_killed_worker_is_named() -> None:
