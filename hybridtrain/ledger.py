@@ -175,8 +175,9 @@ class Ledger:
         that a mini-batch takes each worker; ``dropped``: contributions that came too late, or were
         of a step that was broken off, by worker; ``lead``: pushes ahead of the slowest worker;
         ``effective_batch``: samples behind the average update; ``left_out``: how many
-        contributions each worker had to leave out, by the kind of fault. Staleness is counted per contribution: updates made between the reading
-        of the parameters and the application of the gradient computed from them.
+        contributions each worker had to leave out, by the kind of fault. Staleness is counted per
+        contribution: updates made between the reading of the parameters and the application of the
+        gradient computed from them.
         """
         training_s, updates = self._training_s, self.version - self.first_version
         return {

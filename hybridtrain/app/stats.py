@@ -19,9 +19,9 @@ class RunStats(TypedDict):
 
     ``waiting_share``: 0 to 1; ``awaited_share``: of all waiting, that for this worker; ``step_s``:
     seconds of a mini-batch. ``left_out``: contributions that a worker had to leave out, by the
-    kind of fault. ``dropped``: contributions that came too late to count, or were of a step that was
-    broken off. ``lead``: mini-batches that a worker is (``now``) or was at most (``max``) ahead of
-    the slowest. ``effective_batch``: samples per update.
+    kind of fault. ``dropped``: contributions that came too late to count, or were of a step that
+    was broken off. ``lead``: mini-batches that a worker is (``now``) or was at most (``max``) ahead
+    of the slowest. ``effective_batch``: samples per update.
     """
 
     updates: int
