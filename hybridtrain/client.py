@@ -133,11 +133,6 @@ class Client:
             self.joins = self.solo = False
         then(released)
 
-    @property
-    def next_version(self) -> int:
-        """Of the parameters after the step that was made last, be it under way."""
-        return self.version + (self.offered is not None)
-
     def push(self, push: Push) -> Released:
         """Offer the gradient in the row, and wait; returns the version to go on from."""
         released: list[Released] = []
@@ -232,6 +227,10 @@ class Client:
         if not self.gone and not self.away:  # asked for many times in a step
             return self.worker == 0
         return self.worker == next(each for each in self.there if each not in self.away)
+
+    def has_mail(self) -> bool:
+        """Whether something has come that was not read yet."""
+        return self._line.ready()
 
     def note(self, note: Note) -> None:
         """Say something that needs no answer."""

@@ -45,21 +45,34 @@ class SharedBuffers:
         values = self._client.gather("buffers", [b.cpu() for b in mine] if self._leads else None)[0]
         for buffer, value in zip(mine, values, strict=True):
             buffer.copy_(value)
+        self.keep(self._client.version)
 
     @torch.no_grad()
     def publish(self) -> None:
         """Before a push."""
         self._version = self._client.version
-        turn = self._version % 2
+        self.keep(self._version + 1)
+
+    @torch.no_grad()
+    def keep(self, version: int) -> None:
+        """These go with the parameters of that version."""
+        turn = (version - 1) % 2
         if self._leads:
             torch._foreach_copy_(self._places[turn], tensors(self._named))
-            self._tags[turn].fill_(self._version + 1)
+            self._tags[turn].fill_(version)
 
     @torch.no_grad()
     def adopt(self) -> None:
         """After the release."""
         turn = self._version % 2
         if not self._leads and int(self._tags[turn]) == self._version + 1:
+            torch._foreach_copy_(tensors(self._named), self._places[turn])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """The step under way is not made: they are again what they were before its mini-batches."""
+        turn = (self._client.version - 1) % 2
+        if int(self._tags[turn]) == self._client.version:
             torch._foreach_copy_(tensors(self._named), self._places[turn])
 
     @property

@@ -70,12 +70,19 @@ class Dice:
         """A step has been made."""
         self._whole = True
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a mini-batch has begun since the last step."""
+        return not self._whole
+
     def take_back(self) -> None:
         """It was broken off."""
         self._whole = False
 
     def state(self) -> dict[str, Any]:
         """From where the next mini-batch after the last step goes on; plain data and tensors."""
+        if self._kept is not None:
+            return self._kept  # nothing has been drawn since the checkpoint that training came from
         found = look()
         if self._before is not None and not self._whole:
             found["torch"] = self._before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -11,12 +12,13 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.trainer import call
 
-from hybridtrain.client import StopRequested
+from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.succession import hand_over
 from hybridtrain.worlds.channel import ChannelClosed
 
 INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
+_PATIENCE_S = 5.0
 
 
 def may_save(trainer: pl.Trainer, error: BaseException) -> bool:
@@ -26,14 +28,23 @@ def may_save(trainer: pl.Trainer, error: BaseException) -> bool:
     writes it; but a mistake that all workers make leaves none of them.
     """
     strategy = cast(Any, trainer.strategy)
-    if strategy.on_failure.choice != "stop" and not isinstance(error, UserError):
+    client = strategy.client
+    others = set(client.there) - client.away - {client.worker}
+    if isinstance(error, ChannelClosed):  # the parent is gone, and with it the moments
         return False
-    if isinstance(error, ChannelClosed):
-        return False  # the parent is gone, and with it the moments
-    with suppress(StopRequested, UserError):  # the step that was under way is broken off
-        strategy.client.settle()
-    counted = trainer.global_step == strategy.client.version
-    return counted or not strategy.regime.lockstep
+    if not strategy.on_failure.ends_with(error, len(others)) or not _hears(client):
+        return False
+    with suppress(StopRequested, UserError):  # the step that was under way may be broken off
+        client.check_stop()
+    return trainer.global_step == client.version or not strategy.regime.lockstep
+
+
+def _hears(client: Client) -> bool:
+    """Whether what was offered has been answered; a worker that hangs could delay it for long."""
+    deadline_s = time.monotonic() + _PATIENCE_S
+    while client.offered is not None and not client.has_mail() and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return client.offered is None or client.has_mail()
 
 
 def save_interrupted(trainer: pl.Trainer) -> bool:
@@ -52,6 +63,8 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
             return False
         if strategy.client.worker != 0:
             hand_over(trainer)
+        if strategy.provisional is not None:
+            strategy.provisional.give_up()
         trainer.save_checkpoint(path)
         for callback in trainer.checkpoint_callbacks:  # one is enough
             vars(callback)["_last_global_step_saved"] = trainer.global_step

@@ -264,8 +264,8 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         raise
     except BaseException as error:
         client.pulse.fail()
-        client.solo = True
-        client.saved = may_save(trainer, error) and save_interrupted(trainer)
+        may, client.solo = may_save(trainer, error), True
+        client.saved = may and save_interrupted(trainer)
         say_goodbye(trainer, error)
         raise
     finally:

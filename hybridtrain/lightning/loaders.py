@@ -25,7 +25,7 @@ from hybridtrain.lightning.progress import precede, remeasure
 from hybridtrain.lightning.queue_sampler import QueueSampler
 from hybridtrain.lightning.recording import data_teller
 from hybridtrain.lightning.resting import Evaluation
-from hybridtrain.lightning.resume import KEY, Resumed, describe, others_go_on, read
+from hybridtrain.lightning.resume import KEY, Resumed, describe, others_go_on, read, reopen
 from hybridtrain.lightning.samplers import EpochSampler, Plan, ShareSampler
 from hybridtrain.policies import Regime
 
@@ -49,10 +49,10 @@ class Loaders:
         self._tell = data_teller(client, trainer)
         self.samplers: list[EpochSampler] = []
         self.remembers = False  # which step was made with which mini-batches
+        self.others_train = False  # this worker has ended the epoch, and waits for them
         self._made_in_epoch: int | None = None
-        # Epoch and mini-batches of it that are done, now and before the last step.
-        self._committed: tuple[int, int] | None = None
-        self._former: tuple[int, int] | None = None
+        self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it that are done
+        self._former: tuple[int, int] | None = None  # the same before the last step
         self._resumed: Resumed | None = None
         self._stepped: int | None = None  # to go on with, see there
         self._dice = Dice(client)
@@ -186,13 +186,19 @@ class Loaders:
 
     def commit(self) -> None:
         """A step has been made with the mini-batches since the last one."""
+        version = self._client.version + (self._client.offered is not None)
         for sampler in self.samplers:
-            sampler.commit(self._client.next_version if self.remembers else None)
+            sampler.commit(version if self.remembers else None)
         self._dice.commit()
         loop = self._trainer.fit_loop
         ready = loop.epoch_loop.batch_progress.current.ready
         self._former = self._committed
         self._committed = (loop.epoch_progress.current.processed, ready)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a mini-batch has begun since the last step."""
+        return self._dice.under_way
 
     def take_back(self) -> None:
         """The last step was broken off: its mini-batches are still to do."""
@@ -208,15 +214,17 @@ class Loaders:
         if self._trainer.state.fn != "fit" or "optimizer_states" not in checkpoint:
             return checkpoint
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
-        batches = 0
+        loops, batches = checkpoint["loops"]["fit_loop"], 0
+        unseen = self._client.unseen if not self._regime.lockstep else {}
+        if self.others_train and any(unseen[lap] for lap in unseen if lap.epoch == epoch - 1):
+            epoch -= 1
+            reopen(loops)
         if self._resumed is not None and self._resumed.epoch == epoch:
             batches = self._resumed.batches
         if self._committed is not None and self._committed[0] == epoch:
             batches = self._committed[1]
-        unseen = self._client.unseen if not self._regime.lockstep else {}
         ours = describe(epoch, batches, self.samplers, unseen)
         if others_go_on(self.samplers, ours):
-            loops = checkpoint["loops"]["fit_loop"]
             loops["epoch_loop.batch_progress"]["is_last_batch"] = False  # of this worker, it was
         return {**checkpoint, KEY: {**ours, "dice": self._dice.state()}}
 

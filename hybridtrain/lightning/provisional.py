@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from hybridtrain.client import Client
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.progress import precede
+from hybridtrain.lightning.session import Session
 
 
 class _Place(NamedTuple):
@@ -30,13 +31,15 @@ class Provisional:
     """Of one worker, whose training begins.
 
     Args:
-        trainer: of this worker.
+        session: of this worker; has the buffers.
         client: knows whether a release is under way, and hears that it will not come.
         loaders: know which mini-batches the last step was made with.
     """
 
-    def __init__(self, trainer: Any, client: Client, loaders: Loaders) -> None:
-        self._trainer, self._client, self._loaders = trainer, client, loaders
+    def __init__(self, session: Session, client: Client, loaders: Loaders) -> None:
+        trainer: Any = session.trainer
+        self._trainer, self._client = trainer, client
+        self._loaders, self._session = loaders, session
         self._schedules_kept = False  # since the step was made
         precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._keep_schedules)
 
@@ -49,6 +52,21 @@ class Provisional:
             counts = [counts.copy() for counts in _counts(self._trainer)]
             place = _Place(counts, loop._batches_that_stepped, loop.batch_progress.is_last_batch)
             self._client.offered.undoing.append(partial(self._put_back, place))
+
+    def give_up(self) -> None:
+        """What is under way will not be made: whoever goes on computes with the same buffers again.
+
+        Mini-batches whose step was broken off, that wait to be accumulated, or whose step has
+        raised.
+        """
+        if self._loaders.under_way and self._session.buffers is not None:
+            self._session.buffers.put_back()
+
+    def await_others(self) -> None:
+        """Where workers run freely, others may still be in the epoch that this one has ended."""
+        self._loaders.others_train = True
+        self._trainer.strategy.barrier("end of the epoch")
+        self._loaders.others_train = False
 
     def _put_back(self, place: _Place) -> None:
         loop = self._trainer.fit_loop.epoch_loop

@@ -87,6 +87,12 @@ def others_go_on(samplers: Sequence[EpochSampler], ours: dict[str, Any]) -> bool
     return ended and any(loader["spans"] for loader in ours["loaders"])
 
 
+def reopen(loops: dict[str, Any]) -> None:
+    """The epoch that this worker has ended is not over."""
+    for counts in loops["epoch_progress"].values():
+        counts["processed"] -= 1
+
+
 def _state(sampler: EpochSampler, unseen: dict[Lap, Spans]) -> dict[str, Any]:
     lap, batches, spans = sampler.progress(unseen)
     source, indices = sampler.source, None

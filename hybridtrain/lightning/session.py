@@ -1,7 +1,4 @@
-"""What a worker holds while it trains: its parameters in shared memory and its remote optimizers.
-
-Legend: P elements of one dtype's buffer, W workers.
-"""
+"""What a worker holds while it trains: its parameters in shared memory, its remote optimizers."""
 
 from __future__ import annotations
 
@@ -78,7 +75,7 @@ class Session:
         self._publish()
         client.gather("initial parameters", None)
         self._store.refresh(client.worker)
-        self._buffers = SharedBuffers(buffers, self._store, client) if buffers else None
+        self.buffers = SharedBuffers(buffers, self._store, client) if buffers else None
         self.share_buffers()
         self.exchange = open_exchange(self._parameters, self._store, client.worker, self.final)
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
@@ -100,12 +97,14 @@ class Session:
 
     def share_buffers(self) -> None:
         """All have worker 0's buffers now; all must call it."""
-        if self._buffers is not None:
-            self._buffers.meet()
+        if self.buffers is not None:
+            self.buffers.meet()
 
     def install(self) -> None:
         """Training begins: the server takes the optimizers over, with the state they have now."""
         self._publish()  # a hook may have loaded weights
+        if self.buffers is not None:
+            self.buffers.keep(self.trainer.global_step)
         numbers = self._hand_over(self.trainer.global_step)
         self.exchange.writes()  # published already
         self.exchange.refresh()
@@ -138,7 +137,7 @@ class Session:
             step = RemoteStep(
                 optimizer, self._number_of, self.exchange, self._client, self.guard, self._regime
             )
-            step.buffers = self._buffers
+            step.buffers = self.buffers
             step.in_place = InPlace(optimizer, self._client) if self._regime.lock_free else None
             step.manual = not self._module.automatic_optimization
             step.lazy = self.final and self._regime.lockstep and parameters_rest(self.trainer)

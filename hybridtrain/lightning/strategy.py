@@ -91,7 +91,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     strategy_name = "hybrid"
     generator_pages: GeneratorPages | None = None  # of the run under way
-    _provisional: Provisional | None = None  # of the training under way
+    provisional: Provisional | None = None  # of the training under way
 
     def __init__(
         self,
@@ -193,7 +193,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
                 self._count.reach(self._session.pull())
-            self._provisional = Provisional(self._session.trainer, self.client, self._loaders)
+            self.provisional = Provisional(self._session, self.client, self._loaders)
             self._losses = Losses(self, self._session.trainer, self._loaders, self._back)
 
     def await_turn(self) -> None:
@@ -241,12 +241,12 @@ class HybridStrategy(OneHost, ParallelStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._session is not None and self._provisional is not None
+        assert self._session is not None and self.provisional is not None
         self._snapshot = None
         run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
         output = self._session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False
-        self._provisional.commit()
+        self.provisional.commit()
         return output
 
     # ---- ends of epochs -------------------------------------------------------------------------
@@ -257,8 +257,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.collectives.local = False
         if self._losses is not None and self._losses.epoch_is_over:
             return
-        if self._count is not None and self._session is not None:
-            self.barrier("end of the epoch")
+        if self._count is not None and self._session is not None and self.provisional is not None:
+            self.provisional.await_others()
             self._count.reach(self._session.pull())
             self.barrier("same parameters")  # nobody moves them before all have read them
         if self._losses is not None:

@@ -181,5 +181,5 @@ def heir_of(workers: Iterable[WorkerProcess], failed: WorkerProcess | None) -> i
     """Who writes the last checkpoint: ``failed`` if it has, or the first of those who can."""
     if failed is not None and failed.saved:
         return failed.number
-    able = (each for each in workers if each is not failed and not each.ended and not each.gone)
-    return next((each.number for each in able), None)
+    there = (each for each in workers if each is not failed and not each.ended and not each.gone)
+    return next((each.number for each in there if each.process.is_alive()), None)

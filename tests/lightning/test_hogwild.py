@@ -411,7 +411,10 @@ def test_a_gradient_that_is_not_finite_is_seen_before_anybody_is_hurt() -> None:
     done, trainer = fit(hogwild(on_nonfinite="drop"), 2, 4, Poisoned, max_epochs=2)
     assert all(torch.isfinite(p).all() for p in done.parameters())
     left_out = sum(trainer.strategy.run_stats()["left_out"]["nonfinite"])
-    assert trainer.global_step == 24 - left_out == 20
+    assert trainer.global_step == 24 - left_out
+    assert 2 <= left_out <= 4, (
+        "in each epoch at least one of the two comes to its fourth mini-batch"
+    )
 
 
 # ---- bad input ----------------------------------------------------------------------------------
