@@ -72,10 +72,10 @@ class Client:
         self.n_workers = n_workers
         self.version = 0  # of the last release
         self.solo = False  # the others have ended: meetings are with oneself
-        self.saved = False  # the last checkpoint, before it says that it has failed
+        self.inherits = False  # does what one has to do for all, whoever it is
         self.pulse = Pulse()  # whether anybody watches is for the world to say
         self.joins = False  # training has begun long ago
-        self._line = line
+        self.line = line
         self._stop: Stop | None = None
         self._told: Tell | None = None  # asked, and not answered yet
         self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
@@ -116,7 +116,7 @@ class Client:
         """
         self.settle()
         covers, self._covers = tuple(self._covers), []
-        self._line.send(replace(push, covers=covers) if covers else push)
+        self.line.send(replace(push, covers=covers) if covers else push)
         self.offered = Offered(then, [undo] if undo is not None else [])
 
     def settle(self) -> None:
@@ -222,19 +222,13 @@ class Client:
     @property
     def leads(self) -> bool:
         """Whether this worker does what one has to do for all: log, save, draw."""
-        if self.solo and self._stop is not None and self._stop.heir is not None:
-            return self.worker == self._stop.heir
-        if not self.gone and not self.away:  # asked for many times in a step
-            return self.worker == 0
+        if self.inherits or (not self.gone and not self.away):  # asked for many times in a step
+            return self.inherits or self.worker == 0
         return self.worker == next(each for each in self.there if each not in self.away)
-
-    def has_mail(self) -> bool:
-        """Whether something has come that was not read yet."""
-        return self._line.ready()
 
     def note(self, note: Note) -> None:
         """Say something that needs no answer."""
-        self._line.send(note)
+        self.line.send(note)
 
     # ---- stopping -------------------------------------------------------------------------------
 
@@ -246,8 +240,8 @@ class Client:
         """
         if not self.solo:
             self.settle()
-        while self._stop is None and not self.solo and self._line.ready():
-            self._hear(self._line.receive()[0])
+        while self._stop is None and not self.solo and self.line.ready():
+            self._hear(self.line.receive()[0])
         if self._stop is not None and not self.solo:
             raise StopRequested
 
@@ -255,17 +249,17 @@ class Client:
         self, request: Request, kind: type[Any], in_step: bool = False
     ) -> tuple[Any, int | None]:
         self.settle()
-        self._line.send(request)
+        self.line.send(request)
         return self._answer(kind, in_step)
 
     def _answer(self, kind: type[Any], in_step: bool = False) -> tuple[Any, int | None]:
         while True:
             if self._told is not None and in_step:
                 self._tell(self._told)
-            reply, fd = self._line.receive()
+            reply, fd = self.line.receive()
             match reply:
                 case Stop(now=True):
-                    self._stop = self._stop or reply
+                    self._stop = reply
                     raise StopRequested
                 case Stop() | Gone() | Back() | Tell():
                     self._hear(reply)
@@ -296,4 +290,4 @@ class Client:
         """Now that this worker waits, in the middle of a step that is to be done again."""
         assert self.tells is not None, "who is asked trains"
         self._told = None
-        self._line.send(Told(asked.worker, self.tells()))
+        self.line.send(Told(asked.worker, self.tells()))

@@ -54,11 +54,6 @@ class OnFailure:
             )
         return cls(choice, min_workers, max_restarts)
 
-    def ends_with(self, error: BaseException, n_others: int) -> bool:
-        """Whether the run is sure to end as a worker raises this, with so many others left."""
-        too_few = self.choice == "continue" and n_others < self.min_workers
-        return self.choice == "stop" or too_few or isinstance(error, UserError)
-
     def check(self, n_workers: int) -> None:
         """There must be so many workers.
 

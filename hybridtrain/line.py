@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
-from hybridtrain.messages import Note, Reply, Request
+from hybridtrain.messages import Reply
 
 
 class Line(Protocol):
     """How a client reaches its server."""
 
-    def send(self, message: Request | Note) -> None: ...
+    def send(self, message: Any) -> None:
+        """A request, a note, or how the worker's life has ended."""
+        ...
 
     def receive(self) -> tuple[Reply, int | None]:
         """The next reply, and the descriptor that came with it. Blocks."""

@@ -13,7 +13,7 @@ from hybridtrain.arrivals import Arrived
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import Borrow, Lent, Turn
 from hybridtrain.memory.packed import Packed
-from hybridtrain.news import Back, Gone, Stop, Tell, Told
+from hybridtrain.news import Back, Gone, Heir, Saved, Stop, Tell, Told
 from hybridtrain.spans import Spans
 
 Writes = Mapping[int, bytes]  # number of a parameter -> its elements, in the order of its shape
@@ -205,7 +205,7 @@ class Described:
     said: Mapping[str, Any]
 
 
-Note = Paused | Resumed | Stopped | Described | Arrived | Told
+Note = Paused | Resumed | Stopped | Described | Arrived | Told | Saved
 
 # ---- replies ------------------------------------------------------------------------------------
 
@@ -290,4 +290,4 @@ class Refused:
 
 
 Answer = Shared | Done | Averaged | Released | Gathered | Ticket | State | Stats | Refused | Lent
-Reply = Answer | Stop | Gone | Back | Tell
+Reply = Answer | Stop | Gone | Back | Tell | Heir

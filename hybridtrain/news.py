@@ -26,14 +26,23 @@ class Back:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop as soon as you can.
-
-    ``now``: what you asked for will not be answered; ``heir``: who does what is to be done for all
-    when all have stopped; ``None``: who leads.
-    """
+    """Stop as soon as you can. ``now``: what you asked for will not be answered."""
 
     now: bool = False
-    heir: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heir:
+    """You have stopped, and do (or need not do) what one has to do for all: save."""
+
+    saves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The heir has written the last checkpoint (``well``), or there is none to be written."""
+
+    well: bool
 
 
 @dataclass(frozen=True, slots=True)

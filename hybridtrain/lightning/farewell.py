@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -15,36 +14,43 @@ from pytorch_lightning.trainer import call
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.succession import hand_over
+from hybridtrain.news import Heir, Saved
 from hybridtrain.worlds.channel import ChannelClosed
+from hybridtrain.worlds.outcome import Failed
 
 INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
-_PATIENCE_S = 5.0
 
 
-def may_save(trainer: pl.Trainer, error: BaseException) -> bool:
-    """Whether a worker that has failed may write the last checkpoint: the run ends with it.
+def confess(trainer: pl.Trainer, error: BaseException) -> None:
+    """In a worker whose code has raised: say so, and save if the run ends and nobody else can.
 
-    And Lightning has counted the steps that were made, and no others. Else one of those who stop
-    writes it; but a mistake that all workers make leaves none of them.
+    The parent must hear of it first: others may wait for this worker.
     """
-    strategy = cast(Any, trainer.strategy)
-    client = strategy.client
-    others = set(client.there) - client.away - {client.worker}
-    if isinstance(error, ChannelClosed):  # the parent is gone, and with it the moments
-        return False
-    if not strategy.on_failure.ends_with(error, len(others)) or not _hears(client):
-        return False
-    with suppress(StopRequested, UserError):  # the step that was under way may be broken off
-        client.check_stop()
-    return trainer.global_step == client.version or not strategy.regime.lockstep
+    strategy: Any = trainer.strategy
+    client: Client = strategy.client
+    client.pulse.fail()
+    try:
+        client.line.send(Failed.of(error, client.pulse.failed_in, waits=True))
+        with suppress(StopRequested, UserError):  # a step that is under way may be broken off
+            client.settle()
+        client.solo = True
+        counted = trainer.global_step == client.version or not strategy.regime.lockstep
+        take_turn_saving(trainer, able=counted)
+    except ChannelClosed:
+        client.solo = True  # the parent is gone, and nothing can be done any more
 
 
-def _hears(client: Client) -> bool:
-    """Whether what was offered has been answered; a worker that hangs could delay it for long."""
-    deadline_s = time.monotonic() + _PATIENCE_S
-    while client.offered is not None and not client.has_mail() and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return client.offered is None or client.has_mail()
+def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
+    """In a worker that has stopped: one of them writes the last checkpoint.
+
+    Not ``able``: it stands between an update and Lightning's counting of it.
+    """
+    client: Client = cast(Any, trainer.strategy).client
+    while not isinstance(reply := client.line.receive()[0], Heir):
+        pass  # an answer to what was asked before
+    client.inherits = reply.saves
+    if client.inherits:
+        client.note(Saved(able and save_interrupted(trainer)))
 
 
 def save_interrupted(trainer: pl.Trainer) -> bool:

@@ -28,7 +28,7 @@ from hybridtrain.lightning.checks import check_parameters, check_trainer
 from hybridtrain.lightning.coming_back import ComingBack
 from hybridtrain.lightning.correcting import check_correction
 from hybridtrain.lightning.disturbing import interrupt_updates
-from hybridtrain.lightning.farewell import may_save, save_interrupted, say_goodbye
+from hybridtrain.lightning.farewell import confess, say_goodbye, take_turn_saving
 from hybridtrain.lightning.generator_pages import pages_of
 from hybridtrain.lightning.inherited import forget_process_group, stop_sharing
 from hybridtrain.lightning.injection import inject
@@ -259,13 +259,11 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     except StopRequested as stop:
         client.note(Stopped())
         client.solo = True
-        save_interrupted(trainer)
+        take_turn_saving(trainer)
         say_goodbye(trainer, stop)
         raise
     except BaseException as error:
-        client.pulse.fail()
-        may, client.solo = may_save(trainer, error), True
-        client.saved = may and save_interrupted(trainer)
+        confess(trainer, error)
         say_goodbye(trainer, error)
         raise
     finally:

@@ -143,7 +143,7 @@ class StepProfiler(Profiler):
 
     def _follow_releases(self, track: Track, client: Client) -> None:
         """Sending is measured apart from waiting for the answer."""
-        timed(track, client._line, "send", Phase.PUSH)
+        timed(track, client.line, "send", Phase.PUSH)
         timed(track, client, "await_release", Phase.WAIT, "wait for the release")
 
         def note() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from hybridtrain.arrivals import Arrived
 from hybridtrain.errors import UserError
 from hybridtrain.messages import Average, Described, Note, Paused, Push, Request, Resumed, Stopped
-from hybridtrain.news import Told
+from hybridtrain.news import Saved, Told
 from hybridtrain.recording.witness import Stamp
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
@@ -80,7 +80,7 @@ class Rehearsal:
         match said:
             case Ended(error):
                 self._end(worker, error)
-            case Paused() | Resumed() | Stopped() | Described() | Arrived() | Told():
+            case Paused() | Resumed() | Stopped() | Described() | Arrived() | Told() | Saved():
                 self._deliver(self._server.note(worker, said))
                 self._go_on(worker)
             case _:

@@ -82,8 +82,8 @@ def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped:
         return Stopped()
     except ChannelClosed:
         raise
-    except BaseException as error:  # SystemExit too: the parent must hear of it
-        return Failed.of(error, client.pulse.failed_in or client.pulse.where, client.saved)
+    except BaseException as error:  # SystemExit too: the parent must hear of it, if it has not
+        return Stopped() if client.pulse.failed_in else Failed.of(error, client.pulse.where)
 
 
 def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -33,8 +32,7 @@ class WorkerProcess:
 
     ``number``: of the worker; ``sentinel``: readable once the process has ended; ``ended``: it has
     said how it ended; ``gone``: it has been reaped; ``mourned``: what follows has been
-    decided, though it may not have ended yet; ``cause``: why the parent has killed it; ``saved``:
-    it has failed, and written the last checkpoint before;
+    decided, though it may not have ended yet; ``cause``: why the parent has killed it;
     ``request``: what it waits to be answered; ``heard``: how many messages have come from it.
     """
 
@@ -49,7 +47,6 @@ class WorkerProcess:
     gone: bool = False
     mourned: bool = False
     cause: str = ""
-    saved: bool = False
     request: Request | None = None
     heard: int = 0
     _selector: selectors.BaseSelector | None = None
@@ -175,11 +172,3 @@ def _sentinel(process: BaseProcess) -> int:
         return os.pidfd_open(process.pid or 0)
     except (AttributeError, OSError):  # not Linux, an old one, or ended already
         return process.sentinel
-
-
-def heir_of(workers: Iterable[WorkerProcess], failed: WorkerProcess | None) -> int | None:
-    """Who writes the last checkpoint: ``failed`` if it has, or the first of those who can."""
-    if failed is not None and failed.saved:
-        return failed.number
-    there = (each for each in workers if each is not failed and not each.ended and not each.gone)
-    return next((each.number for each in there if each.process.is_alive()), None)

@@ -19,16 +19,16 @@ class Finished:
 class Failed:
     """The worker's code raised. ``exception`` is pickled, or empty if it cannot be.
 
-    ``saved``: it has written the last checkpoint of the run itself.
+    ``waits``: to be told whether to write the last checkpoint of the run.
     """
 
     exception: bytes
     text: str
     where: str = ""
-    saved: bool = False
+    waits: bool = False
 
     @classmethod
-    def of(cls, error: BaseException, where: str = "", saved: bool = False) -> Failed:
+    def of(cls, error: BaseException, where: str = "", waits: bool = False) -> Failed:
         """Describe an exception that is being handled, ``where`` the worker has raised it."""
         text = "".join(traceback.format_exception(error)).rstrip()
         try:
@@ -36,7 +36,7 @@ class Failed:
             pickle.loads(payload)  # some exceptions pickle, and then cannot be rebuilt
         except Exception:
             payload = b""
-        return cls(payload, text, where, saved)
+        return cls(payload, text, where, waits)
 
     def rebuild(self, worker: int, place: str = "") -> BaseException:
         """The exception, with the worker's number and traceback attached as a note."""

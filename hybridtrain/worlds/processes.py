@@ -12,23 +12,23 @@ process outlives ``run``.
 from __future__ import annotations
 
 import os
-import selectors
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from selectors import BaseSelector, DefaultSelector
 from typing import Any
 
 from hybridtrain.arrivals import Arrived
 from hybridtrain.failures import End, GoOn, Judge, Left, OnFailure, Replace
 from hybridtrain.messages import Described, Paused, Resumed, Shared, Stopped
-from hybridtrain.news import Stop, Told
+from hybridtrain.news import Saved, Stop, Told
 from hybridtrain.rounds import Replies
 from hybridtrain.serving import Serving
 from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
 from hybridtrain.worlds.child import Birth, Body, run_worker
 from hybridtrain.worlds.comebacks import Comebacks
-from hybridtrain.worlds.crew import WorkerProcess, heir_of
+from hybridtrain.worlds.crew import WorkerProcess
+from hybridtrain.worlds.inheritance import Inheritance
 from hybridtrain.worlds.nursery import Nursery
 from hybridtrain.worlds.outcome import Failed, Finished, WorkerDied, in_words
 from hybridtrain.worlds.placement import one_thread, stand_aside
@@ -70,6 +70,7 @@ class ProcessWorld:
     _signals: list[int] = field(default_factory=list)
     _look_at_s: float = 0.0  # when to see next who shares a core
     _backs: Comebacks = field(default_factory=Comebacks)
+    _last: Inheritance = field(default_factory=Inheritance)
 
     def run(self, body: Body, again: Again | None = None) -> list[Any]:
         """Run ``body(client)`` in every worker; the results in the order of the workers.
@@ -84,7 +85,7 @@ class ProcessWorld:
             BaseException: what the first failing worker raised, with its traceback as a note.
         """
         self._nursery, self._again = Nursery(self.start_method), again
-        with self._selector() as selector, caught_signals(self._signals, selector), one_thread():
+        with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
                 self._start(range(self.n_workers), body, selector)
                 while self._backs or not all(worker.gone for worker in self._workers):
@@ -102,15 +103,7 @@ class ProcessWorld:
 
     # ---- start and end --------------------------------------------------------------------------
 
-    @contextmanager
-    def _selector(self) -> Iterator[selectors.BaseSelector]:
-        selector = selectors.DefaultSelector()
-        try:
-            yield selector
-        finally:
-            selector.close()
-
-    def _start(self, numbers: Sequence[int], body: Body, selector: selectors.BaseSelector) -> None:
+    def _start(self, numbers: Sequence[int], body: Body, selector: BaseSelector) -> None:
         pairs = {number: channel_pair() for number in numbers}
         lines = [worker.channel.sock for worker in self._workers if worker.number not in pairs]
         parent = None if self.start_method == "forkserver" else os.getpid()
@@ -140,7 +133,7 @@ class ProcessWorld:
 
     # ---- one turn of the loop -------------------------------------------------------------------
 
-    def _turn(self, selector: selectors.BaseSelector) -> None:
+    def _turn(self, selector: BaseSelector) -> None:
         for key, _ in selector.select(self._timeout_s()):
             kind, worker = key.data
             if kind == "message":
@@ -157,8 +150,11 @@ class ProcessWorld:
         self._react_to_signals()
         self._call_back(selector)
         self._look()
-        if self._deadline_s is not None and time.monotonic() > self._deadline_s:
-            self._kill_all()
+        if self._deadline_s is not None:
+            left_s = self._deadline_s - time.monotonic()
+            self._send(self._last.decide(self._workers, late=left_s < self.grace_s / 2))
+            if left_s < 0:
+                self._kill_all()
 
     def _look(self) -> None:
         """Now and then: the scheduler moves processes about; workers may hang."""
@@ -175,7 +171,7 @@ class ProcessWorld:
         due_s = [at_s for at_s in times if at_s is not None]
         return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
 
-    def _listen(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:
+    def _listen(self, worker: WorkerProcess, selector: BaseSelector) -> None:
         if worker.channel not in selector.get_map():
             return  # it has been closed, or its process reaped, since the selector saw something
         try:
@@ -191,12 +187,18 @@ class ProcessWorld:
                 worker.result, worker.ended = result, True
                 self._send(self.server.finished(worker.number))
             case Failed():
-                worker.ended, worker.saved = True, message.saved
+                worker.ended = True
                 self._fail(worker, message.rebuild(worker.number, worker.place))
+                if message.waits:
+                    self._send(self._last.failed(worker.number, self._deadline_s is not None))
             case Told(number, payload):
                 self._hear_where(number, payload)
+            case Saved(well):
+                self._last.saved(well)
             case Paused() | Resumed() | Stopped() | Described() | Arrived():
-                worker.ended = worker.ended or isinstance(message, Stopped)
+                if isinstance(message, Stopped) and not worker.ended:
+                    worker.ended = True
+                    self._last.stopped(worker.number)
                 self._send(self.server.note(worker.number, message))
             case _:
                 worker.request = message
@@ -212,12 +214,13 @@ class ProcessWorld:
                 fd = store.descriptor(reply.lent)
             self._workers[number].send(reply, fd)
 
-    def _reap(self, worker: WorkerProcess, selector: selectors.BaseSelector) -> None:
+    def _reap(self, worker: WorkerProcess, selector: BaseSelector) -> None:
         self._listen(worker, selector)  # its last words
         if worker.channel in selector.get_map():  # its own children may hold the line open
             selector.unregister(worker.channel)
         selector.unregister(worker.sentinel)
         worker.bury()
+        self._last.lost(worker.number)
         if not worker.ended:
             self._fail(worker, WorkerDied(worker.obituary()))
         if not worker.mourned:
@@ -251,12 +254,12 @@ class ProcessWorld:
     def _give_up(self, worker: WorkerProcess, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-        self._ask_to_stop(worker)
+        self._ask_to_stop()
         self._send(self.server.note(worker.number, Stopped(broke=True)))
 
     # ---- coming back ----------------------------------------------------------------------------
 
-    def _call_back(self, selector: selectors.BaseSelector) -> None:
+    def _call_back(self, selector: BaseSelector) -> None:
         """Those whose time has come are called; those for whom somebody has told are started."""
         backs, staff = self._backs, self.server.staff
         others = [worker for worker in self._workers if worker.number not in backs]
@@ -281,12 +284,11 @@ class ProcessWorld:
             self._backs.hear(number, told)
             self.server.staff.back(number)  # whoever meets from now on waits for it
 
-    def _ask_to_stop(self, failed: WorkerProcess | None = None) -> None:
+    def _ask_to_stop(self) -> None:
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + self.grace_s
             self._backs.clear()
-            stop = Stop(heir=heir_of(self._workers, failed))
-            self._send([(w.number, stop) for w in self._workers if not w.ended])
+            self._send([(w.number, Stop()) for w in self._workers if not w.ended])
 
     def _react_to_signals(self) -> None:
         while self._signals:

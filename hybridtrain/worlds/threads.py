@@ -23,11 +23,12 @@ import numpy as np
 import torch
 
 from hybridtrain.client import Client
-from hybridtrain.messages import Note, ReadStats, Reply, Request, Shared
-from hybridtrain.news import Stop
+from hybridtrain.messages import Note, ReadStats, Reply, Request, Shared, Stopped
+from hybridtrain.news import Heir, Saved, Stop
 from hybridtrain.rounds import Replies
 from hybridtrain.serving import Serving
 from hybridtrain.update.turns import Asked, Ended, Turns
+from hybridtrain.worlds.outcome import Failed
 
 Body = Callable[[Client], Any]
 Word = Request | Note | Ended  # what a worker says next, or how it has ended
@@ -155,7 +156,10 @@ class _Line:
         if isinstance(message, ReadStats):  # of no consequence, and not in any record
             self._world.answer(self._world.server.handle(self._number, message))
             return
-        self._say(message)
+        if not isinstance(message, Saved | Failed):
+            self._say(message)
+        if isinstance(message, Stopped | Failed):
+            self.inbox.append(Heir(saves=self._number == 0 and isinstance(message, Stopped)))
 
     def receive(self) -> tuple[Reply, int | None]:
         if not self.inbox and self._stops(self._number):

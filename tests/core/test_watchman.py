@@ -106,10 +106,10 @@ def test_a_stopped_worker_that_is_owed_a_large_answer_does_not_hold_up_the_other
     def body(client: Client) -> None:
         train(client)
         if client.worker == 1:
-            client._line.send(Gather("large", payload))
+            client.line.send(Gather("large", payload))
             stop_oneself()
-        client._line.send(Gather("large", payload))
-        client._line.receive()
+        client.line.send(Gather("large", payload))
+        client.line.receive()
         assert client.stats()["workers"] == 3, "the server answers"
         (tmp_path / str(client.worker)).touch()
         client.gather("end", None)
@@ -121,9 +121,9 @@ def test_a_stopped_worker_that_is_owed_a_large_answer_does_not_hold_up_the_other
 
 def test_a_slow_reader_gets_all_of_a_large_answer() -> None:
     def body(client: Client) -> int:
-        client._line.send(Gather("large", bytes(3 << 20)))
+        client.line.send(Gather("large", bytes(3 << 20)))
         time.sleep(0.5 * client.worker)
-        reply: Any = client._line.receive()[0]
+        reply: Any = client.line.receive()[0]
         return sum(map(len, reply.payloads))
 
     assert watched(2, []).run(body) == [6 << 20] * 2

@@ -37,6 +37,7 @@ class Noisy(Regression):
         self, at: int | None = None, schedule: Any = None, who: int = 1, dies: bool = False
     ) -> None:
         super().__init__(ADAM, schedule)
+        self.net.insert(1, torch.nn.BatchNorm1d(16))
         self.net.append(torch.nn.Dropout(0.25))
         self.at, self.who, self.dies = at, who, dies
 

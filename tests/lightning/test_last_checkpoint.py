@@ -76,6 +76,9 @@ def saved(path: Path) -> dict[str, Any]:
         {1: "die"},
         {1: "raise"},
         {1: "exit"},
+        {0: "die", 1: "raise"},
+        {0: "raise", 2: "die"},
+        {0: "die", 1: "die", 2: "raise"},
         dict.fromkeys(range(3), "raise"),
     ],
     ids=lambda ways: "-".join(f"{who}-{way}" for who, way in ways.items()),
@@ -100,6 +103,12 @@ def test_a_worker_that_is_alone_saves_before_it_says_that_it_has_failed(tmp_path
 
 def test_too_few_are_left_and_the_first_of_them_saves(tmp_path: Path) -> None:
     fail(tmp_path, {0: "die"}, on_failure="continue", min_workers=3)
+    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+
+
+@pytest.mark.parametrize("on_failure", ["continue", "restart"])
+def test_it_is_there_too_if_nobody_is_left_to_go_on(on_failure: str, tmp_path: Path) -> None:
+    fail(tmp_path, dict.fromkeys(range(3), "raise"), on_failure=on_failure)
     assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
 
 

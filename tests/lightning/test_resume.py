@@ -27,6 +27,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.orders import Seeded
 from hybridtrain.lightning.resume import read
 from hybridtrain.lightning.samplers import Plan
+from hybridtrain.worlds.outcome import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 N = 48
@@ -446,6 +447,28 @@ def test_after_ctrl_c_each_sample_is_seen_once(
     values = {round(value / once, 4) for value in module.seen.tolist()}
     assert values <= {1.0, float(accumulate)}, "an epoch's last accumulation may be a short one"
     assert torch.equal(module.seen.detach()[seen], weights_in(path)[seen])
+
+
+class DyingLast(Census):
+    """Worker 1 is killed in its second mini-batch, when the others have no more to do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+def test_an_epoch_is_not_over_while_others_are_in_it(tmp_path: Path) -> None:
+    saving = {"callbacks": [ModelCheckpoint(tmp_path)], "enable_checkpointing": True}
+    with pytest.raises(WorkerDied):
+        fitted("async", 3, 4, DyingLast(), limit_val_batches=0, **saving)
+    path = tmp_path / "interrupted.ckpt"
+    assert int((weights_in(path) > 0).sum()) == N - 4
+    assert len(left_in(path)) == 4
+    module = Census()
+    fitted("async", 3, 4, module, ckpt_path=path, limit_val_batches=0)
+    assert torch.equal(module.seen.detach(), torch.full((N,), 1 / 4))
 
 
 def test_fetching_ahead_loses_nothing_when_an_iteration_begins_anew() -> None:
