@@ -464,8 +464,7 @@ def test_an_epoch_is_not_over_while_others_are_in_it(tmp_path: Path) -> None:
     with pytest.raises(WorkerDied):
         fitted("async", 3, 4, DyingLast(), limit_val_batches=0, **saving)
     path = tmp_path / "interrupted.ckpt"
-    assert int((weights_in(path) > 0).sum()) == N - 4
-    assert len(left_in(path)) == 4
+    assert 0 < len(left_in(path)) == N - int((weights_in(path) > 0).sum())
     module = Census()
     fitted("async", 3, 4, module, ckpt_path=path, limit_val_batches=0)
     assert torch.equal(module.seen.detach(), torch.full((N,), 1 / 4))
