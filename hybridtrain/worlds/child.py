@@ -67,7 +67,8 @@ def run_worker(
         outcome = _outcome(client, body)
         client.pulse.beat(Doing.ENDING)
         _run_exit_functions()
-        _report(channel, outcome)
+        if outcome is not None:
+            _report(channel, outcome)
     except ChannelClosed:
         sys.stderr.flush()
         os._exit(1)  # the parent is gone; there is nobody to tell
@@ -75,7 +76,7 @@ def run_worker(
         channel.close()
 
 
-def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped:
+def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped | None:
     try:
         return Finished(body(client))
     except StopRequested:
@@ -83,7 +84,7 @@ def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped:
     except ChannelClosed:
         raise
     except BaseException as error:  # SystemExit too: the parent must hear of it, if it has not
-        return Stopped() if client.pulse.failed_in else Failed.of(error, client.pulse.where)
+        return None if client.pulse.failed_in else Failed.of(error, client.pulse.where)
 
 
 def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:

@@ -112,6 +112,34 @@ def test_it_is_there_too_if_nobody_is_left_to_go_on(on_failure: str, tmp_path: P
     assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
 
 
+class FailingOnce(Failing):
+    """Worker 1 raises, as often as a file says that it has not yet."""
+
+    mark = Path()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == AT and not self.mark.exists():
+            self.mark.touch()
+            raise LookupError("on purpose")
+        return Regression.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("on_failure", ["continue", "restart"])
+def test_a_worker_that_raises_does_not_end_those_who_go_on(
+    on_failure: str, policy: str, tmp_path: Path
+) -> None:
+    module = FailingOnce({})
+    module.mark = tmp_path / "raised"
+    strategy = HybridStrategy(policy, on_failure=on_failure)
+    keep = ModelCheckpoint(tmp_path)
+    trainer = make_trainer(strategy, 3, callbacks=[keep], enable_checkpointing=True, max_epochs=2)
+    trainer.fit(module, DataLoader(regression_data(), batch_size=2, shuffle=True))
+    assert module.mark.exists() and trainer.current_epoch == 2
+    assert trainer.strategy.run_stats()["samples"] == 2 * 48
+    assert not (tmp_path / "interrupted.ckpt").exists()
+
+
 class FailingLate(Failing):
     """Worker 0 fails when the update has been made and before Lightning has counted it."""
 
