@@ -48,7 +48,7 @@ from hybridtrain.messages import (
     Ticket,
     Writes,
 )
-from hybridtrain.news import Back, Gone, Stop, Tell, Told
+from hybridtrain.news import Back, Gone, Heir, Stop, Tell, Told
 from hybridtrain.offered import Offered, Taking, Undoing
 from hybridtrain.pulse import Pulse
 from hybridtrain.spans import Spans
@@ -72,6 +72,7 @@ class Client:
         self.n_workers = n_workers
         self.version = 0  # of the last release
         self.solo = False  # the others have ended: meetings are with oneself
+        self.heir: Heir | None = None  # what the parent says when this worker has stopped
         self.inherits = False  # does what one has to do for all, whoever it is
         self.pulse = Pulse()  # whether anybody watches is for the world to say
         self.joins = False  # training has begun long ago
@@ -260,6 +261,9 @@ class Client:
             match reply:
                 case Stop(now=True):
                     self._stop = reply
+                    raise StopRequested
+                case Heir():  # this worker has said that it failed; nothing else will be answered
+                    self.heir = reply
                     raise StopRequested
                 case Stop() | Gone() | Back() | Tell():
                     self._hear(reply)

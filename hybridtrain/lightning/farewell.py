@@ -46,9 +46,10 @@ def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
     Not ``able``: it stands between an update and Lightning's counting of it.
     """
     client: Client = cast(Any, trainer.strategy).client
-    while not isinstance(reply := client.line.receive()[0], Heir):
-        pass  # an answer to what was asked before
-    client.inherits = reply.saves
+    while client.heir is None:
+        reply = client.line.receive()[0]  # or an answer to what was asked before
+        client.heir = reply if isinstance(reply, Heir) else None
+    client.inherits = client.heir.saves
     if client.inherits:
         client.note(Saved(able and save_interrupted(trainer)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.periodic import PeriodicCheckpoint
@@ -138,6 +139,65 @@ def test_a_worker_that_raises_does_not_end_those_who_go_on(
     assert module.mark.exists() and trainer.current_epoch == 2
     assert trainer.strategy.run_stats()["samples"] == 2 * 48
     assert not (tmp_path / "interrupted.ckpt").exists()
+
+
+class Broken(Dataset[Any]):
+    """Worker 1 cannot read what comes after its third mini-batch, which it has offered."""
+
+    def __init__(self) -> None:
+        self.data, self.left = regression_data(), AT * 2
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, index: int) -> Any:
+        self.left -= os.environ.get("LOCAL_RANK") == "1"
+        if self.left < 0:
+            raise OSError("unreadable")
+        return self.data[index]
+
+
+class Slow(Regression):
+    """In the others' third mini-batch there is time for worker 1 to fail."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank != 1 and batch_idx == AT - 1 and self.trainer.current_epoch == 0:
+            time.sleep(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+class Goodbye(pl.Callback):
+    """Writes down what a worker's callbacks hear."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        (self.folder / f"goodbye-{trainer.strategy.global_rank}").write_text(repr(exception))
+
+
+def read_on(folder: Path, on_failure: str) -> pl.Trainer:
+    """Train with it."""
+    strategy, told = (
+        HybridStrategy(on_failure=on_failure),
+        [ModelCheckpoint(folder), Goodbye(folder)],
+    )
+    trainer = make_trainer(strategy, 3, callbacks=told, enable_checkpointing=True, max_epochs=2)
+    trainer.fit(Slow(ADAM), DataLoader(Broken(), batch_size=2, shuffle=True))
+    return trainer
+
+
+def test_who_fails_ahead_of_its_release_may_leave_without_it(tmp_path: Path) -> None:
+    trainer = read_on(tmp_path, "continue")
+    assert trainer.current_epoch == 2
+    assert trainer.strategy.run_stats()["samples"] == 2 * 48
+    assert "unreadable" in (tmp_path / "goodbye-1").read_text()
+
+
+def test_who_fails_ahead_of_its_release_has_not_made_the_step(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="unreadable"):
+        read_on(tmp_path, "stop")
+    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT - 1
 
 
 class FailingLate(Failing):
