@@ -15,6 +15,8 @@ from hybridtrain.pulse import Doing
 class Aligning(Protocol):
     """The strategy, as far as it is needed here."""
 
+    ending_epoch: bool
+
     def align(self) -> None: ...
 
     def await_turn(self) -> None: ...
@@ -87,11 +89,13 @@ class Boundary(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._beat(Doing.EPOCH)
+        self._strategy.ending_epoch = True  # and stays so if this is broken off
         self._client.check_stop()
         self._strategy.align()
         if self._advises:
             advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
             self._advises = False
+        self._strategy.ending_epoch = False
 
     def on_validation_start(self, *_: Any) -> None:
         """Before any other callback, which may swap parameters for the validation."""

@@ -37,15 +37,19 @@ class SharedBuffers:
         self._places = [_views(turn, tensors(named)) for turn in turns]
 
     @torch.no_grad()
-    def meet(self) -> None:
-        """All take worker 0's, wherever they have come from: at the start, before a validation."""
+    def meet(self, accumulating: bool = False) -> None:
+        """All take worker 0's, wherever they have come from: at the start, before a validation.
+
+        ``accumulating``: those before the mini-batches under way are to be put back, if any are.
+        """
         mine = tensors(self._named)
         if self._client.solo:
             return
         values = self._client.gather("buffers", [b.cpu() for b in mine] if self._leads else None)[0]
         for buffer, value in zip(mine, values, strict=True):
             buffer.copy_(value)
-        self.keep(self._client.version)
+        if not accumulating:
+            self.keep(self._client.version)
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -69,10 +73,13 @@ class SharedBuffers:
             torch._foreach_copy_(tensors(self._named), self._places[turn])
 
     @torch.no_grad()
-    def put_back(self) -> None:
-        """The step under way is not made: they are again what they were before its mini-batches."""
-        turn = (self._client.version - 1) % 2
-        if int(self._tags[turn]) == self._client.version:
+    def put_back(self, version: int) -> None:
+        """They are again what goes with the parameters of that version, if that is known.
+
+        Where a step is not made: what they were before its mini-batches.
+        """
+        turn = (version - 1) % 2
+        if int(self._tags[turn]) == version:
             torch._foreach_copy_(tensors(self._named), self._places[turn])
 
     @property

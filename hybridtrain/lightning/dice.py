@@ -56,6 +56,7 @@ class Dice:
         self._kept: dict[str, Any] | None = None  # to go on with
         self._whole = True  # no mini-batch has begun since the last step
         self._before: torch.Tensor | None = None  # torch's state then
+        self._aside: dict[str, Any] = {}  # all of them, as the last validation began
 
     # ---- saving ---------------------------------------------------------------------------------
 
@@ -65,6 +66,11 @@ class Dice:
             self._throw(self._kept)
         if self._whole:
             self._before, self._whole = torch.get_rng_state(), False
+
+    def begin_validation(self) -> None:
+        """One begins, and an iterator draws a number."""
+        self.throw()
+        self._aside = look()
 
     def commit(self) -> None:
         """A step has been made."""
@@ -79,11 +85,15 @@ class Dice:
         """It was broken off."""
         self._whole = False
 
-    def state(self) -> dict[str, Any]:
-        """From where the next mini-batch after the last step goes on; plain data and tensors."""
+    def state(self, validates: bool = False) -> dict[str, Any]:
+        """From where training goes on behind the last step; plain data and tensors.
+
+        Args:
+            validates: a validation is under way, which will be done again.
+        """
         if self._kept is not None:
             return self._kept  # nothing has been drawn since the checkpoint that training came from
-        found = look()
+        found = dict(self._aside) if validates else look()
         if self._before is not None and not self._whole:
             found["torch"] = self._before
         version, numbers, gauss = found["python"]

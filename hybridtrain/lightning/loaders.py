@@ -9,15 +9,13 @@ from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls
 from pytorch_lightning.trainer.states import RunningStage
-from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 
 from hybridtrain.client import Client
-from hybridtrain.errors import UserError
 from hybridtrain.lightning.batches import Scales
 from hybridtrain.lightning.dice import Dice
+from hybridtrain.lightning.epoch_ends import EpochEnds
 from hybridtrain.lightning.evaluation import Dealt, EvaluationSampler, Group, Whole
 from hybridtrain.lightning.options import DataOptions
 from hybridtrain.lightning.orders import Drawn, Order, Seeded
@@ -25,8 +23,17 @@ from hybridtrain.lightning.progress import precede, remeasure
 from hybridtrain.lightning.queue_sampler import QueueSampler
 from hybridtrain.lightning.recording import data_teller
 from hybridtrain.lightning.resting import Evaluation
-from hybridtrain.lightning.resume import KEY, Resumed, describe, others_go_on, read, reopen
+from hybridtrain.lightning.resume import (
+    KEY,
+    Resumed,
+    describe,
+    others_go_on,
+    read,
+    reopen,
+    validate_again,
+)
 from hybridtrain.lightning.samplers import EpochSampler, Plan, ShareSampler
+from hybridtrain.lightning.sizing import check_batches, with_batches
 from hybridtrain.policies import Regime
 
 
@@ -49,13 +56,11 @@ class Loaders:
         self._tell = data_teller(client, trainer)
         self.samplers: list[EpochSampler] = []
         self.remembers = False  # which step was made with which mini-batches
-        self.others_train = False  # this worker has ended the epoch, and waits for them
         self._made_in_epoch: int | None = None
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it that are done
         self._former: tuple[int, int] | None = None  # the same before the last step
         self._resumed: Resumed | None = None
-        self._stepped: int | None = None  # to go on with, see there
-        self._dice = Dice(client)
+        self._dice, self._ends = Dice(client), EpochEnds(trainer)
         self._begin_evaluation()
         self._moved = False  # what Lightning iterates over has another length now
 
@@ -73,8 +78,13 @@ class Loaders:
         )
         trainer = self._trainer
         validation = trainer.fit_loop.epoch_loop.val_loop
-        for loop in (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-            Evaluation(loop, trainer, self._client, self._begin_evaluation).attach()
+        loops = (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        made = [Evaluation(loop, trainer, self._client, self._begin_evaluation) for loop in loops]
+        for evaluation in made:
+            evaluation.attach()
+        self._validation = made[0]
+        precede(validation, "run", self._dice.begin_validation)
+        self._ends.attach()
         precede(self._trainer.fit_loop, "reset", self._settle)
         precede(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin_epoch)
 
@@ -107,13 +117,13 @@ class Loaders:
         if not isinstance(prepared, DataLoader):
             return prepared
         if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
-            prepared = _with_batches(prepared, dataloader.batch_sampler)
+            prepared = with_batches(prepared, dataloader.batch_sampler)
         if isinstance(getattr(prepared.batch_sampler, "sampler", None), Whole):
             wrapper: Any = prepared.batch_sampler  # Lightning's, which notes the indices
             wrapper._batch_sampler = self._dealt(wrapper._batch_sampler)
         if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
             size = self._options.batch_sizes[self._client.worker]
-            _check_batches(prepared)
+            check_batches(prepared)
             prepared.batch_sampler.batch_size = size  # type: ignore[union-attr]
             vars(prepared)["batch_size"] = size  # what a user may read; torch guards the attribute
         return prepared
@@ -140,7 +150,7 @@ class Loaders:
         sampler, batches = dataloader.sampler, dataloader.batch_sampler
         length = len(sampler) if isinstance(sampler, Sized) else 0
         if self._options.batch_sizes is not None:
-            _check_batches(dataloader)
+            check_batches(dataloader)
         if batches is None:
             return Plan(order, length, (1,) * n_workers, False, True, self._turn)
         size = getattr(batches, "batch_size", 1) or 1
@@ -169,9 +179,7 @@ class Loaders:
             UserError: if nobody can tell.
         """
         self._dice.begin_batch()
-        if self._stepped is not None:
-            loop = self._trainer.fit_loop.epoch_loop
-            loop._batches_that_stepped, self._stepped = self._stepped, None
+        self._ends.begin_batch()
         portions = [sampler.next_portion() for sampler in self.samplers]
         weights = [portion.weight for portion in portions if portion is not None]
         known = [weight for weight in weights if weight is not None]
@@ -216,7 +224,9 @@ class Loaders:
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
         loops, batches = checkpoint["loops"]["fit_loop"], 0
         unseen = self._client.unseen if not self._regime.lockstep else {}
-        if self.others_train and any(unseen[lap] for lap in unseen if lap.epoch == epoch - 1):
+        ending: bool = self._trainer.strategy.ending_epoch
+        over = ending and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
+        if over:
             epoch -= 1
             reopen(loops)
         if self._resumed is not None and self._resumed.epoch == epoch:
@@ -225,14 +235,19 @@ class Loaders:
             batches = self._committed[1]
         ours = describe(epoch, batches, self.samplers, unseen)
         if others_go_on(self.samplers, ours):
-            loops["epoch_loop.batch_progress"]["is_last_batch"] = False  # of this worker, it was
-        return {**checkpoint, KEY: {**ours, "dice": self._dice.state()}}
+            loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
+        before = None if self.under_way else self._validation.before  # it comes behind a step
+        if before is not None:
+            validate_again(loops, before)
+        dice = self._dice.state(before is not None)
+        state = {"over": over, "dice": dice, "metrics": self._ends.state()}
+        return {**checkpoint, KEY: {**ours, **state}}
 
     def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as Lightning is to see it; training will go on from there."""
         if self._trainer.state.fn == "fit":
             self._resumed = read(checkpoint)
-            self._stepped = None if self._resumed is None else self._resumed.stepped
+            self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}), self._resumed)
             if not self._client.joins:  # who comes back has the generators of who has told
                 self._dice.keep(checkpoint.get(KEY, {}).get("dice"))
         if self._resumed is not None:
@@ -268,28 +283,6 @@ class Loaders:
         if stale and not lightning_iterates:
             iter(loop._data_fetcher)
         self._moved = False
-
-
-def _check_batches(dataloader: DataLoader[Any]) -> None:
-    """Refuse mini-batches whose size is not ours to choose."""
-    if type(dataloader.batch_sampler) is not BatchSampler:
-        what = (
-            "items that are whole mini-batches (batch_size=None)"
-            if dataloader.batch_sampler is None
-            else f"a batch sampler of its own ({type(dataloader.batch_sampler).__name__})"
-        )
-        raise UserError(
-            f"batch_size_per_worker was given, but the training DataLoader has {what}, whose sizes "
-            "it cannot change; give the DataLoader a batch_size, or leave batch_size_per_worker out"
-        )
-
-
-def _with_batches(prepared: DataLoader[Any], batches: Any) -> DataLoader[Any]:
-    """Mini-batches, where Lightning has lost them: of an explicit ``batch_sampler``."""
-    args, kwargs = _get_dataloader_init_args_and_kwargs(prepared, prepared.sampler)
-    rebuilt = BatchSampler(prepared.sampler, batches.batch_size, batches.drop_last)
-    kwargs |= {"sampler": None, "batch_sampler": rebuilt, "batch_size": 1, "drop_last": False}
-    return _reinstantiate_wrapped_cls(prepared, *args, **kwargs)
 
 
 def _is_plain_random(sampler: object) -> bool:

@@ -60,13 +60,7 @@ class Provisional:
         raised.
         """
         if self._loaders.under_way and self._session.buffers is not None:
-            self._session.buffers.put_back()
-
-    def await_others(self) -> None:
-        """Where workers run freely, others may still be in the epoch that this one has ended."""
-        self._loaders.others_train = True
-        self._trainer.strategy.barrier("end of the epoch")
-        self._loaders.others_train = False
+            self._session.buffers.put_back(self._client.version)
 
     def _put_back(self, place: _Place) -> None:
         loop = self._trainer.fit_loop.epoch_loop

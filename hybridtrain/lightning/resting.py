@@ -36,6 +36,7 @@ class Evaluation:
         self._loop, self._trainer, self._client = loop, trainer, client
         self._begin = begin
         self._roll: list[str] | None = None  # what everybody did in the evaluation under way
+        self.before: int | None = None  # mini-batches until it began, if it is not over
 
     def attach(self) -> None:
         """Stand in the loop's way at its beginning and its end."""
@@ -47,6 +48,7 @@ class Evaluation:
         else:
             precede(loop, "_store_dataloader_outputs", lambda: self._meet("between"))
             precede(loop, "on_run_end", self._end)
+            precede(loop, "_on_evaluation_end", self._conclude)
 
     @property
     def _predicts(self) -> bool:
@@ -69,14 +71,17 @@ class Evaluation:
 
     def run(self) -> Any:
         """As Lightning's, but all workers come out of it together."""
-        self._roll = None
+        total = self._loop.batch_progress.total
+        self._roll, self.before = None, total.completed
+        if not self._predicts and self._loop.restarted_mid_evaluation:
+            total.ready = total.started = total.completed  # Lightning sets the current ones back
         result = self._run()
-        if self._client.n_workers == 1 or not self._loop.max_batches:
-            return result  # there is nothing to evaluate, for anybody
-        rests = self._roll is None
-        roll = self._rest() if rests else self._roll
-        if roll is not None and "end" in roll and "rests" in roll and not self._predicts:
-            self._share_outcome(rests)
+        if self._client.n_workers > 1 and self._loop.max_batches:  # nobody has any otherwise
+            rests = self._roll is None
+            roll = self._rest() if rests else self._roll
+            if roll is not None and "end" in roll and "rests" in roll and not self._predicts:
+                self._share_outcome(rests)
+        self.before = None
         return result
 
     def _meet(self, what: str) -> list[str]:
@@ -84,6 +89,10 @@ class Evaluation:
 
     def _end(self) -> None:
         self._roll = self._meet("end")
+
+    def _conclude(self) -> None:
+        """Callbacks hear of the outcome now, and may save it."""
+        self.before = None
 
     def _rest(self) -> list[str]:
         while "between" in (roll := self._meet("rests")):

@@ -38,6 +38,8 @@ class Resumed:
     batches: int
     loaders: list[dict[str, Any]] | None
     stepped: int | None = None  # mini-batches with a step so far, if Lightning would miscount them
+    in_hook: bool = False  # written before the validation behind the last mini-batch, if one is due
+    over: bool = False  # after that and after all mini-batches, before anybody had heard of the end
 
     def begun(self, number: int, plan: Plan) -> Begun | None:
         """What is left for loader ``number``; nothing is known: a whole epoch."""
@@ -88,9 +90,24 @@ def others_go_on(samplers: Sequence[EpochSampler], ours: dict[str, Any]) -> bool
 
 
 def reopen(loops: dict[str, Any]) -> None:
-    """The epoch that this worker has ended is not over."""
+    """The epoch that this worker has ended is to be ended again."""
     for counts in loops["epoch_progress"].values():
         counts["processed"] -= 1
+
+
+def validate_again(loops: dict[str, Any], before: int) -> None:
+    """A validation is still to do, from its beginning.
+
+    As if in its first mini-batch, which Lightning takes for a reason to go back to it.
+
+    Args:
+        loops: their counters, as they are saved.
+        before: mini-batches of earlier validations in this epoch.
+    """
+    progress = loops["epoch_loop.val_loop.batch_progress"]
+    for counts, done in ((progress["total"], before), (progress["current"], 0)):
+        counts.update(ready=done + 1, started=done + 1, processed=done, completed=done)
+    progress["is_last_batch"] = False
 
 
 def _state(sampler: EpochSampler, unseen: dict[Lap, Spans]) -> dict[str, Any]:
@@ -146,8 +163,10 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
         if ours is None and (n_done := _done(progress)) > 0:
             return _elsewhere(epoch["processed"], n_done)
         return None  # streams: they go on as Lightning lets them
-    stepped = _set_back(loops, ours["batches"])
-    return Resumed(ours["epoch"], ours["batches"], ours["loaders"], stepped)
+    in_hook = _in_hook(progress) and _done(progress) == ours["batches"]
+    stepped = _leave_hook(loops) if in_hook else _set_back(loops, ours["batches"])
+    over = bool(ours.get("over"))
+    return Resumed(ours["epoch"], ours["batches"], ours["loaders"], stepped, in_hook, over)
 
 
 def _elsewhere(epoch: int, batches: int) -> Resumed:
@@ -161,10 +180,22 @@ def _elsewhere(epoch: int, batches: int) -> Resumed:
 
 def _done(progress: dict[str, Any]) -> int:
     """Mini-batches of the epoch that Lightning will count as done when it goes on."""
-    total, current = progress["total"], progress["current"]
-    # Written by a callback at the end of a mini-batch, which is then counted when going on.
-    in_hook = total["ready"] == total["started"] == total["processed"] == total["completed"] + 1
-    return current["processed"] if in_hook else current["completed"]
+    return int(progress["current"]["processed" if _in_hook(progress) else "completed"])
+
+
+def _in_hook(progress: dict[str, Any]) -> bool:
+    """Written by a callback at the end of a mini-batch, which is then counted when going on."""
+    total = progress["total"]
+    counted = total["completed"] + 1
+    return bool(total["ready"] == total["started"] == total["processed"] == counted)
+
+
+def _leave_hook(loops: dict[str, Any]) -> int:
+    """Count the mini-batch, with its step."""
+    progress = loops["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts["completed"] = counts["processed"]
+    return int(loops["epoch_loop.state_dict"]["_batches_that_stepped"]) + 1
 
 
 def _set_back(loops: dict[str, Any], batches: int) -> int | None:

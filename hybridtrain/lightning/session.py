@@ -95,15 +95,17 @@ class Session:
         for parameter, slot in zip(self._parameters, self._store.layout.slots, strict=True):
             self._store.master(slot).copy_(parameter)
 
-    def share_buffers(self) -> None:
+    def share_buffers(self, accumulating: bool = False) -> None:
         """All have worker 0's buffers now; all must call it."""
         if self.buffers is not None:
-            self.buffers.meet()
+            self.buffers.meet(accumulating)
 
     def install(self) -> None:
         """Training begins: the server takes the optimizers over, with the state they have now."""
         self._publish()  # a hook may have loaded weights
         if self.buffers is not None:
+            if self._client.joins:  # it has those of a worker in the middle of a step
+                self.buffers.put_back(self.trainer.global_step)
             self.buffers.keep(self.trainer.global_step)
         numbers = self._hand_over(self.trainer.global_step)
         self.exchange.writes()  # published already

@@ -257,8 +257,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.collectives.local = False
         if self._losses is not None and self._losses.epoch_is_over:
             return
-        if self._count is not None and self._session is not None and self.provisional is not None:
-            self.provisional.await_others()
+        if self._count is not None and self._session is not None:
+            self.barrier("end of the epoch")
             self._count.reach(self._session.pull())
             self.barrier("same parameters")  # nobody moves them before all have read them
         if self._losses is not None:
@@ -266,7 +266,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def on_validation_start(self) -> None:
         if self._session is not None:
-            self._session.share_buffers()
+            self._session.share_buffers(self._loaders is not None and self._loaders.under_way)
         if self.is_global_zero:
             self.client.note(Paused())  # all have met: nobody trains any more
 
