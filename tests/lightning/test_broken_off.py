@@ -63,6 +63,7 @@ def run(
     ckpt_path: Path | None = None,
     data: Dataset[Any] | None = None,
     validation: int = 8,
+    warned: Any = "ignore",
     **options: Any,
 ) -> dict[str, Any]:
     """The last checkpoint, of three epochs of two workers."""
@@ -74,7 +75,7 @@ def run(
     loader = DataLoader(data or regression_data(44), batch_size=4, shuffle=True)
     held_out = DataLoader(regression_data(validation), batch_size=4) if validation else None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter(warned)
         trainer.fit(module, loader, held_out, ckpt_path=ckpt_path)
     return torch.load(folder / "last.ckpt", weights_only=True)
 
@@ -227,3 +228,52 @@ def test_no_checkpoint_is_remembered_of_a_step_that_was_broken_off(tmp_path: Pat
         f"step={step}.ckpt" for step in range(1, 9)
     }
     assert all(Path(path).is_file() for path in state["best_k_models"])
+
+
+class Forgetful(Callback):
+    """Worker 1 fails before training begins."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(HEAD_START_S)
+            raise LookupError("broken off")
+
+
+def test_a_run_that_goes_on_and_ends_before_it_begins_leaves_what_it_has_found(
+    tmp_path: Path,
+) -> None:
+    whole = run(tmp_path / "whole", Noisy)
+    path = tmp_path / "broken" / "interrupted.ckpt"
+    with pytest.raises(LookupError, match="broken off"):
+        run(tmp_path / "broken", partial(Noisy, 8))
+    first = path.stat().st_mtime_ns
+    with pytest.raises(LookupError, match="broken off"):
+        run(tmp_path / "broken", Noisy, path, callbacks=[Forgetful()])
+    assert path.stat().st_mtime_ns > first, "it was written once more"
+    assert_same(run(tmp_path / "resumed", Noisy, path), whole)
+
+
+class InTheMiddle(Regression):
+    """Worker 1 fails as the closure is evaluated for the second time in the second step."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.LBFGS, lr=0.1, max_iter=6))
+        self.evaluated: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.evaluated.append(batch_idx)
+        if self.global_rank == 1 and self.evaluated.count(1) == 2:
+            time.sleep(HEAD_START_S)
+            raise LookupError("broken off")
+        return super().training_step(batch, batch_idx)
+
+
+def test_in_the_middle_of_an_lbfgs_step_none_is_written_and_that_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # In workers, too, which pytest does not know of.
+    monkeypatch.setattr(warnings, "showwarning", lambda text, *_, **__: print(text, flush=True))
+    with pytest.raises(LookupError, match="broken off"):
+        run(tmp_path, InTheMiddle, warned="always")
+    assert "no checkpoint could be written to" in capfd.readouterr().out
+    assert not (tmp_path / "interrupted.ckpt").exists()
