@@ -122,7 +122,7 @@ class Validating(Noisy):
 
 WITHIN: dict[str, dict[str, Any]] = {
     "at the end": {},
-    "within": {"val_check_interval": 3},
+    "within": {"val_check_interval": 3, "max_epochs": 1},
     "of steps": {"val_check_interval": 2, "accumulate_grad_batches": 2},
 }
 
@@ -169,6 +169,39 @@ def test_a_step_that_was_under_way_as_a_validation_began_is_made_anew(tmp_path: 
         run(tmp_path / "broken", partial(make, 0), **settings)
     path = tmp_path / "broken" / "interrupted.ckpt"
     assert_same(run(tmp_path / "resumed", make, path, **settings), whole)
+
+
+class Late(EarlyStopping):
+    """Once the first validation is over and this has heard of it: Ctrl-C, if it ``interrupts``."""
+
+    interrupts = False
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        super().on_validation_end(trainer, module)
+        if self.interrupts:
+            if trainer.global_rank == 1:
+                os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(HEAD_START_S)
+
+
+def test_whose_end_nobody_had_heard_of(tmp_path: Path) -> None:
+    """Callbacks that look at the end of the epoch do it when the run goes on."""
+
+    def train(name: str, ckpt_path: Path | None = None, interrupts: bool = False) -> dict[str, Any]:
+        make, stop = partial(Noisy, schedule=plateau("val/loss")), Late("val/loss", 1e6, 99)
+        stop.interrupts = interrupts
+        return run(tmp_path / name, make, ckpt_path, callbacks=[stop])
+
+    whole = train("whole")
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        train("broken", interrupts=True)
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    broken = interrupted(tmp_path / "broken")
+    assert broken["hybridtrain"]["over"] and waits(broken) == [0]
+    resumed = train("resumed", tmp_path / "broken" / "interrupted.ckpt")
+    assert waits(resumed) == waits(whole) == [2]
+    assert_same(resumed, whole)
 
 
 class Reading(pl.Callback):
