@@ -91,12 +91,13 @@ class EpochEnds:
             loop._restarting = not self._all_known()
 
     def _all_known(self) -> bool:
-        known = self._trainer.callback_metrics
-        return all(
-            config.monitor in known
+        monitored = {
+            config.monitor
             for config in self._trainer.lr_scheduler_configs
             if config.reduce_on_plateau and config.interval == "epoch"
-        )
+        }
+        # Collected only where Lightning is about to do that, too: it may be a meeting of all.
+        return not monitored or monitored <= self._trainer.callback_metrics.keys()
 
 
 def _was_ending(loop: Any) -> bool:
