@@ -119,7 +119,7 @@ def reference(place: str, kind: Any, folder: Path, epochs: int, *stops: int) -> 
     """The run that the others are to equal: not interrupted at ``stops``.
 
     But for ``Plateau``: Lightning writes a checkpoint before ReduceLROnPlateau has seen the epoch's
-    metric, so a continued run differs from an uninterrupted one in any strategy, and the same way.
+    metric, so where it has written it, or is to go on from it, that step is left out at each stop.
     """
     path, made = None, None
     for number, until in enumerate([*(stops if kind is Plateau else ()), epochs]):
@@ -205,7 +205,8 @@ def test_the_continued_run_equals_the_uninterrupted_one(
     run(first, kind, tmp_path / "a", 2)
     path = str(tmp_path / "a" / "last.ckpt")
     continued = run(second, kind, tmp_path / "b", 5, path)
-    whole, theirs = reference("one", kind, tmp_path / "c", 5, 2)
+    stops = (2,) if "one" in (first, second) else ()
+    whole, theirs = reference("one", kind, tmp_path / "c", 5, *stops)
     torch.testing.assert_close(flat(continued), flat(whole), rtol=1e-4, atol=1e-6)
     ours = load(tmp_path / "b")
     for part in ("optimizer_states", "lr_schedulers", "global_step", "epoch"):
@@ -225,7 +226,7 @@ def test_to_ddp_and_back(kind: Any, tmp_path: Path) -> None:
         assert_same(load(tmp_path / "c")[part], theirs[part], 1e-4, part)
 
 
-@pytest.mark.parametrize("kind", [Two, Cycle])
+@pytest.mark.parametrize("kind", [Two, Plateau, Cycle])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_with_the_same_workers_it_goes_on_to_the_bit(
     kind: Any, precision: str, tmp_path: Path
