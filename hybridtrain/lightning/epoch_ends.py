@@ -5,6 +5,9 @@ next validation, and Lightning leaves schedulers that wait for a metric (``Reduc
 where it cannot know one: at the end of the epoch in which a run goes on, and of the one that was
 over but for them when the checkpoint was written (by a callback, at the end of the epoch). Under
 our key a checkpoint therefore holds the metrics as they were, and these steps are made.
+
+Behind a checkpoint that was written at the end of a mini-batch Lightning leaves the validation out
+that is due there, and behind the last mini-batch the end of the epoch. Here both come.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import time
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.lightning.epoch_ends import EpochEnds
+from hybridtrain.lightning.resume import Resumed
 from tests.lightning.test_broken_off import (
     BATCHES,
     HEAD_START_S,
@@ -202,6 +205,27 @@ def test_whose_end_nobody_had_heard_of(tmp_path: Path) -> None:
     resumed = train("resumed", tmp_path / "broken" / "interrupted.ckpt")
     assert waits(resumed) == waits(whole) == [2]
     assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_which_a_callback_had_cut_short(over: bool) -> None:
+    """It is over though its last mini-batch was not the last that there was."""
+
+    def nothing() -> None: ...
+
+    progress = SimpleNamespace(is_last_batch=False)
+    loop = SimpleNamespace(restarting=True, batch_progress=progress, advance=nothing)
+    loop._should_check_val_fx = lambda fetcher: False
+    fit_loop = SimpleNamespace(epoch_loop=loop, reset=nothing, _data_fetcher=None)
+    connector = SimpleNamespace(on_epoch_end=nothing)
+    ends = EpochEnds(SimpleNamespace(fit_loop=fit_loop, _logger_connector=connector))
+    ends.attach()
+    ends.keep({}, Resumed(0, 3, [], over=over))
+    if over:
+        with pytest.raises(StopIteration):
+            loop.advance()
+    else:
+        loop.advance()
 
 
 class Reading(pl.Callback):
