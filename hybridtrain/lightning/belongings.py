@@ -20,6 +20,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
+from torch.utils._pytree import tree_map_only
 
 from hybridtrain.lightning.tuning import take_what_was_found, what_was_found
 
@@ -110,6 +111,7 @@ _CHECKPOINT_FIELDS = (
     "current_score",
     "dirpath",
 )
+_DECIDED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
 def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any]:
@@ -123,6 +125,16 @@ def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any
         pickle.dumps(state)
     except Exception:
         return {}  # it cannot travel; the other callback stays as it was
+    return state
+
+
+def standing_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any]:
+    """What another worker's has to know, too, to decide as this one will."""
+    state = state_of(callback, module)
+    if isinstance(callback, ModelCheckpoint):
+        known = vars(callback)
+        state |= {name: known[name] for name in _DECIDED if name in known}
+        state = tree_map_only(torch.Tensor, lambda value: value.cpu(), state)
     return state
 
 

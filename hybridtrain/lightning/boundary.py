@@ -8,6 +8,7 @@ import pytorch_lightning as pl
 
 from hybridtrain.client import Client
 from hybridtrain.lightning.correcting import advise
+from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.progress import agree_on_validating
 from hybridtrain.pulse import Doing
 
@@ -16,6 +17,7 @@ class Aligning(Protocol):
     """The strategy, as far as it is needed here."""
 
     ending_epoch: bool
+    keeping: Keeping
 
     def align(self) -> None: ...
 
@@ -43,6 +45,7 @@ class Boundary(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._beat(Doing.STARTING)
+        self._strategy.keeping.prepare(trainer)
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
             self._mark_checkpoints(trainer)
             self._marks_checkpoints = True

@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.files import fault_of
+from hybridtrain.lightning.free_checkpoints import count_all_updates
 from hybridtrain.lightning.patient import let_write
 from hybridtrain.lightning.progress import precede
 from hybridtrain.lightning.saving import WholeCheckpointIO
@@ -36,6 +37,7 @@ class Keeping:
     how: str
     unsaved: Unsaved = field(default_factory=Unsaved)
     broken_since_s: float | None = None
+    _prepared: list[ModelCheckpoint] = field(default_factory=list, repr=False)
 
     @classmethod
     def of(cls, value: str) -> Keeping:
@@ -87,21 +89,33 @@ class Keeping:
         """
         strategy = trainer.strategy
         let_write(trainer.loggers)
-        kept = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
-        for callback in kept if changes else []:
-            # Or it would remember a file of a step that is broken off before there is one.
-            precede(callback, "_monitor_candidates", strategy.client.settle)
-        if type(strategy._checkpoint_io) not in (type(None), TorchCheckpointIO):
+        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
+            strategy.checkpoint_io = WholeCheckpointIO(self.unsaved)
+        if changes:
+            self.prepare(trainer)
+
+    def prepare(self, trainer: Any) -> None:
+        """Change callbacks that save; those from ``configure_callbacks`` come later than others."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback not in self._prepared:
+                self._prepared.append(callback)
+                self._prepare(callback, trainer)
+
+    def _prepare(self, callback: Any, trainer: Any) -> None:
+        strategy = trainer.strategy
+        # Or it would remember a file of a step that is broken off before there is one.
+        precede(callback, "_monitor_candidates", strategy.client.settle)
+        if not strategy.regime.lockstep:
+            count_all_updates(callback, trainer)
+        writer = strategy._checkpoint_io
+        if not isinstance(writer, WholeCheckpointIO):
             return
-        strategy.checkpoint_io = writer = WholeCheckpointIO(self.unsaved)
-        for callback in kept if changes else []:
-            _find_whole(callback)
-            if callback.save_last == "link":
-                _link_if_possible(callback, self.unsaved)
-        if self.how == "background" and not any(reads_at_once(each) for each in trainer.loggers):
-            for callback in trainer.checkpoint_callbacks:
-                if may_come_later(callback):
-                    _defer(callback, writer)
+        _find_whole(callback)
+        if callback.save_last == "link":
+            _link_if_possible(callback, self.unsaved)
+        at_once = any(reads_at_once(each) for each in trainer.loggers)
+        if self.how == "background" and not at_once and may_come_later(callback):
+            _defer(callback, writer)
 
 
 def check_whole(path: Any) -> None:

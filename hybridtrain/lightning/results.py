@@ -15,7 +15,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loops.progress import _BaseProgress
 
@@ -27,7 +26,7 @@ from hybridtrain.lightning.belongings import (
     of_callback,
     of_module,
     pairs,
-    state_of,
+    standing_of,
 )
 from hybridtrain.lightning.predictions import Outputs, collect, in_order
 from hybridtrain.memory.scratch import Scratch, fill
@@ -182,21 +181,16 @@ def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) ->
 # ---- workers that have rested -------------------------------------------------------------------
 
 _METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_SAVED_LAST = ("_last_global_step_saved", "_last_checkpoint_saved")
 
 
 def portrait(trainer: Any) -> dict[str, Any]:
     """What an evaluation brings about in a worker that takes part."""
     connector = trainer._logger_connector
     _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # collects
-    states = [state_of(c, trainer.lightning_module) for c in _users(trainer)]
-    for callback, state in zip(_users(trainer), states, strict=True):
-        if isinstance(callback, ModelCheckpoint):
-            state |= {name: getattr(callback, name) for name in _SAVED_LAST}
     return {
         "metrics": _save({name: dict(getattr(connector, name)) for name in _METRICS}),
         "should_stop": trainer.should_stop,
-        "callbacks": states,
+        "callbacks": [standing_of(c, trainer.lightning_module) for c in _users(trainer)],
     }
 
 

@@ -30,6 +30,7 @@ from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.coming_back import ComingBack
 from hybridtrain.lightning.disturbing import Faults
+from hybridtrain.lightning.free_checkpoints import know_the_files
 from hybridtrain.lightning.generator_pages import GeneratorPages
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.keeping import Keeping
@@ -252,7 +253,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
     # ---- ends of epochs -------------------------------------------------------------------------
 
     def align(self) -> None:
-        """All workers meet, at the same parameters. In lock-step they always are."""
+        """All workers meet, at the same parameters and files. In lock-step they always are."""
         self.client.settle()
         self.collectives.local = False
         if self._losses is not None and self._losses.epoch_is_over:
@@ -260,7 +261,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         if self._count is not None and self._session is not None:
             self.barrier("end of the epoch")
             self._count.reach(self._session.pull())
-            self.barrier("same parameters")  # nobody moves them before all have read them
+            know_the_files(self._session.trainer, self.collectives)  # before they move on
         if self._losses is not None:
             self._losses.meet()
 

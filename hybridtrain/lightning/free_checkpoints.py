@@ -1,0 +1,56 @@
+"""``ModelCheckpoint`` where workers run freely, and each sees other steps.
+
+Lightning asks it in every worker, and expects that all come to the same decisions: there are
+meetings in the midst of them (whether a file exists, whether a metric is among the best). But one
+worker has seen a step at which something is saved and another has not, and each has metrics of its
+own. What is in the files is what worker 0 had; so wherever all meet, all take over what its
+callbacks know. And since updates are counted that others have made, a multiple of
+``every_n_train_steps`` is reached at a worker's first step that is not before it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pytorch_lightning.callbacks import ModelCheckpoint
+
+from hybridtrain.lightning.belongings import give_state, standing_of
+from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.progress import precede
+
+
+def know_the_files(trainer: Any, collectives: Collectives) -> None:
+    """A meeting of all: the files are worker 0's, or those of the first who is there."""
+    callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    module = trainer.lightning_module
+    mine = [(standing_of(each, module), vars(_multiples(each))) for each in callbacks]
+    for callback, known in zip(callbacks, collectives.broadcast(mine, 0), strict=True):
+        state, since = known
+        give_state(callback, module, state)
+        vars(_multiples(callback)).update(since)
+
+
+class Multiples(int):
+    """As ``every_n_train_steps``: no remainder for the first step at or behind a multiple."""
+
+    since = 0  # the last step that was asked for
+
+    def __rmod__(self, step: int) -> int:
+        before, self.since = self.since, step
+        return 0 if step // int(self) > before // int(self) else 1
+
+
+def count_all_updates(callback: ModelCheckpoint, trainer: Any) -> None:
+    """A multiple may be an update that another worker has made."""
+    multiples = callback._every_n_train_steps = Multiples(callback._every_n_train_steps)
+
+    def begin() -> None:
+        multiples.since = trainer.global_step
+
+    precede(callback, "on_train_start", begin)
+
+
+def _multiples(callback: ModelCheckpoint) -> Multiples:
+    """Its own, or some that nobody asks if the callback has come to the trainer in mid-run."""
+    every = callback._every_n_train_steps
+    return every if isinstance(every, Multiples) else Multiples(every)
