@@ -17,7 +17,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.files import fault_of
-from hybridtrain.lightning.free_checkpoints import count_all_updates
+from hybridtrain.lightning.agreement import count_all_updates
 from hybridtrain.lightning.patient import let_write
 from hybridtrain.lightning.progress import precede
 from hybridtrain.lightning.saving import WholeCheckpointIO

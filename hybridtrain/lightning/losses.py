@@ -27,31 +27,31 @@ class Losses:
         self, strategy: HybridStrategy, trainer: Any, loaders: Loaders, back: ComingBack | None
     ) -> None:
         self._making_up: MakingUp | None = None
+        self._strategy, self._lockstep = strategy, strategy.regime.lockstep
         choice, client = strategy.on_failure.choice, strategy.client
         if choice == "stop":
             return
         if back is None:
             know_the_loggers(trainer, strategy.collectives)
         Succession(trainer, client)
-        lockstep = strategy.regime.lockstep
         if choice == "continue":
-            loaders.remembers = lockstep
+            loaders.remembers = self._lockstep
         else:
             client.tells = Whereabouts(trainer, loaders, strategy.generator_pages, back).tell
-        if choice == "continue" or not lockstep:  # in lock-step a place is kept
-            self._making_up = MakingUp(trainer, client, lambda: loaders.samplers, strategy.align)
+        if choice == "continue" or not self._lockstep:  # in lock-step a place is kept
+            self._making_up = MakingUp(trainer, client, lambda: loaders.samplers, self._meet_early)
 
-    @property
-    def epoch_is_over(self) -> bool:
-        """Whether all have met at its end, and nobody has made a step since."""
-        return self._making_up is not None and self._making_up.over
+    def _meet_early(self) -> None:
+        """All meet, but the hooks of this mini-batch are still to come, and others have none."""
+        self._strategy.meet()
+        self._strategy.collectives.local = not self._lockstep
 
-    def begin_batch(self) -> None:
-        """A mini-batch begins."""
-        if self._making_up is not None:
-            self._making_up.over = False
+    def end_epoch(self) -> None:
+        """All will meet; a worker that has stopped early has not met the others at its end yet."""
+        if self._making_up is not None and not self._lockstep:
+            self._making_up.end()
 
     def meet(self) -> None:
-        """All workers are here."""
-        if self._making_up is not None:
+        """All workers are here; at the end of an epoch they have been before."""
+        if self._making_up is not None and not self._making_up.over:
             self._making_up.meet()

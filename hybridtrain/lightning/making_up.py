@@ -40,7 +40,7 @@ class MakingUp:
     ) -> None:
         self._trainer: Any = trainer
         self._client, self._samplers, self._align = client, samplers, align
-        self._at: int | None = None  # the mini-batch that was the last
+        self._at: tuple[int, int] | None = None  # the epoch, and the mini-batch that was its last
         self.over = False  # the epoch, and all have met
         self._stale = False  # the loaders have other lengths in the next epoch
         precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._look)
@@ -50,19 +50,27 @@ class MakingUp:
         """An epoch begins."""
         if self._stale:
             remeasure(self._trainer)
-        self._stale = False
+        self._stale = self.over = False
 
     def _look(self) -> None:
         """After each mini-batch, before anything that follows from its being the last."""
-        loop = self._trainer.fit_loop.epoch_loop
-        n_batches = loop.batch_progress.total.ready
-        if self._at != n_batches and loop._num_ready_batches_reached():
-            self._at = n_batches
+        if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self.end()
+
+    def end(self) -> None:
+        """This worker has had its last mini-batch: meet the others, once."""
+        if not self._is_last:
+            self._at = self._place
             self._align()
 
     @property
+    def _place(self) -> tuple[int, int]:
+        loop = self._trainer.fit_loop
+        return loop.epoch_progress.total.ready, loop.epoch_loop.batch_progress.total.ready
+
+    @property
     def _is_last(self) -> bool:
-        return bool(self._at == self._trainer.fit_loop.epoch_loop.batch_progress.total.ready)
+        return self._at == self._place
 
     def meet(self) -> None:
         """All are here, wherever in the epoch that is."""
@@ -85,6 +93,7 @@ class MakingUp:
         trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
         whole = trainer.limit_train_batches in (1.0, None) and not trainer.overfit_batches
         enough = loop.max_steps != -1 and loop.global_step >= loop.max_steps
+        enough = enough or trainer.should_stop
         return self._is_last and n_loaders == 1 and whole and not enough
 
     def _go_on(self, left: list[Spans]) -> None:
@@ -103,5 +112,6 @@ class MakingUp:
             some = f"{n_left} samples" if n_left else "some samples"
             rank_zero_warn(
                 f"{some} that workers which are gone would have done are not trained on in this "
-                "epoch: max_steps or limit_train_batches ends it, or there are several loaders"
+                "epoch: a stop, max_steps or limit_train_batches ends it, or there are several "
+                "loaders"
             )

@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 
 from hybridtrain.client import Client
 from hybridtrain.failures import OnFailure
+from hybridtrain.lightning.agreement import agree
 from hybridtrain.lightning.ahead import ahead
 from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.coming_back import ComingBack
 from hybridtrain.lightning.disturbing import Faults
-from hybridtrain.lightning.free_checkpoints import know_the_files
 from hybridtrain.lightning.generator_pages import GeneratorPages
 from hybridtrain.lightning.guard import OnFault
 from hybridtrain.lightning.keeping import Keeping
@@ -232,8 +232,6 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.collectives.local, self._abstains = not self.regime.lockstep, False
         self.collectives.weight, together = self._loaders.weigh(batch)
         self._session.begin_batch(batch, self.collectives.weight, together)
-        if self._losses is not None:
-            self._losses.begin_batch()
 
     def optimizer_step(
         self,
@@ -253,15 +251,16 @@ class HybridStrategy(OneHost, ParallelStrategy):
     # ---- ends of epochs -------------------------------------------------------------------------
 
     def align(self) -> None:
-        """All workers meet, at the same parameters and files. In lock-step they always are."""
+        """All workers meet, and agree. In lock-step they always do."""
         self.client.settle()
+        if self._losses is not None:
+            self._losses.end_epoch()
+        self.meet()
+
+    def meet(self) -> None:
+        """As in ``align``, at the end of a worker's part, which need not be the epoch's."""
         self.collectives.local = False
-        if self._losses is not None and self._losses.epoch_is_over:
-            return
-        if self._count is not None and self._session is not None:
-            self.barrier("end of the epoch")
-            self._count.reach(self._session.pull())
-            know_the_files(self._session.trainer, self.collectives)  # before they move on
+        agree(self._session, self._count, self.collectives)
         if self._losses is not None:
             self._losses.meet()
 

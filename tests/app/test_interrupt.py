@@ -64,7 +64,7 @@ def _none_left(session: int) -> bool:
     [
         ("hybrid", signal.SIGINT, True),
         ("hybrid", signal.SIGTERM, False),
-        ("ddp", signal.SIGINT, False),
+        pytest.param("ddp", signal.SIGINT, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_status(

@@ -47,13 +47,16 @@ def test_a_task_lasts_as_many_epochs_as_it_wants(tmp_path: Path) -> None:
         assert [row["samples"] for row in json.loads(out.read_text())] == [passes * 50] * 2
 
 
-def test_many_workers_learn_in_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "steps"), [(60, 200), pytest.param(200, 800, marks=pytest.mark.slow)]
+)
+def test_many_workers_learn_in_one_process(workers: int, steps: int, tmp_path: Path) -> None:
     pytest.importorskip("sklearn", reason="the digits need the extra `vision`")
     out = tmp_path / "out.json"
-    options = ["task=digits", "data.batch_size=2", "workers=200", "strategy=async"]
-    assert main([*options, "mini_batches=800", f"json={out}"]) == 0
+    options = ["task=digits", "data.batch_size=2", f"workers={workers}", "strategy=async"]
+    assert main([*options, f"mini_batches={steps}", f"json={out}"]) == 0
     (row,) = json.loads(out.read_text())
-    assert row["samples"] == 2 * 800 and row["staleness_mean"] > 20
+    assert row["samples"] == 2 * steps and row["staleness_mean"] > 20
 
 
 @pytest.mark.parametrize(

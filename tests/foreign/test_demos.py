@@ -192,7 +192,10 @@ def wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     return WikiText2(download=False).vocab_size
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(LightningTransformer, 3), (LightningLSTM, 2)])
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [(LightningTransformer, 3), pytest.param(LightningLSTM, 2, marks=pytest.mark.slow)],
+)
 def test_the_language_models_with_dropout_equal_one_process(
     kind: Any, steps: int, wikitext: int
 ) -> None:

@@ -207,8 +207,15 @@ def wait_until_empty(group: int, limit_s: float = 10.0) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize("phase", ["training", "validating"])
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize(
+    ("strategy", "phase"),
+    [
+        ("hybrid", "training"),
+        ("async", "validating"),
+        pytest.param("hybrid", "validating", marks=pytest.mark.slow),
+        pytest.param("async", "training", marks=pytest.mark.slow),
+    ],
+)
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(
     strategy: str, phase: str, tmp_path: Path
 ) -> None:

@@ -31,6 +31,7 @@ from tests.lightning.test_broken_off import (
 )
 from tests.lightning.test_coming_back import Killed
 from tests.lightning.toys import make_trainer, regression_data
+from tests.picking import but_slow, rotated
 
 
 def plateau(monitor: str) -> Any:
@@ -77,9 +78,17 @@ TRAINED_ON: dict[str, dict[str, Any]] = {
 
 CASES = [(saving, options) for saving in SAVING for options in TRAINED_ON]
 CASES.remove(("after validations", "without validation"))
+ONE_OF_EACH = [
+    ("at the end of epochs", "limited"),
+    ("after validations", "validated within"),
+    ("after steps", "validated"),
+    ("after steps", "without validation"),
+]
 
 
-@pytest.mark.parametrize(("saving", "options"), CASES)
+@pytest.mark.parametrize(
+    ("saving", "options"), but_slow(CASES, lambda case, _: case not in ONE_OF_EACH)
+)
 def test_from_every_checkpoint_of_a_run(saving: str, options: str, tmp_path: Path) -> None:
     """Also from those that callbacks write at the end of a mini-batch, a validation, an epoch."""
     validated = options != "without validation"
@@ -130,9 +139,17 @@ WITHIN: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("options", WITHIN)
-@pytest.mark.parametrize("how", ["raise", "die", "stop"])
-@pytest.mark.parametrize(("who", "when"), [(0, 0), (1, 0), (1, 1)])
+BROKEN_OFF = [
+    (*whom, how, options)
+    for n, options in enumerate(WITHIN)
+    for m, how in enumerate(["raise", "die", "stop"])
+    for whom in rotated([(0, 0), (1, 0), (1, 1)], n + m)
+]
+
+
+@pytest.mark.parametrize(
+    ("who", "when", "how", "options"), but_slow(BROKEN_OFF, lambda _, number: number % 3 > 0)
+)
 def test_of_an_epoch_whose_validation_was_broken_off(
     who: int, when: int, how: str, options: str, tmp_path: Path
 ) -> None:

@@ -13,12 +13,12 @@ from tests.parity.harness import STRATEGIES, Harness, Job
 
 
 def _runs() -> list[Any]:
-    """Two workers for every case; three for some, and for all among the slow tests."""
+    """Three workers for those cases that need them, two for others; among the slow tests both."""
     return [
         pytest.param(case, strategy, workers, id=f"{case.id}-{strategy}-{workers}", marks=marks)
         for case in CASES.values()
         for strategy in STRATEGIES
-        for workers, marks in ((2, _marks(case, True)), (3, _marks(case, case.wide)))
+        for workers, marks in ((2, _marks(case, not case.wide)), (3, _marks(case, case.wide)))
     ]
 
 

@@ -1,9 +1,12 @@
-"""``ModelCheckpoint`` where workers run freely, and each sees other steps.
+"""What workers that run freely agree on wherever all of them meet.
 
-Lightning asks it in every worker, and expects that all come to the same decisions: there are
-meetings in the midst of them (whether a file exists, whether a metric is among the best). But one
-worker has seen a step at which something is saved and another has not, and each has metrics of its
-own. What is in the files is what worker 0 had; so wherever all meet, all take over what its
+Lightning asks every callback in every worker, and expects that all come to the same decisions. But
+workers that run freely see other steps, other losses and other clocks: one has reached ``max_time``
+where another waits for the end of the epoch already, and would begin the next one alone. So the
+wish to stop of one is that of all.
+
+``ModelCheckpoint`` even meets in the midst of its decisions (whether a file exists, whether a
+metric is among the best). What is in the files is what worker 0 had; so all take over what its
 callbacks know. And since updates are counted that others have made, a multiple of
 ``every_n_train_steps`` is reached at a worker's first step that is not before it.
 """
@@ -16,7 +19,18 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from hybridtrain.lightning.belongings import give_state, standing_of
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.progress import precede
+from hybridtrain.lightning.progress import UpdateCount, precede
+from hybridtrain.lightning.session import Session
+
+
+def agree(session: Session | None, count: UpdateCount | None, collectives: Collectives) -> None:
+    """All workers meet, at the same parameters. In lock-step nobody counts others' updates."""
+    if session is None or count is None:
+        return
+    trainer = session.trainer
+    trainer.should_stop = collectives.decide(trainer.should_stop, all_must_agree=False)
+    count.reach(session.pull())
+    know_the_files(trainer, collectives)  # nobody moves parameters before all have read them
 
 
 def know_the_files(trainer: Any, collectives: Collectives) -> None:

@@ -1,4 +1,4 @@
-"""ModelCheckpoint where workers run freely and see other steps: one writes, and all know what."""
+"""Workers that run freely see other steps and clocks, and yet decide alike where they meet."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, Checkpoint, EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from tests.lightning.toys import Manual, Regression, fit, regression_data
+from tests.picking import but_slow, rotated
 
 STATE = (
     "_last_global_step_saved",
@@ -75,10 +76,17 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("late", [0, 1])
+POLICIES = [("async", "stop"), ("async", "restart"), ("hogwild", "stop")]
+CASES = [
+    (*policy, late, how)
+    for late in (0, 1)
+    for number, how in enumerate(HOW)
+    for policy in rotated(POLICIES, late + number)
+]
+
+
 @pytest.mark.parametrize(
-    ("policy", "on_failure"), [("async", "stop"), ("async", "restart"), ("hogwild", "stop")]
+    ("policy", "on_failure", "late", "how"), but_slow(CASES, lambda _, number: number % 3 > 0)
 )
 def test_all_know_what_was_saved_whichever_steps_they_saw(
     policy: str, on_failure: str, late: int, how: str, tmp_path: Path
@@ -144,6 +152,87 @@ def test_a_run_that_goes_on_saves_at_the_next_multiple(tmp_path: Path) -> None:
     path = str(tmp_path / "a" / "step=7.ckpt")
     fit("synchronous", 2, 4, ckpt_path=path, callbacks=[keep], enable_checkpointing=True)
     assert steps_of(tmp_path / "b")[0] in (8, 9)
+
+
+class Stop(Callback):
+    """As a clock does, which is not the same in all workers."""
+
+    def __init__(self, who: int, at: int) -> None:
+        self.who, self.at = who, at
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if trainer.strategy.local_rank == self.who and done >= self.at:
+            trainer.should_stop = trainer.current_epoch > 0
+
+
+STOPS = [
+    (policy, on_failure, who, n % 2)
+    for n, (policy, on_failure) in enumerate(
+        [*POLICIES, ("ssp", "continue"), ("synchronous", "stop")]
+    )
+    for who in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("policy", "on_failure", "who", "validates"), STOPS)
+def test_one_that_wants_to_stop_stops_all(
+    policy: str, on_failure: str, who: int, validates: bool, tmp_path: Path
+) -> None:
+    keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    _, trainer = fit(
+        HybridStrategy(policy, on_failure=on_failure),
+        2,
+        4,
+        Late(1 - who, bool(validates)),
+        callbacks=[Stop(who, 2), keep],
+        enable_checkpointing=True,
+    )
+    assert trainer.current_epoch == 2 and trainer.should_stop
+    saved = max(tmp_path.iterdir(), key=lambda path: int(path.stem.removeprefix("step=")))
+    resumed = fit(policy, 2, 4, Late(0, False), ckpt_path=str(saved), max_epochs=3)[1]
+    assert resumed.current_epoch == 3
+
+
+@pytest.mark.parametrize(("policy", "on_failure"), [*POLICIES, ("ssp", "continue")])
+def test_time_is_over_for_all(policy: str, on_failure: str) -> None:
+    _, trainer = fit(
+        HybridStrategy(policy, on_failure=on_failure),
+        2,
+        4,
+        max_epochs=-1,
+        max_time={"seconds": 1},
+    )
+    assert trainer.should_stop and trainer.current_epoch > 0
+
+
+class Behind(Regression):
+    """One worker begins an epoch when others have ended theirs."""
+
+    def __init__(self, who: int) -> None:
+        super().__init__()
+        self.who = who
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.strategy.local_rank == self.who:
+            time.sleep(0.3)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("policy", "on_failure"), [("async", "restart"), ("hogwild", "stop")])
+def test_an_epoch_of_which_a_worker_has_had_nothing(
+    policy: str, on_failure: str, who: int, tmp_path: Path
+) -> None:
+    keep = ModelCheckpoint(tmp_path, monitor="train/loss", save_top_k=2, save_last=True)
+    _, trainer = fit(
+        HybridStrategy(policy, on_failure=on_failure),
+        2,
+        4,
+        Behind(who),
+        callbacks=[keep, EarlyStopping("train/loss", patience=5)],
+        enable_checkpointing=True,
+    )
+    assert trainer.global_step == 36
 
 
 def steps_of(folder: Path) -> list[int]:
