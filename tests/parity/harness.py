@@ -71,12 +71,13 @@ class Harness:
         folder.mkdir(parents=True, exist_ok=True)
         self._answers: dict[str, Future[dict[str, Any]]] = {}
         self._lock = threading.Lock()
+        (scratch := folder / "tmp").mkdir(exist_ok=True)  # Lightning's ddp leaves something there
         self._zygote = subprocess.Popen(
             [sys.executable, "-W", "ignore", "-m", "tests.parity.zygote", str(jobs)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(scratch)},
         )
         threading.Thread(target=self._listen, daemon=True).start()
 
