@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from hybridtrain.lightning.belongings import give_state, standing_of
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.epoch_ends import EpochIsOver
 from hybridtrain.lightning.progress import UpdateCount, precede
 from hybridtrain.lightning.session import Session
 
@@ -31,6 +32,51 @@ def agree(session: Session | None, count: UpdateCount | None, collectives: Colle
     trainer.should_stop = collectives.decide(trainer.should_stop, all_must_agree=False)
     count.reach(session.pull())
     know_the_files(trainer, collectives)  # nobody moves parameters before all have read them
+
+
+class Validations:
+    """All workers validate, or none: their epochs end at other mini-batches, or without any.
+
+    Args:
+        trainer: of this worker.
+        strategy: of this worker.
+    """
+
+    def __init__(self, trainer: Any, strategy: Any) -> None:
+        self._trainer, self._strategy = trainer, strategy
+        loop = trainer.fit_loop.epoch_loop
+        self._alone, self._advance = loop._should_check_val_fx, loop.advance
+        self._decided: tuple[int, bool] | None = None  # in which epoch, and how
+        loop._should_check_val_fx, loop.advance = self._is_due, self._go_on
+
+    def _is_due(self, fetcher: Any) -> bool:
+        """Whether to validate behind this mini-batch, which may be the last of this worker."""
+        loop = self._trainer.fit_loop.epoch_loop
+        if not loop._should_check_val_epoch():
+            return False
+        mine = bool(self._alone(fetcher))
+        return self._decide(mine) if mine or loop._is_training_done else False
+
+    def _decide(self, mine: bool) -> bool:
+        """Whether anybody has come to where a validation is due. Once in an epoch, all meet."""
+        epoch = self._trainer.fit_loop.epoch_progress.total.ready
+        if self._decided is None or self._decided[0] != epoch:
+            self._strategy.align()
+            self._decided = epoch, self._strategy.reduce_boolean_decision(mine, all=False)
+        return self._decided[1]
+
+    def _go_on(self, fetcher: Any) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        try:
+            self._advance(fetcher)
+        except EpochIsOver:
+            raise
+        except StopIteration:  # there is none (any more) for this worker, which Lightning lets go
+            if loop._should_check_val_epoch() and self._decide(False):
+                stepped = loop._batches_that_stepped
+                loop.on_advance_end(fetcher)
+                loop._batches_that_stepped = stepped
+            raise
 
 
 def know_the_files(trainer: Any, collectives: Collectives) -> None:

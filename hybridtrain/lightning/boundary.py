@@ -7,9 +7,11 @@ from typing import Any, Protocol
 import pytorch_lightning as pl
 
 from hybridtrain.client import Client
+from hybridtrain.lightning.agreement import Validations
 from hybridtrain.lightning.correcting import advise
 from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.progress import agree_on_validating
+from hybridtrain.policies import Regime
 from hybridtrain.pulse import Doing
 
 
@@ -18,6 +20,7 @@ class Aligning(Protocol):
 
     ending_epoch: bool
     keeping: Keeping
+    regime: Regime
 
     def align(self) -> None: ...
 
@@ -48,6 +51,8 @@ class Boundary(pl.Callback):
         self._strategy.keeping.prepare(trainer)
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
             self._mark_checkpoints(trainer)
+            if not self._strategy.regime.lockstep:
+                Validations(trainer, self._strategy)
             self._marks_checkpoints = True
 
     def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:

@@ -22,6 +22,10 @@ from hybridtrain.lightning.progress import precede
 from hybridtrain.lightning.resume import Resumed
 
 
+class EpochIsOver(StopIteration):
+    """For all workers, as the checkpoint says; Lightning ends the loop."""
+
+
 class EpochEnds:
     """Of one worker.
 
@@ -73,7 +77,7 @@ class EpochEnds:
         Lightning would leave the first two out, or take what loaders have left.
 
         Raises:
-            StopIteration: so that Lightning ends the epoch.
+            EpochIsOver: so that Lightning ends the epoch.
         """
         resumed, loop = self._resumed, self._trainer.fit_loop.epoch_loop
         if resumed is None or resumed.loaders is None or not loop.restarting:
@@ -85,7 +89,7 @@ class EpochEnds:
             loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
         if resumed.over or (loop.batch_progress.is_last_batch and not due):
             self.begin_batch()
-            raise StopIteration
+            raise EpochIsOver
 
     def _allow(self) -> None:
         """The epoch in which training has gone on ends as every other."""

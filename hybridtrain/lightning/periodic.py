@@ -1,9 +1,9 @@
 """Checkpoints every so many seconds and every so many updates, for runs that may be killed.
 
-Lightning's ``ModelCheckpoint`` can do one of the two, asks all workers on every mini-batch when it
-goes by time, and where workers run freely it looks for step numbers that worker 0 may never see.
-Here the worker that writes decides and writes alone: it waits for nobody, and in lock-step nobody
-can go on meanwhile, so that the file is of one update (:meth:`HybridStrategy.before_checkpoint`).
+Lightning's ``ModelCheckpoint`` can do one of the two, and asks all workers on every mini-batch when
+it goes by time. Here the worker that writes decides and writes alone: it waits for nobody, and in
+lock-step nobody can go on meanwhile, so that the file is of one update
+(:meth:`HybridStrategy.before_checkpoint`).
 
 A record of the run must be able to repeat it, and clocks cannot be repeated, so it is told after
 which mini-batch a checkpoint was written because of the time; a replay goes by that.

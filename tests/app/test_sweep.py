@@ -85,14 +85,14 @@ def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
     command: Command,
 ) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
-    jobs = ["strategy=hybrid,ddp", "model.fail_at=null,2"]
+    jobs = ["strategy=hybrid,async,ddp", "model.fail_at=null,2"]
     options = ["trainer.devices=2", "logger=none", "hydra.sweep.dir=jobs"]
     result = command("-m", *TINY, *jobs, *options)
     assert "side by side: jobs/comparison.html" in result.out
     page = Path("jobs/comparison.html").read_text()
-    assert "own: 4 runs compared" in page and "2 of 4 runs did not finish" in page
-    assert page.count(">RuntimeError: this module fails on purpose<") == 1
-    assert page.count('<tr class="bad">') == 2 * 2  # ddp's error is a traceback
+    assert "own: 6 runs compared" in page and "3 of 6 runs did not finish" in page
+    assert page.count(">RuntimeError: this module fails on purpose<") == 2
+    assert page.count('<tr class="bad">') == 2 * 3  # ddp's error is a traceback
     assert page.count("<figure>") >= 3 + 2  # loss three times; speed; waiting
     with Path("jobs/comparison.csv").open(encoding="utf-8-sig", newline="") as file:
         rows = list(csv.DictReader(file))

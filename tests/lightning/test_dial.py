@@ -265,7 +265,8 @@ def test_a_run_that_goes_on_in_mid_epoch_does_what_is_left_and_nothing_twice(
 ) -> None:
     data = TensorDataset(torch.eye(N, dtype=torch.float64))
     module = partial(Tally, {0: 0.01})
-    options: dict[str, Any] = {"precision": "64-true", "enable_checkpointing": True}
+    options: dict[str, Any] = {"precision": "64-true", "default_root_dir": tmp_path / "root"}
+    options["enable_checkpointing"] = True
     saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=1)
     fit(by(POLICIES[name]()), 3, 4, module, data, max_steps=3, callbacks=[saving], **options)
     begun = torch.load(tmp_path / "last.ckpt", weights_only=True)
