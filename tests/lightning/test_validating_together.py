@@ -41,7 +41,8 @@ class Waiting(Regression):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         self.trained_in = self.trainer.current_epoch + 1
-        return -1 if self.current_epoch == self.cancels and batch_idx == 2 else None
+        here = batch_idx == 2 if self.late is None else self.global_rank == self.late
+        return -1 if here and self.current_epoch == self.cancels else None
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self._wait(batch_idx == 0 and not self.before_any)
@@ -98,3 +99,11 @@ def test_an_epoch_that_the_module_cancels_is_not_validated(policy: str, on_failu
     module, trainer = fit(strategy, 2, 4, Waiting(cancels=1))
     assert trainer.current_epoch == module.trained_in == 3
     assert module.validations == 2  # as under Lightning's own strategies
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize(("policy", "on_failure"), [*product(FREE, ["stop"]), ("async", "restart")])
+def test_where_one_worker_cancels_it_all_validate(policy: str, on_failure: str, who: int) -> None:
+    strategy = HybridStrategy(policy, on_failure=on_failure)
+    module, trainer = fit(strategy, 2, 4, Waiting(who, before_any=True, cancels=1))
+    assert trainer.current_epoch == module.validations == 3
