@@ -20,7 +20,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from hybridtrain.lightning.belongings import give_state, standing_of
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.epoch_ends import EpochIsOver
-from hybridtrain.lightning.progress import UpdateCount, precede
+from hybridtrain.lightning.progress import UpdateCount, multiples, precede
 from hybridtrain.lightning.session import Session
 
 
@@ -97,15 +97,15 @@ class Multiples(int):
 
     def __rmod__(self, step: int) -> int:
         before, self.since = self.since, step
-        return 0 if step // int(self) > before // int(self) else 1
+        return 0 if multiples(int(self), before, step) > 0 else 1
 
 
 def count_all_updates(callback: ModelCheckpoint, trainer: Any) -> None:
     """A multiple may be an update that another worker has made."""
-    multiples = callback._every_n_train_steps = Multiples(callback._every_n_train_steps)
+    every = callback._every_n_train_steps = Multiples(callback._every_n_train_steps)
 
     def begin() -> None:
-        multiples.since = trainer.global_step
+        every.since = trainer.global_step
 
     precede(callback, "on_train_start", begin)
 

@@ -21,6 +21,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.progress import multiples
 from hybridtrain.lightning.saving import WholeCheckpointIO
 from hybridtrain.messages import Described
 
@@ -91,7 +92,7 @@ class PeriodicCheckpoint(Checkpoint):
     def _enough_updates(self, step: int) -> bool:
         """Where workers run freely, several have been made since the last mini-batch."""
         every = self.every_updates
-        return every is not None and step // every > self._last_step // every
+        return every is not None and multiples(every, self._last_step, step) > 0
 
     def _late(self) -> bool:
         if self.schedule is not None:

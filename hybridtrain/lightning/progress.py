@@ -70,9 +70,14 @@ def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
     """Those that count steps, for the steps from ``before`` to ``now``."""
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and not config.reduce_on_plateau:
-            for _ in range(now // config.frequency - before // config.frequency):
+            for _ in range(multiples(config.frequency, before, now)):
                 hook = "lr_scheduler_step"  # users may have one of their own
                 call._call_lightning_module_hook(trainer, hook, config.scheduler, None)
+
+
+def multiples(every: int, before: int, now: int) -> int:
+    """How many multiples of ``every`` steps were made behind step ``before``, up to ``now``."""
+    return now // every - before // every
 
 
 def precede(owner: Any, method: str, first: Callable[[], object]) -> None:
