@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ class CudaStreams:
             return torch.cuda.current_stream(self._device)
         return self._side[lane]
 
-    def record(self, lane: Lane) -> Any:
+    def current(self) -> Any:
+        return self._stream(Lane.COMPUTE)
+
+    def record(self, lane: Lane, stream: Any = None) -> Any:
         event = torch.cuda.Event(blocking=True)  # the host's cores have an update to make
-        event.record(self._stream(lane))
+        event.record(stream or self._stream(lane))
         return event
 
     def wait(self, lane: Lane, mark: Any) -> None:
@@ -44,17 +48,24 @@ class CudaStreams:
         return bool(mark.query())
 
     @torch.no_grad()
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if not destination.numel():
+    def copy(
+        self, lane: Lane, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        pairs = [pair for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
+        if not pairs:
             return
         stream = self._stream(lane)
         with torch.cuda.stream(stream):
-            destination.copy_(_like(destination, source), non_blocking=True)
-        for tensor in (source, destination):
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
+            made = [_like(destination, source) for destination, source in pairs]
+            torch._foreach_copy_([each for each, _ in pairs], made, non_blocking=True)
+        for source in sources:
+            if source.is_cuda:
+                source.record_stream(stream)
 
-    def do(self, lane: Lane, work: Callable[[], None]) -> None:
+    def landing(self, n: int) -> torch.Tensor:
+        return torch.empty(n, dtype=torch.float64, pin_memory=True)
+
+    def do(self, lane: Lane, work: Callable[[], Any]) -> None:
         with torch.no_grad(), torch.cuda.stream(self._stream(lane)):
             work()
 
@@ -76,6 +87,35 @@ class CudaStreams:
             torch.cuda.cudart().cudaHostUnregister(region.data_ptr())
 
 
+def forbids_fork() -> bool:
+    """Whether CUDA has been touched in this process, so that forked ones could not use it.
+
+    ``torch.cuda.is_initialized`` is not enough: counting devices without NVML (``is_available``
+    before Lightning is imported, or devices named by UUID), a look for CUDA graphs (in the step of
+    torch's optimizers) or another library initialise the driver behind its back. Only a child
+    knows.
+    """
+    if torch.cuda.is_initialized():
+        return True
+    if not hasattr(os, "fork") or not any("libcuda.so" in line for line in _maps()):
+        return False
+    child = os.fork()
+    if child == 0:
+        refused = True
+        with suppress(OSError, AttributeError):
+            refused = torch.cuda._is_in_bad_fork() or ctypes.CDLL("libcuda.so.1").cuInit(0) != 0
+        os._exit(int(refused))
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) != 0
+
+
+def _maps() -> list[str]:
+    """What is mapped into this process."""
+    with suppress(OSError):
+        return Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return []
+
+
 def _like(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     """The source with the destination's dtype and stride, converted on the device.
 
@@ -94,9 +134,7 @@ def _forget_last_error() -> None:
 
     Torch's binding has no ``cudaGetLastError``, so the libraries that are loaded are asked.
     """
-    with suppress(OSError):
-        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        paths = {line.split(maxsplit=5)[5] for line in maps if "libcudart" in line}
-        for path in paths:
-            with suppress(OSError, AttributeError):
-                ctypes.CDLL(path.removesuffix(" (deleted)")).cudaGetLastError()
+    paths = {line.split(maxsplit=5)[5] for line in _maps() if "libcudart" in line}
+    for path in paths:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(path.removesuffix(" (deleted)")).cudaGetLastError()

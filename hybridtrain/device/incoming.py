@@ -67,8 +67,9 @@ class Incoming:
         self._streams.wait(Lane.BACK, self._streams.record(Lane.COMPUTE))  # the old are in use
         self._coming, self._waited, self._bucket_of = [], 0, {}
         for bucket in self._buckets([n for n in self._order if n in chosen]):
+            own, sources = self._parameters, self._sources
+            self._streams.copy(Lane.BACK, [own[n] for n in bucket], [sources[n] for n in bucket])
             for number in bucket:
-                self._streams.copy(Lane.BACK, self._parameters[number], self._sources[number])
                 self._bucket_of[self._address[number]] = len(self._coming)
             after(bucket)
             self._coming.append(self._streams.record(Lane.BACK))
@@ -92,7 +93,11 @@ class Incoming:
 
     def need(self, tensor: torch.Tensor) -> None:
         """The compute lane is about to use this tensor, perhaps a parameter, or a view of one."""
-        address = tensor.untyped_storage().data_ptr()
+        try:
+            address = tensor.untyped_storage().data_ptr()
+        except (RuntimeError, NotImplementedError):  # without a storage (vmap, tracing, mkldnn)
+            self.need_all()
+            return
         bucket = self._bucket_of.pop(address, None)
         if bucket is None:
             return

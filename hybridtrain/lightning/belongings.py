@@ -119,8 +119,8 @@ def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any
     if isinstance(callback, LearningRateFinder):
         return what_was_found(callback, module)
     if isinstance(callback, ModelCheckpoint):
-        return {name: getattr(callback, name) for name in _CHECKPOINT_FIELDS}
-    state = callback.state_dict()
+        return _at_home({name: getattr(callback, name) for name in _CHECKPOINT_FIELDS})
+    state: dict[str, Any] = _at_home(callback.state_dict())
     try:
         pickle.dumps(state)
     except Exception:
@@ -134,8 +134,13 @@ def standing_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, 
     if isinstance(callback, ModelCheckpoint):
         known = vars(callback)
         state |= {name: known[name] for name in _DECIDED if name in known}
-        state = tree_map_only(torch.Tensor, lambda value: value.cpu(), state)
+        state = _at_home(state)
     return state
+
+
+def _at_home(state: Any) -> Any:
+    """With its tensors in host memory, as no device is this process's and the other's."""
+    return tree_map_only(torch.Tensor, lambda value: value.cpu(), state)
 
 
 def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[str, Any]) -> None:

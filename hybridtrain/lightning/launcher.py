@@ -22,6 +22,7 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import _TunerExitException
 
 from hybridtrain.client import Client, StopRequested
+from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
 from hybridtrain.failures import Judge
 from hybridtrain.lightning.checks import check_parameters, check_trainer
@@ -84,8 +85,7 @@ class HybridLauncher(_Launcher):
         start_method = resolve_start_method(strategy.start_method)
         check_all(strategy, trainer)
         strategy.faults.begin(trainer, strategy.world_size)
-        snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
-        loggers = logger_states(trainer) if start_method == "fork" else []
+        snapshot, loggers = carried(trainer, start_method)
         scratch = Scratch()
         job = _Job(trainer, function, args, kwargs, snapshot, loggers, room=scratch.path)
         n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
@@ -160,13 +160,13 @@ def resolve_start_method(method: str) -> str:
     """
     known = torch.multiprocessing.get_all_start_methods()
     if method == "auto":
-        fork_is_safe = sys.platform.startswith("linux") and not torch.cuda.is_initialized()
+        fork_is_safe = sys.platform.startswith("linux") and not forbids_fork()
         return "fork" if fork_is_safe else "spawn"
     if method not in known:
         raise UserError(
             f"start_method={method!r} was given; this system knows auto, {', '.join(known)}"
         )
-    if method == "fork" and torch.cuda.is_initialized():
+    if method == "fork" and forbids_fork():
         raise UserError(
             "start_method=fork was given, but CUDA is already initialised in this process, which "
             "forked workers cannot use; do not touch CUDA before trainer.fit, or use "
@@ -186,6 +186,16 @@ def threads_of_a_worker(strategy: HybridStrategy) -> int:
     """As the user wants it, or the worker's share of the cores."""
     wanted = strategy.threads_per_worker
     return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted
+
+
+def carried(
+    trainer: pl.Trainer, start_method: str
+) -> tuple[_GlobalStateSnapshot | None, list[dict[str, Any]]]:
+    """What a spawned worker has not from a fork, or else what a forked one must not have."""
+    if start_method == "fork":
+        return None, logger_states(trainer)
+    trainer.lightning_module.cpu()  # on a device, a handle to that memory would be sent
+    return _GlobalStateSnapshot.capture(), []
 
 
 def logger_states(trainer: Any) -> list[dict[str, Any]]:

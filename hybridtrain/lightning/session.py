@@ -148,6 +148,8 @@ class Session:
                 step.samples = self.steps[0].samples
             optimizer.state = step.state  # the server's now
             optimizer.step = step  # type: ignore[method-assign]
+            # Or a fused one is taken to unscale gradients in its step, which is sent away.
+            vars(optimizer)["_step_supports_amp_scaling"] = False
         step.number = number
         return step
 
@@ -242,16 +244,14 @@ class Session:
         trained = {n: p for n, p in enumerate(self._parameters) if p.requires_grad}
         slots, worker = self._store.layout.slots, self._client.worker
         absent = self.exchange.collect(tuple(trained))
-        packed = self.exchange.packed
+        packed, finite = self.exchange.packed, self.exchange.finite
         trying = any(step.trying for step in self.steps)
-        if not trying and not self.guard.accepts(
-            tuple(trained), absent, packed, self.exchange.finite
-        ):
+        if not trying and not self.guard.accepts(tuple(trained), absent, packed, finite):
             self._weigh_nothing()
         for number in absent:
             self._store.gradient(worker, slots[number]).zero_()
         averaged = self._client.average(self.steps[0].weight, absent, packed)
-        take_means(trained, self._means, averaged)
+        take_means(self.exchange, trained, self._means, averaged)
 
     def _abstain(self) -> None:
         """This mini-batch has no gradient (``training_step`` returned ``None``).
@@ -262,7 +262,7 @@ class Session:
             step.weight -= self._batch.weight
             step.samples -= self._batch.samples
         if self.averages and self.steps[0].weight > 0 and not self.accumulates():
-            self.average()  # there will be no backward to do it
+            self.average()  # no backward will do it
 
     def training_step(self, step: Callable[[], Any]) -> Any:
         """Run the user's; ``None``, as if it had returned that, where a fault is forgiven."""
@@ -282,9 +282,9 @@ class Session:
         """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
         for step in self.steps if self._regime.watches_loss else ():
             step.loss = loss.detach()
-        self.exchange.adding = adding = self.accumulates()
+        self.exchange.adding = self.accumulates()
         if self._overlap is not None:
-            self._overlap.begin_backward(self.steps, self.final and not adding)
+            self._overlap.begin_backward(self.steps, self.final and not self.exchange.adding)
         try:
             return run()
         except Exception as error:
@@ -296,5 +296,5 @@ class Session:
         return loss.detach()
 
     def _weigh_nothing(self) -> None:
-        for step in self.steps:
-            step.weight = step.samples = 0.0
+        for each in self.steps:
+            each.weight = each.samples = 0.0

@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.keeping import check_whole
 from hybridtrain.lightning.sending import Load, check_sending, load_of
@@ -122,7 +123,7 @@ def check_descriptors(n_workers: int) -> None:
 
 def check_spawning(wanted: str, start_method: str) -> None:
     """Somebody who could have had forked workers is told why not."""
-    if wanted == "auto" and start_method != "fork" and torch.cuda.is_initialized():
+    if wanted == "auto" and start_method != "fork" and forbids_fork():
         rank_zero_warn(
             "CUDA is initialised in this process, so workers are spawned: each imports the script "
             "anew and gets a copy of the data; to have them forked, let nothing touch CUDA before "

@@ -156,7 +156,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def enter_worker(self, client: Client, trainer: Any, back: ComingBack | None = None) -> None:
         """From now on this process is a worker; ``back``: instead of one that was lost."""
         self._client, self._back = client, back
-        self._collectives = Collectives(client)
+        self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.regime, self.data_options)
         self._loaders.attach()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -85,7 +85,10 @@ class FakeStreams:
 
     # ---- the protocol ---------------------------------------------------------------------------
 
-    def record(self, lane: Lane) -> Mark:
+    def current(self) -> str:
+        return "the host"
+
+    def record(self, lane: Lane, stream: str | None = None) -> Mark:
         if lane is Lane.COMPUTE:
             return Mark(True, self._clock)
         mark = Mark()
@@ -117,9 +120,18 @@ class FakeStreams:
         self._run_some()
         return mark.reached
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(
+        self, lane: Lane, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        for destination, source in zip(destinations, sources, strict=True):
+            self._copy(lane, destination, source)
+
+    def _copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
         assert destination.shape == source.shape
         self.log.append(lane.value)
+        if lane is Lane.COMPUTE:
+            destination.copy_(source)
+            return
         _poison(destination)
         when = self._when(source)
 
@@ -129,6 +141,9 @@ class FakeStreams:
             return True
 
         self._queue(lane, copy)
+
+    def landing(self, n: int) -> torch.Tensor:
+        return torch.full((n,), float("nan"), dtype=torch.float64)
 
     def do(self, lane: Lane, work: Callable[[], None]) -> None:
         def run() -> bool:

@@ -38,7 +38,7 @@ def numbers(n: int) -> torch.Tensor:
 def test_who_reads_before_its_mark_reads_nothing_sensible() -> None:
     streams = FakeStreams(eagerness=0.0)
     row = torch.zeros(3)
-    streams.copy(Lane.OUT, row, numbers(3))
+    streams.copy(Lane.OUT, [row], [numbers(3)])
     mark = streams.record(Lane.OUT)
     assert row.isnan().all() and not streams.reached(mark)
     streams.synchronise(mark)
@@ -48,7 +48,7 @@ def test_who_reads_before_its_mark_reads_nothing_sensible() -> None:
 def test_who_changes_the_source_before_its_mark_changes_what_arrives() -> None:
     streams = FakeStreams(eagerness=0.0)
     row, source = torch.zeros(3), numbers(3)
-    streams.copy(Lane.OUT, row, source)
+    streams.copy(Lane.OUT, [row], [source])
     source.zero_()
     streams.synchronise(streams.record(Lane.OUT))
     assert torch.equal(row, torch.zeros(3))
@@ -62,9 +62,9 @@ def test_a_gradient_that_is_copied_without_waiting_for_it_is_lost() -> None:
     assert weight.grad is not None
     rows = [torch.zeros(3), torch.zeros(3)]
     streams.wait(Lane.OUT, before)
-    streams.copy(Lane.OUT, rows[0], weight.grad)
+    streams.copy(Lane.OUT, [rows[0]], [weight.grad])
     streams.wait(Lane.OUT, streams.record(Lane.COMPUTE))
-    streams.copy(Lane.OUT, rows[1], weight.grad)
+    streams.copy(Lane.OUT, [rows[1]], [weight.grad])
     streams.synchronise(streams.record(Lane.OUT))
     assert rows[0].isnan().all()
     assert torch.equal(rows[1], 2 * numbers(3))
