@@ -19,8 +19,7 @@ from functools import partial
 
 import torch
 
-from hybridtrain.device import Incoming, Lane, Outgoing, Streams
-from hybridtrain.device.cuda import CudaStreams
+from hybridtrain.device import KINDS, Incoming, Lane, Outgoing, Streams
 from hybridtrain.exchange import Exchange, HostExchange, elements, has_later_hooks, tells_writes
 from hybridtrain.memory import Packed, Store, pack
 from hybridtrain.messages import Writes
@@ -32,9 +31,10 @@ def open_exchange(
     parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
 ) -> Exchange:
     """The one for the device that the parameters lie on."""
-    if not parameters[0].is_cuda:
+    device = parameters[0].device
+    if device.type not in KINDS:
         return HostExchange(parameters, store, worker, eager)
-    return CudaExchange(parameters, store, worker, eager, CudaStreams(parameters[0].device))
+    return CudaExchange(parameters, store, worker, eager, KINDS[device.type](device))
 
 
 class CudaExchange:
@@ -74,7 +74,7 @@ class CudaExchange:
         self.adding = False
         self.announce: Announce | None = None
         self.finite: frozenset[int] = frozenset()  # looked at once they are on the host
-        self._eager = eager
+        self._eager, self._closed = eager, False
         self._watched: set[int] = set()
         for number in range(len(slots)):
             self._watch(number)
@@ -144,6 +144,8 @@ class CudaExchange:
 
     def refresh(self) -> None:
         """Queue the copies; what uses the parameters runs after them."""
+        if self._closed:
+            return
         tells = self._tells_writes
         note = self._take_fingerprints_on_the_way if tells else self._take_counts
         self.incoming.start(self._following, note)
@@ -151,7 +153,7 @@ class CudaExchange:
     def writes(self) -> Writes:
         """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""
         self.incoming.settle()
-        if not self._tells_writes or not self._following:
+        if self._closed or not self._tells_writes or not self._following:
             return {}
         tensors = [self._parameters[number] for number in self._following]
         norms = torch.stack([self._norms[number] for number in self._following])
@@ -186,7 +188,11 @@ class CudaExchange:
             self._counts[number] = self._parameters[number]._version
 
     def close(self) -> None:
-        """Nothing is on its way any more, and the memory is as it was."""
+        """Nothing is on its way any more, and the memory is as it was.
+
+        The parameters may leave the device now: nothing is read from them or written to them.
+        """
+        self._closed = True
         self.incoming.settle()
         self._outgoing.close()
         self._tell(wait=True)
