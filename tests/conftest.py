@@ -7,6 +7,20 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.standin.forked import in_a_fork
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is marked ``own_process`` runs in a fork of this one."""
+    __tracebackhide__ = True
+    if pyfuncitem.get_closest_marker("own_process") is None:
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    in_a_fork(lambda: pyfuncitem.obj(**arguments))
+    return True
+
 
 @pytest.fixture(autouse=True)
 def no_process_group_is_handed_on() -> Iterator[None]:
