@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.standin.forked import in_a_fork
-
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
@@ -16,6 +14,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     __tracebackhide__ = True
     if pyfuncitem.get_closest_marker("own_process") is None:
         return None
+    from tests.standin.forked import in_a_fork
+
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     in_a_fork(lambda: pyfuncitem.obj(**arguments))

@@ -10,6 +10,8 @@ import torch
 from tests.standin.kernels import (
     HOST_TOO,
     INSTEAD,
+    ON_CPU,
+    SPARSE_ON_CPU,
     SPECIAL,
     aten,
     blocks_of,
@@ -18,9 +20,6 @@ from tests.standin.kernels import (
     on_host,
 )
 from tests.standin.state import index_of, state, wait_for
-
-_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-
 
 # ---- making, viewing -----------------------------------------------------------------------------
 
@@ -56,9 +55,9 @@ def _resize(tensor: torch.Tensor, size: Sequence[int], *, memory_format: Any = N
     return _set(tensor, tensor.untyped_storage(), tensor.storage_offset(), size, stride)
 
 
-def _as_cpu_does(op: Any) -> Callable[..., Any]:
+def _as_cpu_does(op: Any, keys: Any = ON_CPU) -> Callable[..., Any]:
     """Only shapes: the same code whatever the device."""
-    return lambda *args, **kwargs: op.redispatch(_ON_CPU, *args, **kwargs)
+    return lambda *args, **kwargs: op.redispatch(keys, *args, **kwargs)
 
 
 _set = _as_cpu_does(aten.set_.source_Storage_storage_offset)
@@ -161,6 +160,22 @@ SPECIAL |= {
         aten.set_.source_Storage,
         aten.set_.source_Storage_storage_offset,
         aten.set_.source_Tensor,
+    )
+}
+SPECIAL |= {
+    op: _as_cpu_does(op, SPARSE_ON_CPU)
+    for op in (
+        aten._sparse_coo_tensor_with_dims.default,
+        aten._sparse_coo_tensor_with_dims_and_tensors.default,
+        aten._indices.default,
+        aten._values.default,
+        aten.indices.default,
+        aten.values.default,
+        aten._nnz.default,
+        aten.sparse_dim.default,
+        aten.dense_dim.default,
+        aten.is_coalesced.default,
+        aten._coalesced_.default,
     )
 }
 INSTEAD |= {

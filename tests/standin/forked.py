@@ -6,6 +6,8 @@ import os
 import traceback
 from collections.abc import Callable
 
+import torch._subclasses.fake_tensor  # noqa: F401  (what ``Module.to`` imports: not in each child)
+
 
 def in_a_fork(body: Callable[[], object]) -> None:
     """Raises AssertionError with what the child has to say if ``body`` raises there, or it dies."""

@@ -18,6 +18,8 @@ from tests.standin.state import NAME, index_of, lanes, state, wait_for
 
 aten = torch.ops.aten
 
+ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+SPARSE_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.SparseCPU)
 SPECIAL: dict[Any, Callable[..., Any]] = {}  # operation -> what is done instead
 INSTEAD: dict[Any, Any] = {}  # operation -> another one, with a kernel of the CPU's
 HOST_TOO: set[Any] = set()  # operations that take tensors of the host on purpose
@@ -45,12 +47,28 @@ def block_of(tensor: torch.Tensor) -> Block | None:
 
 
 def blocks_of(tensors: Iterable[torch.Tensor]) -> list[Block]:
-    found = [block_of(tensor) for tensor in tensors if is_here(tensor)]
+    found = [block_of(part) for each in tensors if is_here(each) for part in _parts(each)]
     return [block for block in found if block is not None]
+
+
+def _parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+
+
+def _sparse(
+    like: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor], place: str
+) -> torch.Tensor:
+    """The same, of other parts."""
+    parts = map(part, _parts(like))
+    return torch.sparse_coo_tensor(
+        *parts, like.shape, device=place, is_coalesced=like.is_coalesced(), check_invariants=False
+    )
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, for kernels of the CPU; kept as long as this lives."""
+    if tensor.is_sparse:
+        return _sparse(tensor, on_host, "cpu")
     block = block_of(tensor)
     if block is None:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
@@ -105,7 +123,10 @@ def launch(op: Any, args: Any, kwargs: Any) -> Any:
 
 def _grow(tensor: torch.Tensor, alias: torch.Tensor) -> None:
     """The kernel has found that the result needs another shape."""
-    if tensor.shape != alias.shape:
+    if tensor.is_sparse:
+        new = _sparse(alias, lambda part: _bring(part, tensor.device.index, {}), str(tensor.device))
+        aten.copy_sparse_to_sparse_.default.redispatch(SPARSE_ON_CPU, tensor, new)
+    elif tensor.shape != alias.shape:
         tensor.resize_(alias.shape)
         on_host(tensor).copy_(alias)
 
@@ -128,10 +149,10 @@ def _bring(tensor: torch.Tensor, index: int, own: dict[int, torch.Tensor]) -> to
     """A result: an argument, a view of one, or new."""
     if (same := own.get(id(tensor))) is not None:
         return same
-    if tensor.layout is not torch.strided:
-        raise NotImplementedError(f"the stand-in has no tensors of layout {tensor.layout}")
+    if tensor.is_sparse:
+        return _sparse(tensor, lambda part: _bring(part, index, own), f"{NAME}:{index}")
     start = tensor.untyped_storage().data_ptr()
-    for each in own.values():
+    for each in (part for whole in own.values() for part in _parts(whole)):
         if start and each.untyped_storage().data_ptr() == start and each.dtype == tensor.dtype:
             return view(each, tensor.shape, tensor.stride(), tensor.storage_offset())
     dense = tensor if _is_dense(tensor) else tensor.contiguous()

@@ -54,6 +54,11 @@ class Lanes:
         self._host: Clock = {}
         self._current = threading.local()
 
+    def begin_again(self, seed: int, eagerness: float) -> None:
+        """From now on another order."""
+        self._chance.seed(seed)
+        self.eagerness = eagerness
+
     # ---- which ----------------------------------------------------------------------------------
 
     def new(self, device: int) -> int:

@@ -47,18 +47,25 @@ def register() -> None:
     torch._C._acc.register_python_privateuseone_hook(hooks)
     torch._C._acc.register_python_privateuseone_device_guard(guard)
     start_threads()
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(run, "PrivateUse1")
-    some = torch.library.Library("aten", "IMPL")
+    everything, some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+    for key in ("PrivateUse1", "SparsePrivateUse1"):
+        everything.fallback(run, key)
     for op in _one_kernel():
         some.impl(op, partial(run, op), "PrivateUse1")
+    for op in _registered("SparseCPU"):
+        some.impl(op, partial(run, op), "SparsePrivateUse1")
     _kept.extend([hooks, guard, everything, some])
 
 
 def _one_kernel() -> Iterator[Any]:
     """What torch would refuse, or compose of many kernels, for a device type that it knows not."""
     yield from INSTEAD
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
-        if name.startswith("aten::_foreach_"):
+    yield from (op for op in _registered("CPU") if op.name().startswith("aten::_foreach_"))
+
+
+def _registered(key: str) -> Iterator[Any]:
+    """The operations that torch has a kernel for under a key."""
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+        if name.startswith("aten::"):
             packet, _, overload = name.removeprefix("aten::").partition(".")
             yield getattr(getattr(torch.ops.aten, packet), overload or "default")

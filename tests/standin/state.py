@@ -48,7 +48,7 @@ class State:
 
     def __init__(self) -> None:
         self.process = os.getpid()
-        self.lanes = Lanes(N_DEVICES, SETTINGS.seed + self.process, SETTINGS.eagerness)
+        self.lanes = Lanes(N_DEVICES, SETTINGS.seed, SETTINGS.eagerness)
         self.memory = Allocator(self._release)
         self.counts = Counts()
         self.locked: dict[int, int] = {}  # page-locked host memory: address -> bytes
