@@ -20,23 +20,10 @@ from hybridtrain.update.early import Early
 from tests.lightning import toys
 from tests.lightning.test_equality import OPTIMIZERS
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
-from tests.standin.accelerator import StandInAccelerator
-from tests.standin.state import N_DEVICES, NAME
+from tests.standin.state import NAME
+from tests.standin.training import fit_apart
 
 Fit = Callable[..., tuple[pl.LightningModule, pl.Trainer]]
-
-
-def on_stand_in(
-    workers: int, *args: Any, strategy: dict[str, Any] | None = None, **options: Any
-) -> tuple[pl.LightningModule, pl.Trainer]:
-    """Two workers on a device each, more of them on one."""
-    share = 1 if workers <= N_DEVICES else workers
-    return fit(
-        HybridStrategy(workers_per_device=share, **(strategy or {})),
-        workers // share,
-        *args,
-        **{"accelerator": StandInAccelerator()} | options,
-    )
 
 
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -46,7 +33,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(module, "BUCKET_BYTES", 64)
     if request.param == "fake":
         monkeypatch.setitem(KINDS, NAME, CudaStreams)
-        yield on_stand_in
+        yield fit_apart
     else:
         assert torch.cuda.device_count() > 0, "no GPU: leave -m gpu out"
         yield lambda workers, *args, strategy=None, **options: fit(

@@ -15,6 +15,7 @@ from tests.standin.kernels import (
     SPECIAL,
     aten,
     blocks_of,
+    is_dense,
     is_here,
     make,
     on_host,
@@ -140,6 +141,17 @@ def _convolution_backward(
     return aten.convolution_backward(by_output, x, weight, [bias], *options)
 
 
+def _foreach_norm(tensors: Sequence[torch.Tensor], order: Any = 2, dtype: Any = None) -> Any:
+    """One kernel where all are alike, which adds in another order than one for each tensor."""
+    norm = torch.linalg.vector_norm
+    alike = len({tensor.dtype for tensor in tensors}) == 1
+    if not (alike and all(is_dense(tensor) for tensor in tensors)):
+        return [norm(tensor, order, dtype=dtype) for tensor in tensors]
+    halves = [tensor.flatten().tensor_split(2) for tensor in tensors]
+    parts = [torch.stack([norm(h, order, dtype=dtype) for h in two if len(h)]) for two in halves]
+    return [norm(each, order) for each in parts]
+
+
 SPECIAL |= {
     aten.empty.memory_format: _empty,
     aten.empty_strided: _empty_strided,
@@ -179,6 +191,7 @@ SPECIAL |= {
     )
 }
 INSTEAD |= {
+    aten._foreach_norm.Scalar: _foreach_norm,
     aten.convolution_overrideable.default: aten.convolution.default,
     aten.convolution_backward_overrideable.default: _convolution_backward,
 }

@@ -155,7 +155,7 @@ def _bring(tensor: torch.Tensor, index: int, own: dict[int, torch.Tensor]) -> to
     for each in (part for whole in own.values() for part in _parts(whole)):
         if start and each.untyped_storage().data_ptr() == start and each.dtype == tensor.dtype:
             return view(each, tensor.shape, tensor.stride(), tensor.storage_offset())
-    dense = tensor if _is_dense(tensor) else tensor.contiguous()
+    dense = tensor if is_dense(tensor) else tensor.contiguous()
     new = make(dense.shape, dense.stride(), dense.dtype, index)
     on_host(new).copy_(dense)
     now = state().lanes
@@ -163,7 +163,7 @@ def _bring(tensor: torch.Tensor, index: int, own: dict[int, torch.Tensor]) -> to
     return new
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether its elements lie side by side, each at a place of its own."""
     return extent(tensor.shape, tensor.stride()) == tensor.numel()
 

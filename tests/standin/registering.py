@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.standin import copies, recurrent  # noqa: F401  (what is special)
+from tests.standin import autocast, copies, recurrent  # noqa: F401  (what is special)
 from tests.standin.engine import count_devices, start_threads
 from tests.standin.kernels import INSTEAD, run
 from tests.standin.state import N_DEVICES
@@ -54,6 +54,7 @@ def register() -> None:
         some.impl(op, partial(run, op), "PrivateUse1")
     for op in _registered("SparseCPU"):
         some.impl(op, partial(run, op), "SparsePrivateUse1")
+    autocast.register(everything, some)
     _kept.extend([hooks, guard, everything, some])
 
 
