@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.device import Incoming, Lane, Outgoing, Streams
-from hybridtrain.device.cuda import CudaStreams
+from hybridtrain.device import KINDS, Incoming, Lane, Outgoing, Streams
 from hybridtrain.exchange import Exchange, HostExchange, elements, has_later_hooks, tells_writes
 from hybridtrain.memory import Packed, Store, pack
 from hybridtrain.messages import Writes
@@ -33,9 +32,10 @@ def open_exchange(
     parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
 ) -> Exchange:
     """The one for the device that the parameters lie on."""
-    if not parameters[0].is_cuda:
+    device = parameters[0].device
+    if device.type not in KINDS:
         return HostExchange(parameters, store, worker, eager)
-    return CudaExchange(parameters, store, worker, eager, CudaStreams(parameters[0].device))
+    return CudaExchange(parameters, store, worker, eager, KINDS[device.type](device))
 
 
 class CudaExchange:
@@ -213,6 +213,7 @@ class CudaExchange:
         for region in self._locked:
             self.streams.unlock(region)
         self._locked = []
+        self._outgoing.release()
 
 
 def _lock(streams: Streams, store: Store, worker: int) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from hybridtrain.device.streams import Lane
 
 
 class CudaStreams:
-    """One GPU, as one worker uses it.
+    """One GPU, as one worker uses it; or a device whose module in torch is like ``torch.cuda``.
 
     Args:
         device: the GPU.
@@ -23,18 +23,19 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = {lane: torch.cuda.Stream(device) for lane in Lane if lane is not Lane.COMPUTE}
+        self._cuda = torch.get_device_module(device)  # torch.cuda, or what another kind has for it
+        self._side = {lane: self._cuda.Stream(device) for lane in Lane if lane is not Lane.COMPUTE}
 
     def _stream(self, lane: Lane) -> Any:
         if lane is Lane.COMPUTE:
-            return torch.cuda.current_stream(self._device)
+            return self._cuda.current_stream(self._device)
         return self._side[lane]
 
     def current(self) -> Any:
         return self._stream(Lane.COMPUTE)
 
     def record(self, lane: Lane, stream: Any = None) -> Any:
-        event = torch.cuda.Event(blocking=True)  # the host's cores have an update to make
+        event = self._cuda.Event(blocking=True)  # the host's cores have an update to make
         event.record(stream or self._stream(lane))
         return event
 
@@ -55,28 +56,25 @@ class CudaStreams:
         if not pairs:
             return
         stream = self._stream(lane)
-        with torch.cuda.stream(stream):
+        with self._cuda.stream(stream):
             made = [_like(destination, source) for destination, source in pairs]
             torch._foreach_copy_([each for each, _ in pairs], made, non_blocking=True)
         for source in sources:
-            if source.is_cuda:
+            if source.device.type != "cpu":
                 source.record_stream(stream)
 
-    def landing(self, n: int) -> torch.Tensor:
-        return torch.empty(n, dtype=torch.float64, pin_memory=True)
-
     def do(self, lane: Lane, work: Callable[[], Any]) -> None:
-        with torch.no_grad(), torch.cuda.stream(self._stream(lane)):
+        with torch.no_grad(), self._cuda.stream(self._stream(lane)):
             work()
 
     def keep(self, lane: Lane, tensor: torch.Tensor) -> None:
-        if tensor.is_cuda:
+        if tensor.device.type != "cpu":
             tensor.record_stream(self._stream(lane))
 
     def lock(self, region: torch.Tensor) -> str:
         if not region.numel():
             return ""  # CUDA refuses an empty region
-        code = int(torch.cuda.cudart().cudaHostRegister(region.data_ptr(), region.nbytes, 0))
+        code = int(self._cuda.cudart().cudaHostRegister(region.data_ptr(), region.nbytes, 0))
         if code != 0:
             _forget_last_error()
             return f"CUDA error {code}"
@@ -84,7 +82,7 @@ class CudaStreams:
 
     def unlock(self, region: torch.Tensor) -> None:
         if region.numel():
-            torch.cuda.cudart().cudaHostUnregister(region.data_ptr())
+            self._cuda.cudart().cudaHostUnregister(region.data_ptr())
 
 
 def forbids_fork() -> bool:
@@ -122,7 +120,7 @@ def _like(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
     Torch would convert in host memory, and make the host wait for it.
     """
     same = source.dtype == destination.dtype and source.stride() == destination.stride()
-    if same or not source.is_cuda:
+    if same or source.device.type == "cpu":
         return source
     shape, stride = destination.shape, destination.stride()
     made = torch.empty_strided(shape, stride, dtype=destination.dtype, device=source.device)

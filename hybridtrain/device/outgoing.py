@@ -11,6 +11,7 @@ pass on the host: its largest magnitude travels behind the bucket.
 
 from __future__ import annotations
 
+import mmap
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class Outgoing:
         self._sent: deque[Bucket] = deque()
         # What a row can hold: a gradient that is rounded to a narrower dtype may overflow there.
         self._limits = [_limit(row.dtype) for row in rows]
+        self._landings: dict[int, torch.Tensor] = {}  # by address
+        self._free: list[torch.Tensor] = []  # of these: those that nothing is on its way to
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
         """It has just been queued to be computed."""
@@ -75,9 +78,27 @@ class Outgoing:
 
     def _look(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Queue the copy of their largest magnitudes; returns where they will be, (n,)."""
-        place = self._streams.landing(len(gradients))
+        place = self._landing(len(gradients))
         self._streams.do(Lane.OUT, lambda: place.copy_(_largest(gradients), non_blocking=True))
         return place
+
+    def _landing(self, n: int) -> torch.Tensor:
+        """Page-locked, or the copy would hold up the host, (n,) float64."""
+        free = next((each for each in self._free if each.numel() >= n), None)
+        if free is None:
+            pages = -(-8 * n // mmap.PAGESIZE)
+            free = torch.frombuffer(mmap.mmap(-1, pages * mmap.PAGESIZE), dtype=torch.float64)
+            self._streams.lock(free)
+            self._landings[free.data_ptr()] = free
+        else:
+            self._free = [each for each in self._free if each is not free]
+        return free[:n]
+
+    def release(self) -> None:
+        """Nothing is on its way any more, nor will be."""
+        for each in self._landings.values():
+            self._streams.unlock(each)
+        self._landings, self._free = {}, []
 
     def arrived(self, wait: bool = False) -> Bucket | None:
         """The next bucket whose gradients lie in the row; with ``wait``, once they do.
@@ -93,8 +114,12 @@ class Outgoing:
         return self._sent.popleft()
 
     def finite(self, bucket: Bucket) -> list[int]:
-        """Which gradients of a bucket that has arrived are known to be finite in the row."""
+        """Which gradients of a bucket that has arrived are known to be finite in the row.
+
+        Asked once: what its ``largest`` says is written over later.
+        """
         found = zip(bucket.numbers, bucket.largest.tolist(), strict=True)
+        self._free.append(self._landings[bucket.largest.data_ptr()])
         return [number for number, largest in found if largest <= self._limits[number]]
 
 

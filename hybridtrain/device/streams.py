@@ -57,10 +57,6 @@ class Streams(Protocol):
         """
         ...
 
-    def landing(self, n: int) -> torch.Tensor:
-        """Host memory that copies from the device arrive in by themselves, (n,) float64."""
-        ...
-
     def do(self, lane: Lane, work: Callable[[], Any]) -> None:
         """Queue work on tensors of the device, which live as long as the lane may need them."""
         ...

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pytorch_lightning.accelerators import CPUAccelerator, CUDAAccelerator
+from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 
+from hybridtrain.device import KINDS
 from hybridtrain.errors import UserError
 from hybridtrain.memory import overlapping
 
@@ -44,7 +45,7 @@ def check_trainer(trainer: Any, lockstep: bool) -> None:
 
 
 def _check_accelerator(accelerator: Any) -> None:
-    if not isinstance(accelerator, CPUAccelerator | CUDAAccelerator):
+    if not isinstance(accelerator, CPUAccelerator) and type(accelerator).name() not in KINDS:
         raise UserError(
             f"accelerator={type(accelerator).name()!r} was given or found, but workers compute on "
             "'cpu' or 'cuda'; use Trainer(accelerator='cpu')"

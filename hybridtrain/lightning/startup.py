@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from hybridtrain.device import KINDS
 from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.keeping import check_whole
@@ -33,7 +34,7 @@ _SMALL_BATCH_BYTES = 4 * MIB
 def check_startup(strategy: Any, start_method: str, threads: int, cores: int, job: Any) -> None:
     """Raises UserError for what cannot work, and warns of what will not work well."""
     module, n_workers = job.trainer.lightning_module, strategy.world_size
-    on_device = strategy.root_device.type == "cuda"
+    on_device = strategy.root_device.type in KINDS
     if job.trainer.state.fn == "fit":
         copies = 0 if strategy.regime.lockstep or strategy.regime.lock_free or on_device else 1
         check_memory(module, n_workers, copies)

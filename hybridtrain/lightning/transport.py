@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pytorch_lightning.accelerators import CUDAAccelerator
 
+from hybridtrain.device import KINDS
 from hybridtrain.errors import UserError
 from hybridtrain.policies import Regime
 
@@ -86,4 +86,4 @@ def _check_overlap(strategy: Any, trainer: Any, regime: Regime) -> None:
 
 def computes_apart(trainer: Any) -> bool:
     """Whether workers compute on copies of the parameters."""
-    return isinstance(trainer.accelerator, CUDAAccelerator)
+    return trainer.strategy.root_device.type in KINDS
