@@ -227,6 +227,7 @@ def test_whoever_reads_a_parameter_between_steps_waits_for_it(
         with lazily(net, coming):
             coming.start(range(2))
             value = read(net)
+        coming.settle()
         for parameter, source in zip(net.parameters(), sources, strict=True):
             parameter.data = source.to(HERE)
         assert same(value, read(net))

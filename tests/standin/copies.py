@@ -192,6 +192,7 @@ SPECIAL |= {
 }
 INSTEAD |= {
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten._efficientzerotensor.default: aten.zeros.default,
     aten.convolution_overrideable.default: aten.convolution.default,
     aten.convolution_backward_overrideable.default: _convolution_backward,
 }

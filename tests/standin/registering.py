@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.standin import autocast, copies, recurrent  # noqa: F401  (what is special)
+from tests.standin import autocast, copies, pinned, recurrent  # noqa: F401  (what is special)
 from tests.standin.engine import count_devices, start_threads
 from tests.standin.kernels import INSTEAD, run
 from tests.standin.state import N_DEVICES
@@ -55,6 +55,7 @@ def register() -> None:
     for op in _registered("SparseCPU"):
         some.impl(op, partial(run, op), "SparsePrivateUse1")
     autocast.register(everything, some)
+    pinned.register()
     _kept.extend([hooks, guard, everything, some])
 
 

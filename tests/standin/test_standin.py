@@ -159,6 +159,23 @@ def test_a_page_locked_copy_is_late_and_one_that_is_not_holds_the_host_up(
     assert torch.standin.take_counts() == expected
 
 
+def test_memory_that_is_asked_for_page_locked_is() -> None:
+    x = torch.arange(4.0, device=HERE)
+    places = [torch.empty(4, pin_memory=True), torch.ones(4).pin_memory()]
+    torch.standin.take_counts()
+    for place in places:
+        place.copy_(x, non_blocking=True)
+    assert torch.standin.take_counts().blocking == 0
+    assert places[0].isnan().all() and places[1].isnan().all()
+    device.synchronize(HERE)
+    assert places[0].tolist() == places[1].tolist() == [0, 1, 2, 3]
+    addresses = {place.data_ptr() for place in places}
+    assert torch.empty(4, pin_memory=True).data_ptr() not in addresses
+    del places[:], place
+    assert torch.empty(4, pin_memory=True).data_ptr() in addresses
+    assert torch.empty(4, pin_memory=True).is_pinned() and not torch.empty(4).is_pinned()
+
+
 def test_who_changes_the_source_too_early_changes_what_arrives(locked: torch.Tensor) -> None:
     lock(locked)
     x = locked.to(HERE, non_blocking=True)
