@@ -1,7 +1,4 @@
-"""What goes wrong only where workers compute on a device: it did once, or it still does.
-
-The numbers are those of the list of such faults; what is marked is not mended yet.
-"""
+"""What once went wrong only where workers compute on a device."""
 
 from __future__ import annotations
 
@@ -34,10 +31,6 @@ name_it()
 HERE = torch.device(NAME, 0)
 
 in_a_process_of_its_own = pytest.mark.own_process
-
-
-def fault(number: int, what: str) -> pytest.MarkDecorator:
-    return pytest.mark.xfail(strict=True, reason=f"fault {number} of the GPU path: {what}")
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +77,6 @@ def sgd(fused: bool) -> Callable[[Any], torch.optim.Optimizer]:
     return lambda parameters: torch.optim.SGD(parameters, lr=0.01, fused=fused)
 
 
-@fault(2, "a fused optimizer's scaled gradients reach the masters")
 def test_a_fused_optimizer_unscales_as_any_other() -> None:
     plain, _ = fit_apart(2, 6, lambda: Regression(sgd(False)), **half_precision())
     fused, _ = fit_apart(2, 6, lambda: Regression(sgd(True)), **half_precision())
@@ -108,7 +100,6 @@ def along(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return torch.func.jvp(net, (x,), (x,))[1]
 
 
-@fault(3, "who needs a parameter is asked for storage that a wrapped tensor has not got")
 @pytest.mark.parametrize("transform", [per_sample, derivative, along])
 @in_a_process_of_its_own
 def test_transforms_wait_for_the_parameters_that_they_use(
@@ -132,7 +123,6 @@ def test_transforms_wait_for_the_parameters_that_they_use(
 # ---- mini-batches --------------------------------------------------------------------------------
 
 
-@fault(4, "a named tuple is made anew of nothing")
 @in_a_process_of_its_own
 def test_a_packed_sequence_is_moved_ahead_of_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ahead_module, "leaves_transfer_alone", lambda trainer: True)
@@ -148,7 +138,6 @@ def test_a_packed_sequence_is_moved_ahead_of_its_turn(monkeypatch: pytest.Monkey
 # ---- what crosses a process ----------------------------------------------------------------------
 
 
-@fault(5, "states of callbacks come home as tensors of the device")
 @in_a_process_of_its_own
 def test_a_fit_initialises_no_device_in_the_calling_process() -> None:
     _, trainer = fit_apart(2, 6, Regression, callbacks=[EarlyStopping("train/loss", patience=9)])
@@ -164,7 +153,6 @@ class Broadcasts(Regression):
         assert found.device in (torch.device("cpu"), self.device)
 
 
-@fault(5, "tensors of worker 0's device land on the others")
 def test_what_is_broadcast_lands_on_no_other_workers_device() -> None:
     fit_apart(2, 6, Broadcasts, max_epochs=1)
 
@@ -179,7 +167,6 @@ def hide(monkeypatch: pytest.MonkeyPatch, bad_fork: Callable[[], bool]) -> None:
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", bad_fork)
 
 
-@fault(6, "CUDA's initialisation is not always told of")
 def test_workers_are_not_forked_where_a_fork_could_not_use_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -201,7 +188,6 @@ def not_dense() -> nn.Module:
     return net
 
 
-@fault(7, "norms of many tensors depend on what they are taken with")
 @pytest.mark.parametrize("make", [mixed, not_dense])
 @in_a_process_of_its_own
 def test_who_writes_nothing_is_told_to_have_written_nothing(make: Callable[[], nn.Module]) -> None:
@@ -253,17 +239,14 @@ def blocking(module: Counted, **options: Any) -> int:
     return fit_apart(2, 6, module, max_epochs=1, **options)[0].blocking
 
 
-@fault(8, "a blocking copy of each buffer at each step")
 def test_the_host_waits_for_no_more_copies_where_there_are_more_buffers() -> None:
     assert blocking(Normed(1)) == blocking(Normed(4))
 
 
-@fault(8, "the means come in a blocking copy of each")
 def test_the_host_waits_for_no_more_means_where_there_are_more_parameters() -> None:
     assert blocking(Deep(1), **half_precision()) == blocking(Deep(4), **half_precision())
 
 
-@fault(8, "parameters that share storage are taken for one")
 @in_a_process_of_its_own
 def test_of_weights_that_share_storage_the_first_does_not_wait_for_the_last() -> None:
     flat = torch.zeros(64, device=HERE)  # as cuDNN wants an LSTM's
@@ -274,8 +257,9 @@ def test_of_weights_that_share_storage_the_first_does_not_wait_for_the_last() ->
         streams.lock(source)
     coming = Incoming(streams, weights, sources)
     coming.lazily = True
+    coming.start(range(4))
+    coming.need(weights[0])
+    assert coming.pending, "the others may still be on their way"
     with Watch(coming):
-        coming.start(range(4))
-        assert weights[0].sum().item() == 16
-        assert coming.pending, "the others may still be on their way"
         assert flat.sum().item() == 64, "whoever uses all of it waits for all"
+    assert not coming.pending
