@@ -15,16 +15,6 @@ from hybridtrain.app import kept
 from hybridtrain.lightning.keeping import Keeping
 
 
-@contextmanager
-def claimed(directory: Path) -> Iterator[None]:
-    """While the run lives, ``resume`` knows that it does."""
-    lock = kept.occupy(directory)
-    try:
-        yield
-    finally:
-        kept.vacate(lock)
-
-
 def begin(cfg: DictConfig) -> None:
     """Sign the directory, and take away the summary of an earlier time: it has not ended now."""
     if "LOCAL_RANK" in os.environ:

@@ -23,7 +23,7 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from hybridtrain.app import jobs, summary
-from hybridtrain.app.begun import begin, claimed, keeping_whole, unsaved
+from hybridtrain.app.begun import begin, keeping_whole, unsaved
 from hybridtrain.app.checkpoint import check_checkpoint
 from hybridtrain.app.checks import check_config
 from hybridtrain.app.continued import go_on
@@ -72,8 +72,7 @@ def execute(cfg: DictConfig) -> Outcome:
     def strategy() -> Any:
         return box[0].trainer.strategy if box else None
 
-    claim = claimed(Path(cfg.run_dir))
-    with terminating(), no_process_left(), vanishing_sockets(), claim:
+    with terminating(), no_process_left(), vanishing_sockets():
         outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
     if box:
         _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
