@@ -16,6 +16,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
+from hybridtrain.app.chosen import logged
 from hybridtrain.errors import UserError
 
 # The trainer's options that matter to a test.
@@ -53,7 +54,7 @@ def evaluate(
         verbose=False,
         weights_only=True if cfg.test_only else None,
     )
-    return {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
+    return logged(trainer)
 
 
 def _single(cfg: DictConfig, trainer: pl.Trainer, loggers: list[Logger]) -> pl.Trainer:

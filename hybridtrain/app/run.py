@@ -17,7 +17,6 @@ from pytorch_lightning.callbacks import (
     Callback,
     Checkpoint,
     LearningRateMonitor,
-    ModelCheckpoint,
     ProgressBar,
 )
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
@@ -26,6 +25,7 @@ from hybridtrain.app import jobs, summary
 from hybridtrain.app.begun import begin, keeping_whole, unsaved
 from hybridtrain.app.checkpoint import check_checkpoint
 from hybridtrain.app.checks import check_config
+from hybridtrain.app.chosen import best_checkpoint, metrics_of
 from hybridtrain.app.continued import go_on
 from hybridtrain.app.ending import mapping_signals, no_process_left, terminating
 from hybridtrain.app.evaluate import Subject, evaluate, has_test
@@ -182,8 +182,8 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
             trainer.fit(
                 module, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None
             )
-        parts.metrics |= {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
-        ckpt = _best(trainer)
+        parts.metrics |= metrics_of(trainer)
+        ckpt = best_checkpoint(trainer)
     if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
         loggers = (
             [] if unsaved(trainer) else _quiet_csv(parts.loggers)
@@ -197,12 +197,6 @@ def _quiet_csv(loggers: list[Logger]) -> list[Logger]:
         CSVLogger(x.root_dir, name="", version="test") if isinstance(x, CSVLogger) else x
         for x in loggers
     ]
-
-
-def _best(trainer: pl.Trainer) -> str | None:
-    callback = trainer.checkpoint_callback
-    path = callback.best_model_path if isinstance(callback, ModelCheckpoint) else ""
-    return path if path and Path(path).is_file() else None  # the disk may have refused it
 
 
 def _outcome(cfg: DictConfig, parts: Parts) -> Outcome:
@@ -257,7 +251,7 @@ def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: Outcome) -> str |
     """The best checkpoint; of a run that was cut short, the newest, to go on from."""
     if cfg.test_only:
         return str(cfg.ckpt)
-    best = _best(trainer) if outcome.exit == 0 else None
+    best = best_checkpoint(trainer) if outcome.exit == 0 else None
     path = best or newest([Path(cfg.run_dir) / "checkpoints"])
     return None if path is None else str(path)
 
