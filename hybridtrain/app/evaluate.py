@@ -18,6 +18,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.app.chosen import logged
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.patient import let_write
 
 # The trainer's options that matter to a test.
 _SHARED = ("precision", "limit_test_batches", "deterministic", "benchmark", "inference_mode")
@@ -58,6 +59,7 @@ def evaluate(
 
 
 def _single(cfg: DictConfig, trainer: pl.Trainer, loggers: list[Logger]) -> pl.Trainer:
+    let_write(loggers)
     on_gpu = type(trainer.accelerator).__name__ == "CUDAAccelerator"
     return pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",

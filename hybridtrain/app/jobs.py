@@ -91,7 +91,7 @@ def _forked_main(
 
 
 def _hydra_job(context: HydraContext, task: TaskFunction, config: DictConfig) -> Outcome:
-    claim_new(Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir), "its directory")
+    claim_new(Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir), "hydra.run.dir")
     done = run_job(
         hydra_context=context,
         task_function=task,

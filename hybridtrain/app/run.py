@@ -22,7 +22,7 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from hybridtrain.app import jobs, summary
-from hybridtrain.app.begun import begin, keeping_whole, unsaved
+from hybridtrain.app.begun import begin, keeping_whole, unsaved, writable
 from hybridtrain.app.checkpoint import check_checkpoint
 from hybridtrain.app.checks import check_config
 from hybridtrain.app.chosen import best_checkpoint, metrics_of
@@ -35,6 +35,7 @@ from hybridtrain.app.monitor import RunMonitor
 from hybridtrain.app.outcome import BAD_INPUT, FAILED, Outcome, guarded
 from hybridtrain.app.quiet import hush_lightning
 from hybridtrain.app.recorded import describe_run, seed_all
+from hybridtrain.app.stats import up_to_date
 from hybridtrain.app.targets import check_targets
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.profiling import StepProfiler
@@ -75,7 +76,7 @@ def execute(cfg: DictConfig) -> Outcome:
     with terminating(), no_process_left(), vanishing_sockets():
         outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
     if box:
-        _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
+        outcome = _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
     return replace(outcome, directory=summary.short(cfg.run_dir))
 
 
@@ -185,9 +186,7 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
         parts.metrics |= metrics_of(trainer)
         ckpt = best_checkpoint(trainer)
     if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
-        loggers = (
-            [] if unsaved(trainer) else _quiet_csv(parts.loggers)
-        )  # nor would these be written
+        loggers = [] if unsaved(trainer) else writable(_quiet_csv(parts.loggers))
         parts.metrics |= evaluate(cfg, trainer, Subject(module, data, ckpt), loggers)
 
 
@@ -221,11 +220,11 @@ def _metric(cfg: DictConfig, metrics: dict[str, float]) -> float | None:
     return metrics[name]
 
 
-def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> None:
-    """Write ``summary.json`` and print the summary, on the first rank only."""
+def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> Outcome:
+    """Write ``summary.json`` and print the summary, on the first rank only; how it ended then."""
     trainer, directory = parts.trainer, Path(cfg.run_dir)
     if not trainer.is_global_zero:
-        return
+        return outcome
     result = summary.Summary(
         strategy=str(HydraConfig.get().runtime.choices.get("strategy")),
         workers=trainer.world_size,
@@ -236,15 +235,17 @@ def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> N
         exit=outcome.exit,
         error=outcome.error,
     )
-    if (stats := summary.left_stats(directory)) is not None:
+    if (stats := up_to_date(summary.left_stats(directory), trainer)) is not None:
         result.take(stats)
     result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
     result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt)
     summary.write(result, directory)
+    outcome = replace(outcome, exit=result.exit, error=result.error)
     if outcome.exit == BAD_INPUT and not result.updates:
-        return  # the line that says what to do is all there is to say
+        return outcome  # the line that says what to do is all there is to say
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
     print("\n".join(summary.lines(result, directory, tensorboard)), flush=True)
+    return outcome
 
 
 def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: Outcome) -> str | None:
