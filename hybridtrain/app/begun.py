@@ -45,6 +45,7 @@ def keeping_whole(trainer: Trainer) -> Iterator[None]:
     with keeping.listening(trainer):
         keeping.take_over(trainer, changes=False)
         yield
+    keeping.forget_lost(trainer)
 
 
 def writable(loggers: Sequence[Logger]) -> list[Logger]:

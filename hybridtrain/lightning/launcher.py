@@ -106,10 +106,13 @@ class HybridLauncher(_Launcher):
             raise KeyboardInterrupt from None
         finally:
             faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
-            strategy.remember_stats(server.ledger.stats() | faults)
+            lost = {"unsaved": dict(strategy.keeping.unsaved.lost)}
+            strategy.remember_stats(server.ledger.stats() | faults | lost)
             if watch is not None:
                 watch.conclude()
-        return unpack(trainer, results, scratch)
+        returned = unpack(trainer, results, scratch)
+        strategy.keeping.forget_lost(trainer)
+        return returned
 
     def _play(self, instead: Instead[Any], job: _Job) -> Any:
         """Run the workers in this process."""
