@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridtrain.messages import Described, Install, Note, Request, Stopped
-from hybridtrain.recording.file import NOBODY, Event, Record
+from hybridtrain.recording.file import NOBODY, WOKE, Event, Record
 from hybridtrain.recording.prints import Rows, print_of, print_of_parameters
-from hybridtrain.recording.witness import BROKEN, FINISHED, LEFT, LOST, WOKE, Stamp, ending, kind_of
+from hybridtrain.recording.witness import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
 from hybridtrain.update.turns import Ended

@@ -33,13 +33,13 @@ from hybridtrain.messages import (
     Resumed,
     Stopped,
 )
-from hybridtrain.recording.file import NOBODY, Writer
+from hybridtrain.recording.file import NOBODY, WOKE, Writer
 from hybridtrain.recording.prints import Rows, print_of, print_of_parameters, print_of_state
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
 from hybridtrain.staff import Staff
 
-FINISHED, LOST, WOKE, BROKEN, LEFT = "Finished", "Lost", "Woke", "Broken", "Left"
+FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *get_args(Note)))
 KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT)
 
