@@ -17,6 +17,8 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from hybridtrain.messages import Begin, Gather, Gathered, Push, Released, Resumed
+from hybridtrain.news import Gone
 from hybridtrain.policies import make_policy
 from hybridtrain.recording import Record, find_record, read_record, service_times
 from hybridtrain.recording.file import CELL_BYTES, Writer
@@ -194,6 +196,29 @@ def test_own_time_leaves_out_waiting_and_validation() -> None:
     own.goes_on(0, 21.0, fresh=True)
     assert own.stops(0, 21.25) == 0.25
     assert own.stops(1, 30.0) == 0.0
+
+
+def test_news_that_nobody_has_asked_for_change_no_service_time(tmp_path: Path) -> None:
+    """Who computes goes on computing, and who waits goes on waiting."""
+    server: Any = SimpleNamespace(store=None, ledger=SimpleNamespace(n_workers=2))
+    at_s, writer = [0.0], Writer(tmp_path / "record.bin", KINDS)
+    witness = Witness(server, Stamp(), writer, lambda: at_s[0])
+
+    def happens(now_s: float, worker: int, said: Any, reply: Any = None) -> None:
+        at_s[0], replies = now_s, [] if reply is None else [(0, reply)]
+        server.handle = server.note = lambda worker, said: replies
+        witness.note(worker, said) if isinstance(said, Resumed) else witness.handle(worker, said)
+
+    writer.tell({"header": {"kinds": KINDS, "workers": 2}})
+    happens(1.0, 0, Begin(), Released(0))
+    happens(3.0, 1, Resumed(), Gone(1, 0))
+    happens(5.0, 0, Gather("epoch", b""))
+    happens(7.0, 1, Resumed(), Gone(1, 0))
+    happens(9.0, 1, Gather("epoch", b""), Gathered((), (0,)))
+    happens(10.0, 0, Push(0, 4.0), Released(1))
+    writer.close()
+    pushes = read_record(tmp_path / "record.bin").of_kind("Push")
+    assert pushes["own_s"].tolist() == [(5.0 - 1.0) + (10.0 - 9.0)]
 
 
 # ---- bad input ----------------------------------------------------------------------------------
