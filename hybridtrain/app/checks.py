@@ -25,6 +25,7 @@ PRECISIONS = (
 # Numbers that may also be words, or the reverse; everything else keeps the type of its default.
 FREE = ("trainer.devices", "trainer.overfit_batches", "trainer.fast_dev_run", "seed", "run_dir")
 
+# Besides these at the top, only keys within a group have a type to keep.
 TOP = ("seed", "test", "test_only", "profile", "ckpt")
 
 
@@ -82,7 +83,7 @@ def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """A value typed on the command line has the type of the one it replaces."""
     parsed = compose.parse(overrides)
     keys = [x.key_or_group for x in parsed if not x.is_delete() and "." in x.key_or_group]
-    keys += [x for x in ("seed", "test", "test_only", "profile", "ckpt") if _typed(parsed, x)]
+    keys += [x for x in TOP if _typed(parsed, x)]
     keys = [x for x in keys if not x.startswith(("hydra.", "hydra/")) and "/" not in x]
     if not keys:
         return

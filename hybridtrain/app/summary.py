@@ -87,7 +87,7 @@ def write(summary: Summary, directory: Path) -> None:
 
     Where it cannot be written that is said, and is a failure: programs wait for it.
     """
-    text = json.dumps(_plain(asdict(summary)), indent=2)
+    text = json.dumps(plain(asdict(summary)), indent=2)
     try:
         write_whole(directory / SUMMARY_FILE, (text + "\n").encode())
     except OSError as error:
@@ -96,11 +96,12 @@ def write(summary: Summary, directory: Path) -> None:
         summary.error = summary.error or f"{SUMMARY_FILE} could not be written ({error.strerror})"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON can hold it: numbers that are not finite become null."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

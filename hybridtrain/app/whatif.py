@@ -18,8 +18,6 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.whatif import rehearse_fit
 from hybridtrain.recording import Record
 
-ANOTHER = ("strategy", "policy", "correction")  # what may be given
-
 
 @dataclass(frozen=True)
 class Course:

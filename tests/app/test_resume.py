@@ -7,12 +7,14 @@ import json
 import os
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from hybridtrain import files
 from hybridtrain.app import claim, kept
 from hybridtrain.app.compose import complete_overrides
 from hybridtrain.app.resuming import expanded
@@ -128,6 +130,21 @@ def test_auto_leaves_alone_what_is_another_configuration_or_at_work(ended: Comma
         assert expanded(same_again, False) == new
     assert "resume='runs/1'" in expanded(same_again, False)
     claim.release_all()
+
+
+def test_the_checksums_of_a_checkpoint_are_compared_once(
+    ended: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested, test = [], zipfile.ZipFile.testzip
+
+    def count(archive: zipfile.ZipFile) -> str | None:
+        tested.append(archive.filename)
+        return test(archive)
+
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", count)
+    monkeypatch.setattr(files, "SETTLED_S", -1.0)
+    assert ended("resume=old").code == 0
+    assert tested == [str(Path("old/checkpoints/last.ckpt").resolve())]
 
 
 def test_a_run_that_left_no_checkpoint_begins_again_in_its_directory(ended: Command) -> None:
