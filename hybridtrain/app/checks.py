@@ -31,6 +31,7 @@ TOP = ("seed", "test", "test_only", "profile", "ckpt")
 
 def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Everything that can be told without this machine's hardware and without importing torch."""
+    check_complete(cfg)
     check_types(cfg, overrides)
     check_trainer(cfg.trainer)
     check_policy(cfg)
@@ -39,6 +40,16 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
         raise UserError(f"seed={cfg.seed}: give a whole number of at least 0, or null")
     if cfg.test_only and cfg.ckpt is None:
         raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
+
+
+def check_complete(cfg: DictConfig) -> None:
+    """A module of the user's own is named: all else has a default."""
+    if OmegaConf.is_missing(cfg.model, "_target_"):
+        raise UserError(
+            "model=own needs a module: give model._target_=package.Class, your LightningModule "
+            "(model.NAME=VALUE for its arguments), and data._target_=package.Class unless it has "
+            "dataloaders of its own"
+        )
 
 
 def check_policy(cfg: DictConfig) -> None:
