@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytorch_lightning as pl
@@ -36,16 +37,28 @@ def logged(trainer: pl.Trainer) -> dict[str, float]:
 def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
     """The figures of a training that has ended, see above."""
     best = best_checkpoint(trainer)
-    return logged(trainer) | ({} if best is None else validated(best))
+    if best is None:
+        return logged(trainer)
+    return logged(trainer) | _scores(trainer, best) | validated(best)
+
+
+def _scores(trainer: pl.Trainer, best: str) -> dict[str, float]:
+    """What the callback that has chosen it knows."""
+    return {
+        each.monitor: float(each.best_model_score)
+        for each in trainer.checkpoint_callbacks
+        if isinstance(each, ModelCheckpoint) and each.best_model_path == best
+        if each.monitor is not None and each.best_model_score is not None
+    }
 
 
 def validated(path: str) -> dict[str, float]:
     """The metrics of the validation that came last when a checkpoint of this run was written."""
     try:
-        # As for the test that follows: what this run has written is not a stranger's.
-        content = torch.load(path, map_location="cpu", weights_only=False, mmap=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         found = content["callbacks"][RunMonitor.__qualname__][VALIDATED]
-    except (KeyError, TypeError, OSError, RuntimeError):  # of a version that did not tell, or torn
+    # Of a version that did not tell, torn, or with a user's own objects.
+    except (KeyError, TypeError, OSError, RuntimeError, UnpicklingError):
         return {}
     return _numbers(found)
 

@@ -65,6 +65,10 @@ class Keeping:
             for path, reason in self.unsaved.lost.items():
                 rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
 
+    def figures(self) -> dict[str, Any]:
+        """For ``run_stats()``: the checkpoints that are missing, and why."""
+        return {"unsaved": dict(self.unsaved.lost)}
+
     def forget_lost(self, trainer: Any) -> None:
         """In the calling process, after training: no callback names a file that is not there.
 

@@ -106,13 +106,10 @@ class HybridLauncher(_Launcher):
             raise KeyboardInterrupt from None
         finally:
             faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
-            lost = {"unsaved": dict(strategy.keeping.unsaved.lost)}
-            strategy.remember_stats(server.ledger.stats() | faults | lost)
+            strategy.remember_stats(server.ledger.stats() | faults | strategy.keeping.figures())
             if watch is not None:
                 watch.conclude()
-        returned = unpack(trainer, results, scratch)
-        strategy.keeping.forget_lost(trainer)
-        return returned
+        return unpack(trainer, results, scratch)
 
     def _play(self, instead: Instead[Any], job: _Job) -> Any:
         """Run the workers in this process."""
