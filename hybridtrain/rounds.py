@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hybridtrain.averaging import Averaging
 from hybridtrain.batch_queue import BatchQueue
-from hybridtrain.complaints import objection
+from hybridtrain.complaints import objection, too_early
 from hybridtrain.errors import UserError
 from hybridtrain.events import (
     Apply,
@@ -70,8 +70,8 @@ class Rounds:
         self._held: list[tuple[int, int, tuple[Cover, ...]]] = []  # worker, age, mini-batches
         self._stepped = Stepped(())  # in the round that ends
         for worker in sorted(workers):
-            policy.on(Joined(worker))
-            ledger.clocks.join(worker)
+            if self.join(worker):
+                raise UserError(too_early(policy, worker))
 
     @property
     def _averages(self) -> bool:
@@ -136,16 +136,15 @@ class Rounds:
         self._ledger.clocks.leave(worker)
         return [*self._averaging.busy(worker, self.store), *self._obey(Parked(worker))]
 
-    def join(self, worker: int) -> None:
+    def join(self, worker: int) -> Replies:
         """The worker computes again."""
-        self._policy.on(Joined(worker))
         self._ledger.clocks.join(worker)
         self._averaging.back(worker)
+        return self._obey(Joined(worker))
 
     def admit(self, worker: int) -> Replies:
         """The worker is there, with the newest parameters."""
-        self.join(worker)
-        return [self._release(worker)]
+        return [*self.join(worker), self._release(worker)]
 
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever is not part of an update."""
@@ -161,8 +160,7 @@ class Rounds:
             return self.lost(worker)
         self._ready.discard(worker)
         self._ledger.idle(worker)
-        self.join(worker)  # it may have been parked; what it has pushed lies in its row
-        return []
+        return self.join(worker)  # it may have been parked; what it has pushed lies in its row
 
     def settle_held(self, worker: int) -> None:
         """What the worker has contributed and is held will count, whatever becomes of it."""

@@ -257,9 +257,8 @@ class Server:
             reply = self.assembly.conclude(workers, list(items.values()))
         except UserError as error:
             return self._refuse(workers, str(error))
-        for worker in workers:
-            self._rounds.join(worker)
-        return [(worker, reply) for worker in workers]
+        answers: Replies = [(worker, reply) for worker in workers]
+        return answers + [each for worker in workers for each in self._rounds.join(worker)]
 
     def adopt(self, store: Store | None, optimizers: Optimizers) -> None:
         """Step these from now on. Without a store there are no parameters, only time passes."""

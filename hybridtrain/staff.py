@@ -126,6 +126,6 @@ class Staff:
         if isinstance(request, Share):
             return [(worker, Shared(self.rounds.store.arena.n_bytes))]
         self.rounds.refresh(worker)
-        self.rounds.join(worker)
+        freed = self.rounds.join(worker)
         self.ledger.comes(worker)
-        return [(worker, Done()), *self._news(Back(worker))]
+        return [(worker, Done()), *self._news(Back(worker)), *freed]

@@ -106,7 +106,7 @@ class HybridLauncher(_Launcher):
             raise KeyboardInterrupt from None
         finally:
             faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
-            strategy.remember_stats(server.ledger.stats() | faults)
+            strategy.remember_stats(server.ledger.stats() | faults | strategy.keeping.figures())
             if watch is not None:
                 watch.conclude()
         return unpack(trainer, results, scratch)

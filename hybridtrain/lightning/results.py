@@ -106,6 +106,7 @@ def unpack(
         trainer._callback_connector._attach_model_callbacks()
     for callback, belongings in pairs(_all(trainer), home.callbacks):
         give_to_callback(callback, trainer.lightning_module, belongings)
+    trainer.strategy.keeping.forget_lost(trainer)  # type: ignore[attr-defined]
     for logger, identity in zip(trainer.loggers, home.loggers, strict=True):
         vars(logger).update(identity)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])

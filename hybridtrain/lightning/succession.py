@@ -5,6 +5,7 @@ Lightning decides in many places, some of them only once, by whether the process
 
 from __future__ import annotations
 
+import csv
 from pathlib import Path
 from typing import Any
 
@@ -81,4 +82,4 @@ def keep_rows(logger: CSVLogger) -> None:
     writer: Any = logger.experiment
     if before:
         path.write_text(before)
-        writer.metrics_keys = before.splitlines()[0].split(",")
+        writer.metrics_keys = next(csv.reader(before.splitlines()))
