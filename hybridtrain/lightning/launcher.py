@@ -34,6 +34,7 @@ from hybridtrain.lightning.inherited import forget_process_group, stop_sharing
 from hybridtrain.lightning.injection import inject
 from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.lock_free import check_lock_free
+from hybridtrain.lightning.logs import logger_states, logs_open
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
 from hybridtrain.lightning.results import pack, unpack
@@ -85,9 +86,8 @@ class HybridLauncher(_Launcher):
         check_all(strategy, trainer)
         strategy.faults.begin(trainer, strategy.world_size)
         snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
-        loggers = logger_states(trainer) if start_method == "fork" else []
         scratch = Scratch()
-        job = _Job(trainer, function, args, kwargs, snapshot, loggers, room=scratch.path)
+        job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
         n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
         check_startup(strategy, start_method, threads, usable_cores(), job)
         in_update = usable_cores() if strategy.regime.lockstep else 1
@@ -98,6 +98,7 @@ class HybridLauncher(_Launcher):
         strategy.interrupted_by = None
         try:
             with surroundings(strategy, trainer):
+                job.loggers = logger_states(trainer) if start_method == "fork" else []
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
@@ -124,7 +125,12 @@ class HybridLauncher(_Launcher):
 @contextmanager
 def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """What is to be there while workers run, and no longer."""
-    with strategy.keeping.listening(trainer), vanishing_sockets(), pages_of(strategy, trainer):
+    with (
+        strategy.keeping.listening(trainer),
+        vanishing_sockets(),
+        pages_of(strategy, trainer),
+        logs_open(trainer),
+    ):
         yield
 
 
@@ -186,17 +192,6 @@ def threads_of_a_worker(strategy: HybridStrategy) -> int:
     """As the user wants it, or the worker's share of the cores."""
     wanted = strategy.threads_per_worker
     return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted
-
-
-def logger_states(trainer: Any) -> list[dict[str, Any]]:
-    """What a logger would be after pickling, for workers that are forked instead.
-
-    A fork has none of the threads behind ``logger.experiment``, and one that the user has opened
-    already would hang when its queue is full. As after pickling, it is opened anew, or (Weights &
-    Biases) the workers join the one of this process.
-    """
-    states = [logger.__getstate__() for logger in trainer.loggers]
-    return [state if isinstance(state, dict) else {} for state in states]
 
 
 # ---- inside a worker ----------------------------------------------------------------------------
