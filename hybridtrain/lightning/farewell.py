@@ -13,12 +13,11 @@ from pytorch_lightning.trainer import call
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
+from hybridtrain.files import interrupted_in
 from hybridtrain.lightning.succession import hand_over
 from hybridtrain.news import Heir, Saved
 from hybridtrain.worlds.channel import ChannelClosed
 from hybridtrain.worlds.outcome import Failed
-
-INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
 
 
 def confess(trainer: pl.Trainer, error: BaseException) -> None:
@@ -55,7 +54,7 @@ def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
 
 
 def save_interrupted(trainer: pl.Trainer) -> bool:
-    """One checkpoint of the last whole update, where the others lie; whether one was written.
+    """One checkpoint of the last whole update, near the others; whether one was written.
 
     Needs no other worker.
     """
@@ -63,7 +62,7 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
     folder = getattr(checkpoint, "dirpath", None)
     if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
         return False
-    path, strategy = Path(folder) / INTERRUPTED_CHECKPOINT, cast(Any, trainer.strategy)
+    path, strategy = interrupted_in(Path(folder)), cast(Any, trainer.strategy)
     try:
         strategy.before_checkpoint()  # others may have made updates that this one has not
         if trainer.global_step == 0:
