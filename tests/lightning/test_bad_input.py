@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,3 +105,26 @@ def test_a_misspelt_option_of_the_strategy_names_the_close_one() -> None:
 def test_an_option_of_ddp_is_said_to_be_needless(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} was given, an option of ddp; leave it out"):
         HybridStrategy(**{name: True})
+
+
+def _in_a_pool(_: int) -> str:
+    try:
+        fit("hybrid", 2, 4, Regression, max_epochs=1)
+    except UserError as error:
+        return str(error)
+    return "trained"
+
+
+def test_inside_a_pool_of_daemonic_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore
+    with refused(r"daemonic process .*use concurrent\.futures\.ProcessPoolExecutor", monkeypatch):
+        fit("hybrid", 2, 4, Regression)
+
+
+@pytest.mark.slow
+def test_what_is_said_inside_a_pool_is_a_way_out() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert "ProcessPoolExecutor" in pool.map(_in_a_pool, [0])[0]
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        assert list(executor.map(_in_a_pool, [0])) == ["trained"]
