@@ -37,6 +37,7 @@ from hybridtrain.lightning.lock_free import check_lock_free
 from hybridtrain.lightning.logs import logger_states, logs_open
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
+from hybridtrain.lightning.requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.startup import check_startup
 from hybridtrain.memory.scratch import Scratch
@@ -97,7 +98,7 @@ class HybridLauncher(_Launcher):
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
-            with surroundings(strategy, trainer):
+            with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                 job.loggers = logger_states(trainer) if start_method == "fork" else []
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
@@ -209,6 +210,7 @@ class _Job:
     loggers: list[dict[str, Any]]
     version: int = 0  # updates so far, then
     told: bytes = b""  # where training is, for a worker that is restarted
+    warned: Warned | None = None  # that SLURM is about to end the job
     room: str = ""  # the path of a scratch file for what would be too much for a message
 
     def named(self) -> dict[str, Any]:
@@ -240,6 +242,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     back = ComingBack(job.told, job.version, trainer, client) if job.told else None
     trainer.strategy.enter_worker(client, trainer, back)
     inject(trainer, client, trainer.strategy.faults)
+    listen(trainer, job.warned)
     trainer.strategy.keeping.take_over(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
