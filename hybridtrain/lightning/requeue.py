@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.plugins.environments import SLURMEnvironment
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 
 from hybridtrain.nameless import SharedBytes
 
