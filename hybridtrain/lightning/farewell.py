@@ -19,6 +19,19 @@ from hybridtrain.news import Heir, Saved
 from hybridtrain.worlds.channel import ChannelClosed
 from hybridtrain.worlds.outcome import Failed
 
+_NO_GROUP = "Default process group has not been initialized"  # torch's words
+
+
+def advise(error: BaseException) -> None:
+    """Say what to use instead of torch.distributed, where the user's code has asked for it."""
+    if _NO_GROUP in str(error):
+        error.add_note(
+            "Workers of this strategy have no process group of torch.distributed. Use "
+            "self.all_gather, trainer.strategy.reduce, .broadcast and .barrier, which work under "
+            "every strategy; trainer.global_rank and trainer.world_size for get_rank and "
+            "get_world_size; and no DistributedSampler: samples are shared out by the strategy."
+        )
+
 
 def confess(trainer: pl.Trainer, error: BaseException) -> None:
     """In a worker whose code has raised: say so, and save if the run ends and nobody else can.
@@ -27,6 +40,7 @@ def confess(trainer: pl.Trainer, error: BaseException) -> None:
     """
     strategy: Any = trainer.strategy
     client: Client = strategy.client
+    advise(error)
     client.pulse.fail()
     try:
         client.line.send(Failed.of(error, client.pulse.failed_in, waits=True))

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.nursery import Nursery
-from tests.lightning.toys import Regression, fit
+from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 
 @contextmanager
@@ -128,3 +129,26 @@ def test_what_is_said_inside_a_pool_is_a_way_out() -> None:
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(1, mp_context=context) as executor:
         assert list(executor.map(_in_a_pool, [0])) == ["trained"]
+
+
+@pytest.mark.parametrize("call", [distributed.get_rank, distributed.barrier])
+def test_calls_of_torch_distributed_are_told_what_to_use_instead(call: Any) -> None:
+    class Raw(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            call()
+
+    with pytest.raises(ValueError, match="process group has not been initialized") as caught:
+        fit("hybrid", 1, 4, Raw)
+    notes = "\n".join(caught.value.__notes__)
+    assert "self.all_gather, trainer.strategy.reduce, .broadcast and .barrier" in notes
+
+
+def test_a_distributed_sampler_is_told_to_be_needless() -> None:
+    class Sharing(Regression):
+        def train_dataloader(self) -> Any:
+            data = regression_data()
+            return DataLoader(data, 4, sampler=DistributedSampler(data))
+
+    with pytest.raises(ValueError, match="process group has not been initialized") as caught:
+        make_trainer("hybrid", 1).fit(Sharing())
+    assert "no DistributedSampler" in "\n".join(caught.value.__notes__)
