@@ -29,6 +29,16 @@ _SEAL = b"hybridtrain crc32 %08x"
 _SEAL_BYTES = len(_SEAL % 0)
 
 
+def interrupted_in(folder: Path) -> Path:
+    """Where a run that keeps its checkpoints in ``folder`` writes the one of its early end.
+
+    Not among them: callbacks and users list that folder, and count or delete what they find. Beside
+    ``checkpoints``, which is made for a run; what is named otherwise is the user's, so below it.
+    """
+    beside = folder.name == "checkpoints"
+    return (folder.parent if beside else folder / "interrupted") / "interrupted.ckpt"
+
+
 def write_whole(path: Path, content: bytes | memoryview) -> None:
     """The file is there with all its content, or not at all, also if the machine loses power.
 

@@ -18,7 +18,7 @@ import hybridtrain
 from hybridtrain.app.configured import placed, portable
 from hybridtrain.app.owner import check_owner
 from hybridtrain.errors import UserError
-from hybridtrain.files import fault_of
+from hybridtrain.files import fault_of, interrupted_in
 
 RUN_FILE, SUMMARY_FILE = "run.json", "summary.json"
 FORMAT = 1  # of what lies in a run's directory
@@ -112,7 +112,11 @@ def newest(folders: Iterable[Path], tell: bool = True) -> Path | None:
     Args:
         tell: whether to name them.
     """
-    found = {path.resolve() for folder in folders for path in folder.glob("*.ckpt")}
+    found = {
+        path.resolve()
+        for folder in folders
+        for path in (*folder.glob("*.ckpt"), interrupted_in(folder))
+    }
     times = [(path.stat().st_mtime_ns, path) for path in found if path.is_file()]
     for _, path in sorted(times, reverse=True):
         fault = fault_of(path)

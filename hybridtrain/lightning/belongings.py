@@ -57,7 +57,7 @@ class Belongings:
 def of_callback(callback: pl.Callback, module: pl.LightningModule) -> Belongings:
     """In worker 0."""
     found = isinstance(callback, LearningRateFinder)
-    plain = {} if found else plain_attributes(callback, lambda name: True)
+    plain = {} if found else plain_attributes(callback)
     return Belongings(_kind(callback), plain, state_of(callback, module))
 
 
@@ -71,14 +71,14 @@ def give_to_callback(
     callback: pl.Callback, module: pl.LightningModule, belongings: Belongings
 ) -> None:
     """In the calling process."""
-    _give(callback, belongings.plain)
+    give_plain(callback, belongings.plain)
     give_state(callback, module, belongings.state)
 
 
 def give_to_module(module: pl.LightningModule, belongings: Belongings) -> None:
     """In the calling process."""
     if belongings.kind == _kind(module):
-        _give(module, belongings.plain)
+        give_plain(module, belongings.plain)
 
 
 def pairs(
@@ -160,7 +160,9 @@ def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[st
 # ---- plain data ---------------------------------------------------------------------------------
 
 
-def plain_attributes(thing: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
+def plain_attributes(
+    thing: Any, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Any]:
     """Copies of the attributes that are plain data."""
     found = {}
     for name, value in vars(thing).items():
@@ -202,7 +204,8 @@ def _sized(value: Any) -> bool:
     return isinstance(value, (*_SEQUENCES, dict))
 
 
-def _give(thing: Any, values: dict[str, Any]) -> None:
+def give_plain(thing: Any, values: dict[str, Any]) -> None:
+    """Set the attributes; what the user holds, too, is filled instead of replaced."""
     for name, theirs in values.items():
         mine = vars(thing).get(name)
         if type(mine) is not type(theirs) or not _fill(mine, theirs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ def check_trainer(trainer: Any, lockstep: bool) -> None:
     Raises:
         UserError: naming the option, what is allowed, and what to do.
     """
+    _check_process()
     _check_accelerator(trainer.accelerator)
     _check_environment(trainer.strategy.cluster_environment)
     if trainer.state.fn != "fit":
@@ -42,6 +44,17 @@ def check_trainer(trainer: Any, lockstep: bool) -> None:
             )
         _check_interval(trainer)
         _check_limit(trainer)
+
+
+def _check_process() -> None:
+    """Daemonic processes, as those of a ``multiprocessing.Pool`` are, may have no children."""
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise UserError(
+            f"training was started in {process.name}, a daemonic process (of a "
+            "multiprocessing.Pool?), which may start no workers; use "
+            "concurrent.futures.ProcessPoolExecutor, or multiprocessing.Process(daemon=False)"
+        )
 
 
 def _check_accelerator(accelerator: Any) -> None:

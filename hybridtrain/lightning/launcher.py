@@ -35,8 +35,10 @@ from hybridtrain.lightning.inherited import forget_process_group, stop_sharing
 from hybridtrain.lightning.injection import inject
 from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.lock_free import check_lock_free
+from hybridtrain.lightning.logs import logger_states, logs_open
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
+from hybridtrain.lightning.requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.startup import check_startup
 from hybridtrain.memory.scratch import Scratch
@@ -85,9 +87,9 @@ class HybridLauncher(_Launcher):
         start_method = resolve_start_method(strategy.start_method)
         check_all(strategy, trainer)
         strategy.faults.begin(trainer, strategy.world_size)
-        snapshot, loggers = carried(trainer, start_method)
+        snapshot = carried(trainer, start_method)
         scratch = Scratch()
-        job = _Job(trainer, function, args, kwargs, snapshot, loggers, room=scratch.path)
+        job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
         n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
         check_startup(strategy, start_method, threads, usable_cores(), job)
         in_update = usable_cores() if strategy.regime.lockstep else 1
@@ -97,7 +99,8 @@ class HybridLauncher(_Launcher):
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
-            with surroundings(strategy, trainer):
+            with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
+                job.loggers = logger_states(trainer) if start_method == "fork" else []
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
@@ -124,7 +127,12 @@ class HybridLauncher(_Launcher):
 @contextmanager
 def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """What is to be there while workers run, and no longer."""
-    with strategy.keeping.listening(trainer), vanishing_sockets(), pages_of(strategy, trainer):
+    with (
+        strategy.keeping.listening(trainer),
+        vanishing_sockets(),
+        pages_of(strategy, trainer),
+        logs_open(trainer),
+    ):
         yield
 
 
@@ -188,25 +196,12 @@ def threads_of_a_worker(strategy: HybridStrategy) -> int:
     return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted
 
 
-def carried(
-    trainer: pl.Trainer, start_method: str
-) -> tuple[_GlobalStateSnapshot | None, list[dict[str, Any]]]:
-    """What a spawned worker has not from a fork, or else what a forked one must not have."""
+def carried(trainer: pl.Trainer, start_method: str) -> _GlobalStateSnapshot | None:
+    """What a spawned worker has not from a fork."""
     if start_method == "fork":
-        return None, logger_states(trainer)
+        return None
     trainer.lightning_module.cpu()  # on a device, a handle to that memory would be sent
-    return _GlobalStateSnapshot.capture(), []
-
-
-def logger_states(trainer: Any) -> list[dict[str, Any]]:
-    """What a logger would be after pickling, for workers that are forked instead.
-
-    A fork has none of the threads behind ``logger.experiment``, and one that the user has opened
-    already would hang when its queue is full. As after pickling, it is opened anew, or (Weights &
-    Biases) the workers join the one of this process.
-    """
-    states = [logger.__getstate__() for logger in trainer.loggers]
-    return [state if isinstance(state, dict) else {} for state in states]
+    return _GlobalStateSnapshot.capture()
 
 
 # ---- inside a worker ----------------------------------------------------------------------------
@@ -224,6 +219,7 @@ class _Job:
     loggers: list[dict[str, Any]]
     version: int = 0  # updates so far, then
     told: bytes = b""  # where training is, for a worker that is restarted
+    warned: Warned | None = None  # that SLURM is about to end the job
     room: str = ""  # the path of a scratch file for what would be too much for a message
 
     def named(self) -> dict[str, Any]:
@@ -255,6 +251,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     back = ComingBack(job.told, job.version, trainer, client) if job.told else None
     trainer.strategy.enter_worker(client, trainer, back)
     inject(trainer, client, trainer.strategy.faults)
+    listen(trainer, job.warned)
     trainer.strategy.keeping.take_over(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike

@@ -19,6 +19,7 @@ from hybridtrain.lightning.epoch_ends import EpochEnds
 from hybridtrain.lightning.evaluation import Dealt, EvaluationSampler, Group, Whole
 from hybridtrain.lightning.options import DataOptions
 from hybridtrain.lightning.orders import Drawn, Order, Seeded
+from hybridtrain.lightning.own_batches import Batches, handed, makes_its_own
 from hybridtrain.lightning.progress import precede, remeasure
 from hybridtrain.lightning.queue_sampler import QueueSampler
 from hybridtrain.lightning.recording import data_teller
@@ -113,6 +114,11 @@ class Loaders:
 
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """Lightning's own, with mini-batches of this worker's size."""
+        if makes_its_own(dataloader, self._trainer._data_connector):
+            if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
+                check_batches(dataloader)
+            sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
+            return handed(dataloader, sampler, mode)
         prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
         if not isinstance(prepared, DataLoader):
             return prepared

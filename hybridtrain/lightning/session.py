@@ -235,8 +235,7 @@ class Session:
 
     def accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""
-        fit_loop = self.trainer.fit_loop
-        return self._module.automatic_optimization and fit_loop._should_accumulate()
+        return self._module.automatic_optimization and self.trainer.fit_loop._should_accumulate()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -282,6 +281,7 @@ class Session:
         """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
         for step in self.steps if self._regime.watches_loss else ():
             step.loss = loss.detach()
+        self.guard.see(loss)
         self.exchange.adding = self.accumulates()
         if self._overlap is not None:
             self._overlap.begin_backward(self.steps, self.final and not self.exchange.adding)

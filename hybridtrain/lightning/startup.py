@@ -168,9 +168,12 @@ def check_loader(loader: Any, n_workers: int) -> None:
 
     To be asked in one worker, before the loader's processes are started.
     """
-    n_processes, room = getattr(loader, "num_workers", 0), shared_memory_bytes()
-    if not n_processes or room is None:
+    room = shared_memory_bytes()
+    if not isinstance(loader, torch.utils.data.DataLoader) or not loader.num_workers:
+        return  # what others call num_workers need not be processes
+    if room is None:
         return
+    n_processes = loader.num_workers
     on_their_way = n_workers * n_processes * ((loader.prefetch_factor or 2) + 1)
     each = room // on_their_way
     if each < (_batch_bytes(loader) or _SMALL_BATCH_BYTES):

@@ -67,7 +67,8 @@ class HybridStrategy(OneHost, ParallelStrategy):
         num_samples_key: the entry of a batch that tells how many samples it has (a number, or a
             tensor or list with the samples along its first dimension), where it cannot be seen.
         on_nonfinite: when a worker's gradient is not finite: ``"raise"`` ends the run and says
-            whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it.
+            whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it;
+            ``"auto"``: raise, but drop where a ``SpikeDetection`` sees a loss that is not finite.
         on_oom: the same when a worker runs out of memory in a step.
         batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
         correction: what is done about late gradients: nothing, or one of
@@ -102,7 +103,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         threads_per_worker: int | Literal["auto"] = "auto",
         stop_grace_s: float = 30.0,
         num_samples_key: str | int | None = None,
-        on_nonfinite: str = "raise",
+        on_nonfinite: str = "auto",
         on_oom: str = "raise",
         batch_size_per_worker: Sequence[int] | None = None,
         correction: CorrectionSpec = None,
@@ -173,7 +174,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
-            module, fault = self.lightning_module, self.on_fault
+            module, fault = self.lightning_module, self.on_fault.beside(trainer)
             self._session = Session(
                 self.client, module, self.optimizers, self.regime, fault, self.transport
             )
@@ -295,5 +296,5 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As Lightning does it, but the state stays in host memory."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)

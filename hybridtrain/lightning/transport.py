@@ -72,7 +72,7 @@ def _check_overlap(strategy: Any, trainer: Any, regime: Regime) -> None:
             "when it is whole; leave it out, or use strategy=hybrid"
         )
     for name, choice, needed in (
-        ("on_nonfinite", strategy.on_fault.nonfinite, "raise"),
+        ("on_nonfinite", strategy.on_fault.beside(trainer).nonfinite, "raise"),
         ("on_oom", strategy.on_fault.oom, "raise"),
         ("on_failure", strategy.on_failure.choice, "stop"),
     ):

@@ -250,3 +250,13 @@ def test_a_checkpoint_of_a_newer_version_is_refused_before_anything_starts(
 
 def test_last_without_any_run_says_so(command: Command) -> None:
     assert "no run of this model in outputs" in command("task=digits", "ckpt=last").complaint
+
+
+@pytest.mark.parametrize("place", ["interrupted.ckpt", "checkpoints/interrupted.ckpt"])
+def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(place: str) -> None:
+    for step, name in enumerate(("checkpoints/last.ckpt", place)):
+        path = Path("run") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"global_step": step}, path)
+        os.utime(path, (step, step))
+    assert kept.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()

@@ -261,10 +261,11 @@ def test_an_interrupted_run_leaves_whole_files(
             trained(tmp_path, "background", max_epochs=100)
     finally:
         signal.signal(signal.SIGINT, before)
-    names = {path.name for path in tmp_path.iterdir()}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
     assert "interrupted.ckpt" in names and not any(name.startswith(".") for name in names)
-    for name in names:
-        assert torch.load(tmp_path / name, weights_only=True)["state_dict"]
+    for path in files:
+        assert torch.load(path, weights_only=True)["state_dict"]
 
 
 def test_whoever_saves_a_checkpoint_himself_finds_it_when_he_goes_on(
