@@ -72,9 +72,10 @@ def inheritable(client: Client) -> list[str]:
     """What a program that is started from a worker would hold open after the run."""
     descend(client)
     found = []
-    for number in map(int, os.listdir("/proc/self/fd")):
+    for path in Path("/proc/self/fd").iterdir():
+        number = int(path.name)
         try:
-            kind, leaks = os.readlink(f"/proc/self/fd/{number}"), os.get_inheritable(number)
+            kind, leaks = str(path.readlink()), os.get_inheritable(number)
         except OSError:  # of the listing itself
             continue
         ours = kind.startswith("/memfd:hybridtrain") or "eventfd" in kind
