@@ -49,8 +49,8 @@ def train(client: Client, then: Then, folder: Path, version: int | None = None) 
     client.version = version or 0
     try:
         while client.version < STEPS:
-            then(client, client.version)
             client.check_stop()
+            then(client, client.version)
             store.gradient(client.worker, layout.slots[0]).fill_(-1.0)
             client.push(Push(0, 1.0))
     except StopRequested:
@@ -129,7 +129,7 @@ def test_without_a_process_for_it_the_run_ends_and_says_why(
         if version == 2 and client.worker == 1:
             die_once(client, tmp_path)
 
-    with pytest.raises(RuntimeError, match="could be started for it .tried 6 times.*temporarily"):
+    with pytest.raises(RuntimeError, match=r"could be started for it .tried 6 times.*temporarily"):
         run(then, tmp_path)
     assert (tmp_path / "saved").read_text() == "2.0"
 
