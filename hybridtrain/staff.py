@@ -71,7 +71,8 @@ class Staff:
         self._some_left = True
         self.meeting.leave(worker)
         self.rounds.settle_held(worker)
-        self.queue.lost(worker)
+        if samples := self.queue.lost(worker):
+            self.ledger.dropped(worker, samples)
 
     def _forget(self, worker: int) -> None:
         self.missing.discard(worker)

@@ -100,6 +100,7 @@ class ProcessWorld:
         n_workers, threads = self.n_workers, self.threads_per_worker
         self._crew = Crew(n_workers, self.start_method, threads, self.places)
         self._workers = self._crew.workers
+        self.server.staff.queue.made = lambda worker: self._workers[worker].pulse.made
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
                 self._crew.start(range(n_workers), body, selector)
