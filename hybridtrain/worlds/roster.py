@@ -88,7 +88,7 @@ class Roster:
     @property
     def away(self) -> bool:
         """Whether somebody is to come back."""
-        return any(state in AWAY for state in self.states)
+        return S.FAILED in self.states or S.CALLED in self.states  # asked for in each turn
 
     def next_s(self) -> list[float]:
         """When something is due."""
