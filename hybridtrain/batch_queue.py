@@ -115,6 +115,8 @@ class BatchQueue:
         Where there are fewer mini-batches than workers, those left over get a ticket that does not
         count: the worker runs the first samples and its gradient has no weight.
         """
+        if self._owed:
+            self._settle_made()  # or what has just been made would go back
         one = self._pass(request)
         if request.begins:
             one.give_back(worker)
