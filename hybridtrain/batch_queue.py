@@ -23,9 +23,10 @@ that they are trained on in the order of the epoch.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hybridtrain.messages import Cover, Draw, Lap, Ticket
+from hybridtrain.messages import Cover, Draw, Lap, Push, Ticket
 from hybridtrain.spans import Span, Spans, merged, split, total, without
 
 
@@ -104,7 +105,9 @@ class BatchQueue:
     """
 
     members: set[int]
+    made: Callable[[int], int] | None = None  # the last step that a worker has made itself
     _passes: dict[Lap, _Pass] = field(default_factory=dict)
+    _owed: dict[int, tuple[int, tuple[Cover, ...], float]] = field(default_factory=dict)
 
     def draw(self, worker: int, request: Draw) -> Ticket:
         """The worker's next mini-batch, or the end of its pass.
@@ -112,6 +115,8 @@ class BatchQueue:
         Where there are fewer mini-batches than workers, those left over get a ticket that does not
         count: the worker runs the first samples and its gradient has no weight.
         """
+        if self._owed:
+            self._settle_made()  # or what has just been made would go back
         one = self._pass(request)
         if request.begins:
             one.give_back(worker)
@@ -153,6 +158,24 @@ class BatchQueue:
                 self._passes[cover.lap].done[worker] += total(cover.spans)
                 self._passes[cover.lap].n_done += total(cover.spans)
 
+    def done(self, worker: int, push: Push, version: int, samples: float) -> None:
+        """A push is part of update ``version``; if the worker makes that itself, it still has to.
+
+        ``samples`` are counted for it.
+        """
+        if self._owed:
+            self._settle_made()
+        if push.own and self.made is not None:
+            self._owed[worker] = version, push.covers, samples
+        else:
+            self.settle(worker, push.covers)
+
+    def _settle_made(self) -> None:
+        for worker, (version, covers, _) in list(self._owed.items()):
+            if self.made is not None and self.made(worker) >= version:
+                del self._owed[worker]
+                self.settle(worker, covers)
+
     def give_back(self, worker: int, covers: tuple[Cover, ...]) -> bool:
         """What the worker has drawn there is to be done again; ``False``: nobody would draw it."""
         undone = [(self._passes[c.lap], c.spans) for c in covers if c.lap in self._passes]
@@ -163,10 +186,16 @@ class BatchQueue:
         self.settle(worker, covers)  # its time was as long as if it had counted
         return True
 
-    def lost(self, worker: int) -> None:
-        """The worker is gone; what it had not done goes to the others."""
+    def lost(self, worker: int) -> float:
+        """The worker is gone; what it had not done goes to the others.
+
+        Returns how many samples count though the step with them was not made.
+        """
+        self._settle_made()
+        _, _, samples = self._owed.pop(worker, (0, (), 0.0))
         for one in self._passes.values():
             one.give_back(worker)
+        return samples
 
     def has_left(self) -> bool:
         """Whether there is something that nobody has drawn."""
@@ -174,6 +203,7 @@ class BatchQueue:
 
     def unseen(self) -> dict[Lap, Spans]:
         """What of each pass is not behind the parameters yet."""
+        self._settle_made()
         return {lap: one.unseen() for lap, one in self._passes.items()}
 
 

@@ -78,7 +78,7 @@ class Client:
         self.joins = False  # training has begun long ago
         self.line = line
         self._stop: Stop | None = None
-        self._told: Tell | None = None  # asked, and not answered yet
+        self._asked: dict[int, Tell] = {}  # where training is, for whom; and not answered yet
         self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
         self.offered: Offered | None = None  # and not settled
         self.gone: list[Gone] = []  # who will not come back
@@ -239,11 +239,12 @@ class Client:
         Raises:
             StopRequested: if the server has asked for it.
         """
-        if not self.solo:
+        alone = self.solo and not self.joins  # who joins meets nobody yet, but can be stopped
+        if not alone:
             self.settle()
-        while self._stop is None and not self.solo and self.line.ready():
+        while self._stop is None and not alone and self.line.ready():
             self._hear(self.line.receive()[0])
-        if self._stop is not None and not self.solo:
+        if self._stop is not None and not alone:
             raise StopRequested
 
     def _ask(
@@ -255,8 +256,8 @@ class Client:
 
     def _answer(self, kind: type[Any], in_step: bool = False) -> tuple[Any, int | None]:
         while True:
-            if self._told is not None and in_step:
-                self._tell(self._told)
+            if self._asked and in_step:
+                self._tell()
             reply, fd = self.line.receive()
             match reply:
                 case Stop(now=True):
@@ -286,12 +287,14 @@ class Client:
                 self.away.discard(worker)
                 self.on_change()
             case Tell():
-                self._told = reply
+                self._asked[reply.worker] = reply
             case _:
                 raise AssertionError(reply)
 
-    def _tell(self, asked: Tell) -> None:
+    def _tell(self) -> None:
         """Now that this worker waits, in the middle of a step that is to be done again."""
         assert self.tells is not None, "who is asked trains"
-        self._told = None
-        self.line.send(Told(asked.worker, self.tells()))
+        asked, self._asked = self._asked, {}
+        payload = self.tells()
+        for each in asked.values():
+            self.line.send(Told(each.worker, payload, each.question))

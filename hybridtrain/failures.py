@@ -111,6 +111,11 @@ class Judge:
     _recent: Counter[int] = field(default_factory=Counter)  # by worker
     _last_s: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def ends_all(self) -> bool:
+        """Whether any failure is the end."""
+        return self.chosen.choice == "stop"
+
     def failed(self, worker: int, error: BaseException, left: Left, at_s: float) -> Verdict:
         """The worker has failed at ``at_s`` with this error."""
         match self.chosen.choice:

@@ -47,9 +47,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """The worker is about to be restarted: say where training is (``Told``), between two steps."""
+    """The worker is about to be restarted: say where training is (``Told``), between two steps.
+
+    ``question``: its number; an answer to an earlier one does not count any more.
+    """
 
     worker: int
+    question: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +65,4 @@ class Told:
 
     worker: int | None
     payload: bytes
+    question: int = 0

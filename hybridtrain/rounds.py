@@ -229,7 +229,7 @@ class Rounds:
         self._held.clear()
         for worker, push in pushes.items():
             if push.covers:
-                self._queue.settle(worker, push.covers)
+                self._queue.done(worker, push, self._ledger.version, self._samples(push))
 
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
         """Who counted, of all optimizers. In lock-step all are for one."""

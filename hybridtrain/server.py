@@ -105,8 +105,7 @@ class Server:
 
     def handle(self, worker: int, request: Request) -> Replies:
         """One request in, replies out."""
-        replies = self._answer(worker, request) or self._free_the_stuck()
-        return replies + self.staff.ask() if self.staff.waits else replies
+        return self._answer(worker, request) or self._free_the_stuck()
 
     def _answer(self, worker: int, request: Request) -> Replies:
         match request:
@@ -183,7 +182,7 @@ class Server:
 
     def miss(self, worker: int) -> Replies:
         """The worker is gone, and will come back as another process."""
-        return self._without(lambda: self.staff.miss(worker)) + self.staff.ask()
+        return self._without(lambda: self.staff.miss(worker))
 
     def _without(self, going: Callable[[], Replies]) -> Replies:
         return self._guarded([], going) + self._close_meeting()
@@ -195,7 +194,7 @@ class Server:
     # ---- rounds ---------------------------------------------------------------------------------
 
     def _round(self, worker: int, request: Push | Average | Begin) -> Replies:
-        if self._rounds.broken:
+        if self._rounds.broken or worker in self._stopped:
             return [(worker, Stop(now=True))]
         match request:
             case Average():
@@ -236,7 +235,7 @@ class Server:
     # ---- meetings -------------------------------------------------------------------------------
 
     def _meet(self, worker: int, request: Gather | Share | Install) -> Replies:
-        if self._stopped:
+        if self._stopped or self._rounds.broken:
             return [(worker, Stop(now=True))]
         if self._finished:
             return self._refuse([worker], missed(min(self._finished), [worker]))
@@ -269,17 +268,29 @@ class Server:
     def _stop_waiting_for(self, worker: int) -> Replies:
         """The worker has stopped: what others wait for together with it will not happen."""
         self._note_stopped({worker})
+        freed: Replies = []
+        if not self.regime.lockstep:  # those who wait for its next step, or its turn, go on
+            freed = self._guarded([], lambda: self._rounds.lost(worker))
+        return freed + self._dismiss(waits=self.regime.lockstep, but=worker)
+
+    def break_off(self) -> Replies:
+        """It is late: nobody is waited for any longer."""
+        self._rounds.broken = True
+        return self._dismiss(waits=True)
+
+    def _dismiss(self, waits: bool, but: int | None = None) -> Replies:
+        """Who is in a meeting will not be answered; nor who ``waits`` in a round."""
         waiting = set(self._meeting.waiting)
         self._meeting.dissolve()
-        if self.regime.lockstep:
+        if waits:
             waiting |= self._rounds.waiting
             self._rounds.dissolve()
-        return [(each, Stop(now=True)) for each in sorted(waiting - {worker})]
+        return [(each, Stop(now=True)) for each in sorted(waiting - {but})]
 
     def _note_stopped(self, workers: set[int]) -> None:
         """In lock-step no round can be a whole one any more."""
         self._stopped |= workers
-        self._rounds.broken = self.regime.lockstep and bool(self._stopped)
+        self._rounds.broken |= self.regime.lockstep and bool(self._stopped)
 
     def close(self) -> None:
         """End the threads of the update."""

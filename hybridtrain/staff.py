@@ -5,9 +5,8 @@ others are told (``Gone``), because somebody has to do what it would have done.
 
 Who is to come back is missing. In lock-step its place is kept: the policy still waits for it, so
 no update is made without it, and those who wait for their release, or for a mean, stand at the
-step that it has left undone. One of them is asked where training is (``Tell``), and the new process
-goes on from there with exactly that step. Where workers run freely nobody waits for it, and whoever
-waits next for a release answers.
+step that it has left undone, where the new process begins. Where workers run freely nobody waits
+for it. When and from where it comes back is for the world to say.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from hybridtrain.batch_queue import BatchQueue
 from hybridtrain.ledger import Ledger
 from hybridtrain.meeting import Meeting
 from hybridtrain.messages import Done, Install, Share, Shared
-from hybridtrain.news import Back, Gone, Tell
+from hybridtrain.news import Back, Gone
 from hybridtrain.rounds import Replies, Rounds
 
 
@@ -43,8 +42,6 @@ class Staff:
     missing: set[int] = field(default_factory=set)  # their processes have ended
     joining: set[int] = field(default_factory=set)  # there again, but have not pushed yet
     _some_left: bool = False
-    _called: set[int] = field(default_factory=set)  # to come back as soon as may be
-    _asked: dict[int, int] = field(default_factory=dict)  # for whom -> who is to tell
 
     # ---- going ----------------------------------------------------------------------------------
 
@@ -59,7 +56,7 @@ class Staff:
         return self._news(Gone(worker, self.ledger.version))
 
     def _news(self, news: Gone | Back) -> Replies:
-        others = self.members - self.missing - self.joining - {news.worker}
+        others = self.members - self.missing - {news.worker}
         return [(other, news) for other in sorted(others)]
 
     def miss(self, worker: int) -> Replies:
@@ -74,13 +71,12 @@ class Staff:
         self._some_left = True
         self.meeting.leave(worker)
         self.rounds.settle_held(worker)
-        self.queue.lost(worker)
+        if samples := self.queue.lost(worker):
+            self.ledger.dropped(worker, samples)
 
     def _forget(self, worker: int) -> None:
         self.missing.discard(worker)
         self.joining.discard(worker)
-        self._called.discard(worker)
-        self._asked = {w: who for w, who in self._asked.items() if worker not in (w, who)}
 
     @property
     def left(self) -> bool:
@@ -94,25 +90,6 @@ class Staff:
         self.members.add(worker)
         self.meeting.expected.add(worker)
         return self.rounds.admit(worker)
-
-    def call(self, worker: int) -> None:
-        """A new process could be started as this worker."""
-        self._called.add(worker)
-
-    @property
-    def waits(self) -> bool:
-        """Whether somebody has been called and nobody has been asked yet."""
-        return len(self._called) > len(self._asked)
-
-    def ask(self) -> Replies:
-        """Ask where training is, for who has been called and has nothing left in a round."""
-        there = sorted(self.members - self.missing - self.joining)
-        asked: Replies = []
-        for worker in sorted(self._called - self._asked.keys() - self.rounds.pushed):
-            if there:
-                self._asked[worker] = there[0]
-                asked.append((there[0], Tell(worker)))
-        return asked
 
     def back(self, worker: int) -> None:
         """A new process begins as this worker; whoever comes to a meeting waits for it."""
@@ -128,4 +105,6 @@ class Staff:
         self.rounds.refresh(worker)
         freed = self.rounds.join(worker)
         self.ledger.comes(worker)
-        return [(worker, Done()), *self._news(Back(worker)), *freed]
+        away = sorted(self.missing)  # it may have heard of some, and forgets none by hearing twice
+        news = [(worker, Gone(each, self.ledger.version, for_now=True)) for each in away]
+        return [*news, (worker, Done()), *self._news(Back(worker)), *freed]

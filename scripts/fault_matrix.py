@@ -2,6 +2,8 @@
 
     python scripts/fault_matrix.py --out docs/faults
     python scripts/fault_matrix.py --strategies hybrid --policies restart --only kill:update
+    python scripts/fault_matrix.py --strategies ssp backup k_async k_batch_sync synchronous hogwild
+    python scripts/fault_matrix.py --at-once 2 3 --policies restart
 
 Each cell is a run of real processes: three workers, two epochs of 24 updates together, one fault
 in worker 1 (of a checkpoint: in worker 0, which writes them; under ``stop`` in one and in the
@@ -47,6 +49,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--strategies", nargs="+", default=["hybrid", "async"])
     parser.add_argument("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
+    parser.add_argument(
+        "--at-once", nargs="+", type=int, default=[1], help="in so many workers (default 1)"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="KIND[:PHASE]")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each cell (default 1)")
     parser.add_argument("--read", nargs="+", default=[], help="no runs, but these matrix.json")
@@ -76,7 +81,7 @@ def run_all(given: argparse.Namespace) -> list[Row]:
     hush_lightning()
     base = {name: undisturbed_states(name) for name in given.strategies}
     rows: list[Row] = []
-    for case in cases(given.strategies, given.policies):
+    for case in cases(given.strategies, given.policies, given.at_once):
         for _ in range(given.repeats if wanted(case, given.only) else 0):
             rows.append(try_out(case, base[case.strategy]))
             print(told(rows[-1]), file=sys.stderr, flush=True)
@@ -102,7 +107,8 @@ def told(row: Row) -> str:
     """A line while it goes on."""
     case = row.case
     found = "; ".join(row.complaints) or "ok"
-    what = f"{case.strategy} {case.policy} {case.kind} in {case.phase}"
+    who = f" of {case.at_once}" if case.at_once > 1 else ""
+    what = f"{case.strategy} {case.policy} {case.kind}{who} in {case.phase}"
     return f"{what:48} {in_words(row):34} {row.wall_s:5.1f} s  {found}  {row.error[:80]}"
 
 
@@ -132,7 +138,8 @@ def report(rows: Sequence[Row]) -> str:
 def of(row: Row) -> tuple[str, str]:
     """Its column."""
     first = row.case.worker == 0 and row.case.phase != "checkpoint"
-    return row.case.strategy, row.case.policy + (", worker 0" if first else "")
+    several = f", {row.case.at_once} at once" if row.case.at_once > 1 else ""
+    return row.case.strategy, row.case.policy + (", worker 0" if first else "") + several
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -1,7 +1,7 @@
 """Half an hour of training in which something goes wrong every five seconds.
 
     python scripts/soak.py --minutes 30 --out docs/faults
-    python scripts/soak.py --minutes 2 --strategies async --no-ddp
+    python scripts/soak.py --minutes 2 --strategies ssp backup hogwild --at-once 2 --no-ddp
 
 Three workers; whenever one takes a step it may be killed (in computing, before its push, while the
 server updates with it, before it takes the new parameters), exit without a word, raise, run out of
@@ -41,6 +41,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--strategies", nargs="*", default=["hybrid", "async"])
     parser.add_argument("--minutes", type=float, default=30.0, help="of each (default 30)")
     parser.add_argument("--every", type=float, default=5.0, help="seconds to a fault (default 5)")
+    parser.add_argument("--at-once", type=int, default=1, help="workers that are hit (default 1)")
     parser.add_argument("--seeds", type=int, default=3, help="undisturbed runs (default 3)")
     parser.add_argument("--patience", type=float, default=120.0, help="with DDP (default 120 s)")
     parser.add_argument("--no-ddp", action="store_true", help="leave Lightning's DDP out")
@@ -73,7 +74,8 @@ def main() -> int:
 def run_all(given: argparse.Namespace) -> Iterator[Soaked]:
     """One after the other."""
     for strategy in given.strategies:
-        disturbed = soak(strategy, pace(strategy, given.every, 60 * given.minutes))
+        wish = pace(strategy, given.every, 60 * given.minutes, given.at_once)
+        disturbed = soak(strategy, wish)
         yield _told(disturbed)
         for number in range(given.seeds if disturbed.epochs else 0):
             wish = Wish(epochs=disturbed.epochs, seed=disturbed.seed + number, step_s=0.0)

@@ -6,6 +6,8 @@ flag on every batch, which lock-steps workers that are meant to run freely.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -42,6 +44,7 @@ class Collectives:
         self._client, self._device = client, device or torch.device("cpu")
         self.local = False
         self.weight = 1.0  # samples in this worker's mini-batch
+        self.alone = ""  # why no other worker will meet this one now, if so
 
     @property
     def worker(self) -> int:
@@ -58,10 +61,27 @@ class Collectives:
         """W."""
         return self._client.n_workers
 
+    @contextmanager
+    def refusing(self, alone: str) -> Iterator[None]:
+        """Whoever wants to meet the others is told why they will not come."""
+        self.alone = alone
+        try:
+            yield
+        finally:
+            self.alone = ""
+
+    def _gather(self, tag: str, item: Any) -> list[Any]:
+        self._check_that_others_come(tag)
+        return self._client.gather(tag, item)
+
+    def _check_that_others_come(self, tag: str) -> None:
+        if self.alone and self._client.n_workers > 1 and not self._client.solo:
+            raise UserError(f"a collective ('{tag}') was called {self.alone}")
+
     def barrier(self, name: str) -> None:
         """Wait for all."""
         if not self.local:
-            self._client.gather(f"barrier {name}", None)
+            self._gather(f"barrier {name}", None)
 
     def broadcast(self, obj: T, src: int) -> T:
         """Worker ``src``'s object, for everybody; for one who is left alone, his own.
@@ -75,7 +95,7 @@ class Collectives:
         source = src if src in client.there else client.there[0]
         while True:
             mine = tree_map_only(torch.Tensor, _sent, obj) if client.worker == source else None
-            known = client.gather("broadcast", (source, mine))
+            known = self._gather("broadcast", (source, mine))
             if all(whose == source for whose, _ in known) and source in client.met:
                 return tree_map_only(_OnDevice, self._landed, known[client.met.index(source)][1])
             # It was lost on the way here, or not all know of it yet; who has met, all know.
@@ -88,7 +108,7 @@ class Collectives:
         """Whether all (or any) workers say yes."""
         if self.local:
             return decision
-        votes = self._client.gather("decision", bool(decision))
+        votes = self._gather("decision", bool(decision))
         return all(votes) if all_must_agree else any(votes)
 
     def reduce(self, tensor: T, op: Any) -> T:
@@ -98,7 +118,7 @@ class Collectives:
         """
         if not isinstance(tensor, torch.Tensor) or self.local:
             return tensor
-        parts = self._client.gather("reduce", tensor.detach().cpu())
+        parts = self._gather("reduce", tensor.detach().cpu())
         result = _fold(torch.stack(parts), _op_name(op)).to(tensor.device)
         if tensor.dtype == result.dtype and not tensor.requires_grad:
             return tensor.copy_(result)  # type: ignore[return-value]
@@ -106,6 +126,7 @@ class Collectives:
 
     def all_gather(self, tensor: torch.Tensor, sync_grads: bool) -> torch.Tensor:
         """All workers' tensors, stacked: (W, …)."""
+        self._check_that_others_come("all_gather")
         if self.local:
             raise UserError(
                 "all_gather was called while workers run freely, so they are not at the same step; "
@@ -126,7 +147,7 @@ class Collectives:
         return self._client.n_workers > 1 and not self.local
 
     def _gather_list(self, tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-        parts = self._client.gather("metric", tensor.detach().cpu())
+        parts = self._gather("metric", tensor.detach().cpu())
         return [part.to(tensor.device) for part in parts]
 
 

@@ -94,9 +94,11 @@ class Whereabouts:
     def tell(self) -> bytes:
         """A checkpoint between two steps, though this worker is in the middle of one."""
         trainer, strategy = self._trainer, self._trainer.strategy
-        buffers = dict(trainer.lightning_module.named_buffers())
+        module = trainer.lightning_module
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        state = {k: v for k, v in module.state_dict().items() if k not in parameters}
         strategy.optimizer_state = without_fetching
-        strategy.lightning_module_state_dict = lambda: buffers
+        strategy.lightning_module_state_dict = lambda: state
         try:
             checkpoint = _CheckpointConnector.dump_checkpoint(trainer._checkpoint_connector, False)
         finally:
@@ -108,6 +110,7 @@ class Whereabouts:
             "breaks": self._breaks,
             "loggers": loggers,
             "should_stop": trainer.should_stop,
+            "unsaved": {k: v for k, v in module.named_buffers() if k not in state},
         }
         content = io.BytesIO()
         torch.save(checkpoint, content)
@@ -150,6 +153,7 @@ class ComingBack:
                 keep_rows(logger)
 
     def _load(self, *_: Any, **__: Any) -> dict[str, Any]:
+        self._take_unsaved_buffers()
         weights = self._trainer.lightning_module.state_dict()  # which are not used
         return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
 
@@ -167,6 +171,17 @@ class ComingBack:
         if self._trainer.strategy.regime.lockstep:
             step_schedulers(self._trainer, self._checkpoint["global_step"], self._version)
             set_global_step(self._trainer, self._version)
+
+    def _take_unsaved_buffers(self) -> None:
+        """Those that no checkpoint has; caches may have grown since the module was made."""
+        for name, value in self._ours["unsaved"].items():
+            path, _, last = name.rpartition(".")
+            buffers = self._trainer.lightning_module.get_submodule(path)._buffers
+            mine = buffers.get(last)
+            if mine is not None and mine.shape == value.shape and mine.dtype == value.dtype:
+                mine.copy_(value)
+            else:
+                buffers[last] = value.to(self._trainer.lightning_module.device)
 
     def begin(self, pages: GeneratorPages | None) -> None:
         """The first mini-batch is about to come."""

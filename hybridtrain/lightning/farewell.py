@@ -79,6 +79,7 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
     path, strategy = interrupted_in(Path(folder)), cast(Any, trainer.strategy)
     try:
         strategy.before_checkpoint()  # others may have made updates that this one has not
+        strategy.collectives.local = False  # with nobody else: what user code gathers is its own
         if trainer.global_step == 0:
             return False
         if strategy.client.worker != 0:

@@ -4,7 +4,8 @@ The first gradient of a parameter goes to the server; from then on the optimizer
 all workers see it (:mod:`hybridtrain.update.lent`), and what a worker asks for is only its number
 in the order of all steps: the push carries no gradient. Then the user's own optimizer steps, here,
 on views of what all share, while others may do the same. Nothing is copied and nobody waits; now
-and then an element loses one of two steps that were made at the same moment.
+and then an element loses one of two steps that were made at the same moment. The parent sees which
+step was made last: what a lost worker has counted and not made is done again.
 """
 
 from __future__ import annotations
@@ -58,6 +59,7 @@ class InPlace:
         turn = released.turn
         if turn is not None and turn.steps is not None:
             self._step(turn.steps)
+        self._client.pulse.make(released.version)
         if turn is not None and turn.edition != self._lent.edition:
             self._borrow(number)
 

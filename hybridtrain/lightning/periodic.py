@@ -25,6 +25,13 @@ from hybridtrain.lightning.progress import multiples
 from hybridtrain.lightning.saving import WholeCheckpointIO
 from hybridtrain.messages import Described
 
+_ALONE = (
+    "while the periodic checkpoint was made, which one worker writes alone, so that nobody waits: "
+    "in on_save_checkpoint, or in a state_dict; call it in a hook that all workers come to "
+    "(on_train_epoch_end) and keep what it gives for on_save_checkpoint, or do without periodic "
+    "checkpoints (callbacks.periodic=null, or no PeriodicCheckpoint)"
+)
+
 
 class PeriodicCheckpoint(Checkpoint):
     """Keeps the newest few.
@@ -107,7 +114,9 @@ class PeriodicCheckpoint(Checkpoint):
 
     def _save(self, trainer: Any) -> None:
         strategy = trainer.strategy
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+        meetings = getattr(strategy, "collectives", None)
+        with nullcontext() if meetings is None else meetings.refusing(_ALONE):
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
         step = checkpoint["global_step"]  # others may have made updates that this worker had not
         path = str(Path(self.dirpath) / f"periodic-{step}.ckpt")
         self._files = [*(name for name in self._files if name != path), path]

@@ -152,10 +152,18 @@ class Witness:
     def miss(self, worker: int) -> Replies:
         """See :class:`hybridtrain.server.Server`. What a new process does cannot be replayed."""
         self._tick()
-        if self._writer.refusal is None:
-            reason = f"worker {worker} was restarted, and what follows cannot be replayed"
-            self._writer.refusal = OSError(reason)
+        self._refuse(f"worker {worker} was restarted, and what follows cannot be replayed")
         return self._freed(self.server.miss(worker))
+
+    def break_off(self) -> Replies:
+        """See :class:`hybridtrain.server.Server`. Nobody goes on after it."""
+        self._tick()
+        self._refuse("workers did not stop in time, and were broken off")
+        return self._freed(self.server.break_off())
+
+    def _refuse(self, reason: str) -> None:
+        if self._writer.refusal is None:
+            self._writer.refusal = OSError(reason)
 
     @property
     def staff(self) -> Staff:

@@ -22,6 +22,7 @@ import pickle
 import select
 import socket
 import struct
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -48,6 +49,7 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
+        sock.set_inheritable(False)  # a spawned worker gets it so
         self._inbox = bytearray()
         self._hears: int | None = None  # the bell that the other side rings
         self._rings: int | None = None
@@ -80,7 +82,7 @@ class Channel:
             ChannelClosed: if it is gone.
         """
         try:
-            said, fds, _, _ = socket.recv_fds(self._socket, 1, 3)
+            said, fds = _receive(self._socket, 1, 3)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
         if not said:
@@ -198,10 +200,10 @@ class Channel:
         header = b""
         fds: list[int] = []
         while len(header) < _HEADER.size:
-            part, more, _, _ = socket.recv_fds(self._socket, _HEADER.size - len(header), 1)
+            part, more = _receive(self._socket, _HEADER.size - len(header), 1)
             if not part:
                 raise ChannelClosed("the other side is gone")
-            header, fds = header + part, fds + list(more)
+            header, fds = header + part, fds + more
         return header, fds
 
     def _read_exactly(self, length: int) -> bytearray:
@@ -265,6 +267,22 @@ class Channel:
             if bell is not None:
                 os.close(bell)
         self._hears = self._rings = None
+
+
+def _receive(sock: socket.socket, n_bytes: int, n_fds: int) -> tuple[bytes, list[int]]:
+    """Bytes and descriptors, which what this process starts does not inherit.
+
+    ``socket.recv_fds`` takes no heed of its flags.
+    """
+    room = socket.CMSG_SPACE(n_fds * _INT.size)
+    said, beside, _, _ = sock.recvmsg(n_bytes, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    fds = array("i")
+    for level, kind, content in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+    for fd in fds:
+        os.set_inheritable(fd, False)  # where there is no such flag
+    return said, fds.tolist()
 
 
 def channel_pair() -> tuple[socket.socket, socket.socket]:

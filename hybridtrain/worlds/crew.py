@@ -30,10 +30,10 @@ from hybridtrain.worlds.channel import Channel, ChannelClosed
 class WorkerProcess:
     """A process that does the work of one worker; another may take its place.
 
-    ``number``: of the worker; ``sentinel``: readable once the process has ended; ``ended``: it has
-    said how it ended; ``gone``: it has been reaped; ``mourned``: what follows has been
-    decided, though it may not have ended yet; ``cause``: why the parent has killed it;
-    ``request``: what it waits to be answered; ``heard``: how many messages have come from it.
+    ``number``: of the worker; ``sentinel``: readable once the process has ended; ``gone``: it has
+    been reaped; ``mourned``: the server has been told what follows, though it may not have ended
+    yet; ``cause``: why the parent has killed it; ``request``: what it waits to be answered;
+    ``heard``: how many messages have come from it.
     """
 
     number: int
@@ -43,18 +43,22 @@ class WorkerProcess:
     pulse: Pulse
     place: str = ""
     result: Any = None
-    ended: bool = False
     gone: bool = False
     mourned: bool = False
     cause: str = ""
     request: Request | None = None
     heard: int = 0
+    closed: bool = False
     _selector: selectors.BaseSelector | None = None
     _room: int | None = None  # a descriptor that says when there is room to send the rest
 
     @classmethod
     def of(cls, number: int, channel: Channel, process: BaseProcess, place: str) -> WorkerProcess:
-        """The process has just been started; ``place``: the device it computes on."""
+        """The process has just been started; ``place``: the device it computes on.
+
+        Raises:
+            OSError: if there are no descriptors left.
+        """
         pulse = pulse_file()
         with suppress(OSError):  # it has ended already: the sentinel will tell
             channel.give_bells(pulse)
@@ -130,10 +134,14 @@ class WorkerProcess:
         """The process has ended."""
         self.process.join()
         self.gone = True
+        self.request = None
         self.ignore_room()
 
     def close(self) -> None:
-        """Give all descriptors back."""
+        """Give all descriptors back; once is enough."""
+        if self.closed:
+            return
+        self.closed = True
         self.ignore_room()
         self.pulse.close()
         if self.sentinel != self.process.sentinel:

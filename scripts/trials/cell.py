@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from trials.tap import Tap, farthest, same, state_in, tapped
 
 POLICIES = ("stop", "continue", "restart")
 STEP = 3  # of the worker that fails, of about 8 in an epoch
+TOGETHER = [(k, p) for k in ("kill", "exception") for p in ("compute", "push", "validation")]
 RARE = ("validation", "checkpoint", "teardown")  # happen when an epoch or the run ends
 SIZE = work.Size(step_s=0.005)  # or a worker that runs freely might make no step at all
 HANG_S, GRACE_S, LIMIT_S = 5.0, 10.0, 90.0
@@ -35,6 +37,12 @@ class Case:
     kind: str = ""
     phase: str = ""
     worker: int = 1
+    at_once: int = 1  # so many workers, this one and those behind it, in the same step of each
+
+    @property
+    def workers(self) -> list[int]:
+        """Whom it happens to."""
+        return sorted((self.worker + n) % SIZE.workers for n in range(self.at_once))
 
 
 @dataclass
@@ -91,16 +99,23 @@ class Row:
         return left_out or self.case.kind == "corrupt_gradient"
 
 
-def cases(strategies: list[str], policies: list[str]) -> list[Case]:
-    """All of them: in worker 1, or 0, which writes checkpoints; under ``stop`` in both."""
+def cases(
+    strategies: Sequence[str], policies: Sequence[str], at_once: Sequence[int] = (1,)
+) -> list[Case]:
+    """All of them: in worker 1, or 0, which writes checkpoints; under ``stop`` in both.
+
+    ``at_once``: in so many workers; in several what ends them, in a step or an evaluation.
+    """
     return [
-        Case(strategy, policy, kind, phase, worker)
+        Case(strategy, policy, kind, phase, worker, n)
         for strategy in strategies
         for policy in policies
+        for n in at_once
         for kind, phases in KINDS.items()
         for phase in PHASES
-        if phase in phases
-        for worker in _whom(policy, phase)
+        if phase in phases and (n == 1 or (kind, phase) in TOGETHER)
+        if (strategy, phase) != ("hogwild", "update")  # there workers make updates themselves
+        for worker in (_whom(policy, phase) if n == 1 else (1,))
     ]
 
 
@@ -141,8 +156,10 @@ def _trial(case: Case, undisturbed: States | None, folder: Path) -> tuple[Row, S
     row = Row(case)
     _judge_outcome(row, tap[0], error, observed.strategy.run_stats())
     _judge_samples(row, tap[0], error)
+    if case.strategy == "hogwild":
+        _judge_count(row, error, observed.strategy.run_stats())
     _judge_states(row, tap[0], folder, undisturbed)
-    if error is None:
+    if error is None and tap[0].states:
         home = [p.detach() for p in observed.module.net.parameters()]
         row.home = same({"p": home}, {"p": tap[0].states[-1]["parameters"]})
     return row, tap[0].states
@@ -159,12 +176,14 @@ def _run(case: Case, folder: Path, taps: list[Tap]) -> BaseException | None:
     options |= {"stop_grace_s": GRACE_S, "hang_timeout_s": HANG_S}
     if case.kind:
         step = 0 if case.phase in RARE else STEP
-        fault = {"kind": case.kind, "worker": case.worker, "step": step, "phase": case.phase}
-        options["faults"] = [fault]
+        fault = {"kind": case.kind, "step": step, "phase": case.phase}
+        options["faults"] = [fault | {"worker": worker} for worker in case.workers]
     if case.kind == "nan" and case.policy != "stop":
         options["on_nonfinite"] = "drop"
     readers = 1 if case.kind == "lose_data_loader" else 0
-    work.LISTENERS.append(lambda diary: taps.append(tapped(case.strategy == "hybrid", diary)))
+    keeps = case.strategy != "hogwild"  # where what was counted is not yet what was stepped
+    lockstep = case.strategy == "hybrid"
+    work.LISTENERS.append(lambda diary: taps.append(tapped(lockstep, diary, keeps)))
     try:
         work.train(case.strategy, SIZE, folder, readers, **options)
     except BaseException as error:
@@ -196,6 +215,13 @@ def _judge_samples(row: Row, tap: Tap, error: BaseException | None) -> None:
         row.lost = sum((Counter(dict.fromkeys(range(SIZE.samples), SIZE.epochs)) - used).values())
 
 
+def _judge_count(row: Row, error: BaseException | None, stats: dict[str, Any]) -> None:
+    """What was counted and not stepped is done again: the run's own figure knows of it."""
+    more = int(stats.get("samples", 0)) - SIZE.samples * SIZE.epochs
+    row.doubled, row.updates = max(0, more), int(stats.get("updates", 0))
+    row.lost = max(0, -more) if error is None else 0
+
+
 def _judge_states(row: Row, tap: Tap, folder: Path, undisturbed: States | None) -> None:
     row.difference = farthest(tap, SIZE.samples) if tap.states else None
     if undisturbed is not None and row.case.strategy == "hybrid":
@@ -207,4 +233,5 @@ def _judge_states(row: Row, tap: Tap, folder: Path, undisturbed: States | None) 
         checkpoint = torch.load(path, weights_only=True)
         state, step = state_in(checkpoint), checkpoint["global_step"]
         row.checkpoints += 1
-        row.torn += not (step < len(tap.states) and same(state, tap.states[step]))
+        known = not tap.keeps or (step < len(tap.states) and same(state, tap.states[step]))
+        row.torn += not known

@@ -9,6 +9,7 @@ import signal
 import struct
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,12 +65,13 @@ class Soaked:
 BATCHES = SIZE.samples // SIZE.batch  # of an epoch
 
 
-def rates(every_steps: float) -> list[dict[str, Any]]:
+def rates(every_steps: float, strategy: str = "hybrid") -> list[dict[str, Any]]:
     """Faults at random, one in about so many steps of all workers."""
     total = sum(SHARES.values()) * every_steps
     return [
         {"kind": kind, "phase": phase, "rate": share / total, "seed": number}
         for number, ((kind, phase), share) in enumerate(SHARES.items())
+        if (strategy, phase) != ("hogwild", "update")  # there workers make updates themselves
     ]
 
 
@@ -82,6 +84,8 @@ class Wish:
     every_steps: float | None = None
     seed: int = work.SEED
     step_s: float = SIZE.step_s
+    at_once: int = 1  # workers that are killed together, every ``crowd_s``
+    crowd_s: float = 5.0
 
 
 def is_lockstep(strategy: str) -> bool:
@@ -93,14 +97,17 @@ def soak(strategy: str, wish: Wish) -> Soaked:
     """One run, in processes of its own."""
     made = Soaked(strategy, wish.epochs, wish.every_steps is not None, seed=wish.seed)
     shared = mmap.mmap(-1, 8)  # no file: a busy disk would hold the server up
-    ending = run_apart(lambda f: _run(made, wish, f, shared), 24 * 3600.0, _Watch(shared))
+    watch = _Watch(shared, wish)
+    ending = run_apart(lambda f: _run(made, wish, f, shared), 24 * 3600.0, watch)
     found: Soaked = ending.result or made
+    if watch.struck:
+        found.faults[f"kill of {wish.at_once} at once"] = watch.struck
     found.wall_s, found.left = round(ending.wall_s, 1), ending.left
     found.output = "" if found.outcome == "finished" else ending.output[-4000:]
     return found
 
 
-def pace(strategy: str, every_s: float, seconds: float) -> Wish:
+def pace(strategy: str, every_s: float, seconds: float, at_once: int = 1) -> Wish:
     """A run of that length with a fault in about so many seconds.
 
     Faults are drawn by the step, and each takes time in which no steps are made: two short runs say
@@ -111,18 +118,33 @@ def pace(strategy: str, every_s: float, seconds: float) -> Wish:
     rough = soak(strategy, Wish(min(2 * _TRIAL_S, seconds), every_steps=every_s * in_second / 2))
     lost_s = rough.wall_s - rough.epochs * BATCHES / in_second
     fault_s = lost_s / max(1, sum(rough.faults.values()))
-    return Wish(seconds, every_steps=max(BATCHES / 8, (every_s - fault_s) * in_second))
+    every_steps = max(BATCHES / 8, (every_s - fault_s) * in_second)
+    return Wish(seconds, every_steps=every_steps, at_once=at_once, crowd_s=4 * every_s)
 
 
 class _Watch:
-    """Gives a run up that makes no update any more."""
+    """Gives a run up that makes no update any more; kills several workers at once."""
 
-    def __init__(self, shared: mmap.mmap) -> None:
+    def __init__(self, shared: mmap.mmap, wish: Wish) -> None:
         self._shared, self._last, self._since_s = shared, b"", time.monotonic()
+        self._wish, self._rng, self.struck = wish, random.Random(wish.seed), 0
+        self._strike_at_s = time.monotonic() + wish.crowd_s
+
+    def _strike(self, session: int) -> None:
+        there = sorted(set(members(session)) - {session})
+        if self._wish.at_once < 2 or len(there) < SIZE.workers:
+            return
+        for pid in self._rng.sample(there, self._wish.at_once):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.struck += 1
 
     def __call__(self, session: int, folder: Path) -> bool:
         if (now := self._shared[:]) != self._last:
             self._last, self._since_s = now, time.monotonic()
+        if time.monotonic() > self._strike_at_s:
+            self._strike_at_s = time.monotonic() + self._wish.crowd_s
+            self._strike(session)
         time.sleep(0.2)
         return time.monotonic() - self._since_s < STUCK_S
 
@@ -136,7 +158,7 @@ def _run(made: Soaked, wish: Wish, folder: Path, shared: mmap.mmap) -> Soaked:
     options: dict[str, Any] = {"on_failure": "restart", "max_restarts": None}
     options |= {"stop_grace_s": GRACE_S, "hang_timeout_s": HANG_S, "checkpoint": "background"}
     if wish.every_steps is not None:
-        options["faults"] = rates(wish.every_steps)
+        options["faults"] = rates(wish.every_steps, made.strategy)
     options |= {"seed": wish.seed, "keep": 1, "seconds": wish.seconds}
     try:
         _, trainer = work.train(made.strategy, size, folder, **options)
@@ -153,6 +175,9 @@ def _run(made: Soaked, wish: Wish, folder: Path, shared: mmap.mmap) -> Soaked:
     wanted = Counter(dict.fromkeys(range(size.samples), made.epochs))
     used = taps[0].used()
     made.missing, made.twice = (wanted - used).total(), (used - wanted).total()
+    if made.strategy == "hogwild":  # what was counted and not stepped is done again, as it says
+        more = int(stats.get("samples", 0)) - size.samples * made.epochs
+        made.missing, made.twice = max(0, -more), max(0, more)
     return made
 
 

@@ -45,6 +45,7 @@ class Tap:
     noticed_s: list[float] = field(default_factory=list)  # when failures became known
     verdicts: list[str] = field(default_factory=list)  # what was decided then
     read: dict[int, int] = field(default_factory=dict)  # the version each worker computes at
+    held: list[Part] = field(default_factory=list)  # put aside for the next update
 
     def part(self, worker: int, weight: float, version: int) -> Part:
         """As the worker has written it down."""
@@ -75,6 +76,7 @@ def tapped(lockstep: bool, diary: torch.Tensor, keeps: bool = True) -> Tap:
 def _listen_to_rounds(tap: Tap) -> None:
     rounds: Any = Rounds
     apply, release, refresh = rounds._apply, rounds._release, rounds.refresh
+    hold = rounds._hold
 
     def applying(self: Any, workers: tuple[int, ...]) -> None:
         before = self._ledger.version
@@ -84,7 +86,14 @@ def _listen_to_rounds(tap: Tap) -> None:
         parts = [tap.part(w, p.weight, before) for w, p in pushes.items() if p.weight > 0]
         apply(self, workers)
         if self._ledger.version > before:
-            tap.take(parts, self)
+            held, tap.held = tap.held, []
+            tap.take([*held, *parts], self)
+
+    def holding(self: Any, worker: int) -> None:
+        push = self._pushes[worker]
+        if push.weight > 0:
+            tap.held.append(tap.part(worker, push.weight, self._ledger.version))
+        hold(self, worker)
 
     def releasing(self: Any, worker: int) -> Any:
         tap.read[worker] = self._ledger.version
@@ -95,6 +104,7 @@ def _listen_to_rounds(tap: Tap) -> None:
         refresh(self, worker)
 
     rounds._apply, rounds._release, rounds.refresh = applying, releasing, refreshing
+    rounds._hold = holding
 
 
 def _listen_to_deaths(tap: Tap) -> None:

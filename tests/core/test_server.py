@@ -12,6 +12,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Arena, Layout
 from hybridtrain.messages import (
+    Begin,
     Clip,
     Cover,
     Draw,
@@ -31,7 +32,7 @@ from hybridtrain.messages import (
     Ticket,
 )
 from hybridtrain.news import Stop
-from hybridtrain.policies import All, OnArrival
+from hybridtrain.policies import All, OnArrival, Ssp, Turns
 from hybridtrain.server import Server
 from hybridtrain.update.groups import plain
 from hybridtrain.update.portable import dump
@@ -495,3 +496,30 @@ def test_one_device_at_a_time_gives_the_sequential_result() -> None:
         served.server.handle(worker, Pull())
         push_gradient(served, worker, served.store.parameter(worker, slot), h)
     assert torch.equal(served.store.master(slot), w * (1 - eta * h) ** 2)
+
+
+def test_nobody_is_blocked_by_a_worker_that_has_stopped_where_workers_run_freely() -> None:
+    run = Served(2, Ssp(lead=1))
+    for _ in range(2):
+        replies = run.push(0, 1.0)
+    assert replies == [], "too far ahead"
+    assert run.server.note(1, Stopped(broke=True)) == released(2, 0)
+    assert run.push(1, 1.0) == stopped(1), "too late"
+
+
+def test_the_turn_of_a_worker_that_has_stopped_goes_to_the_next() -> None:
+    run = Served(2, Turns())
+    assert run.server.handle(0, Begin()) == released(0, 0)
+    assert run.server.handle(1, Begin()) == []
+    assert run.server.note(0, Stopped()) == released(0, 1)
+
+
+@pytest.mark.parametrize("policy", [All(), Ssp(lead=1)])
+def test_late_in_the_end_nobody_is_waited_for(policy: Any) -> None:
+    run = Served(2, policy)
+    for _ in range(2):
+        replies = run.push(0, 1.0)
+        if not replies:
+            break
+    assert run.server.break_off() == stopped(0)
+    assert run.push(1, 1.0) == stopped(1) and run.gather(1) == stopped(1)

@@ -77,9 +77,9 @@ def test_gradients_in_shared_memory_move_parameters_in_shared_memory(policy: Any
     assert world(2).run(bodies.descend) == [w.tolist()] * 2
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_other_start_methods_work_as_well(method: str) -> None:
-    assert world(1, start_method=method).run(bodies.number) == [0]
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_however_it_was_started_a_worker_hands_nothing_of_the_run_on(method: str) -> None:
+    assert world(1, start_method=method).run(bodies.inheritable) == [[]]
 
 
 def test_a_worker_has_its_number_of_threads_and_flushes_denormals() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from torch.utils.data import DataLoader
@@ -126,6 +127,38 @@ def test_in_lock_step_nobody_is_ahead_of_a_worker_that_comes_back(tmp_path: Path
     killed = Killed(tmp_path, 0, 1)
     trainer = run("hybrid", "restart", Slow(killed.mark), killed)
     assert trainer.strategy.run_stats()["lead"]["max"] == [1, 1, 1]
+
+
+class Cached(Regression):
+    """With state that is no parameter: a mask that no checkpoint has, a count, something extra."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.folder, self.extra = folder, 0
+
+    def get_extra_state(self) -> int:
+        return self.extra
+
+    def set_extra_state(self, state: int) -> None:
+        self.extra = state
+
+    def on_train_start(self) -> None:
+        if (self.folder / "died").exists():
+            (self.folder / "found").write_text(f"{int(self.steps)} {self.extra}")
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.steps += 1
+        self.extra += 1
+        return super().training_step((batch[0] * self.mask, batch[1]), batch_idx)
+
+
+def test_buffers_that_no_checkpoint_has_and_extra_state_come_back_too(tmp_path: Path) -> None:
+    trainer = run("hybrid", "restart", Killed(tmp_path, 1, 2), module=Cached(tmp_path))
+    assert trainer.current_epoch == EPOCHS
+    steps, extra = map(int, (tmp_path / "found").read_text().split())
+    assert steps > 0 and extra > 0
 
 
 class ByHand(Manual, Regression):

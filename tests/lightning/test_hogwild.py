@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,6 +48,42 @@ class Signs(torch.optim.Optimizer):
                 mean = state.get("mean", parameter.clone() * 0.0)
                 state["mean"] = 0.9 * mean + parameter.grad  # another tensor each time
                 parameter.sub_(state["mean"].sign() * group["lr"] / math.sqrt(state["step"]))
+
+
+class Count(pl.LightningModule):
+    """Each sample's coordinate says how often it was trained on; killed between count and step."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.counts = torch.nn.Parameter(torch.zeros(24))
+        self.mark = mark
+
+    def on_train_start(self) -> None:
+        step, left = InPlace._step, [3]
+
+        def stepping(*args: Any) -> None:
+            left[0] -= 1
+            if not left[0] and not self.mark.exists():
+                self.mark.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(*args)
+
+        InPlace._step = stepping  # type: ignore[method-assign]
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return -self.counts[batch[0]].mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_a_step_that_a_lost_worker_has_counted_and_not_made_is_made(tmp_path: Path) -> None:
+    module, strategy = Count(tmp_path / "died"), HybridStrategy("hogwild", on_failure="restart")
+    fit(strategy, 1, 4, module, TensorDataset(torch.arange(24)), max_epochs=2)
+    assert (tmp_path / "died").exists()
+    assert module.counts.tolist() == [0.5] * 24
+    stats = strategy.run_stats()
+    assert stats["samples"] == 48 and stats["dropped"] == [1]
 
 
 class Keep(pl.Callback):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
@@ -122,3 +122,27 @@ def test_nonsense_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
     name, value = next(iter(options.items()))
     with pytest.raises(UserError, match=f"{name}={value} was given; it must be a number from"):
         PeriodicCheckpoint(tmp_path, **options)
+
+
+class Together(Callback):
+    """Asks all workers while a checkpoint is made."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        checkpoint["all"] = trainer.strategy.all_gather(torch.ones(2))
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_a_collective_meanwhile_is_refused_by_the_checkpoints_name(
+    policy: str, tmp_path: Path
+) -> None:
+    keep = PeriodicCheckpoint(tmp_path / "p", every_updates=4)
+    with pytest.raises(UserError, match=r"'all_gather'.*the periodic checkpoint.*periodic=null"):
+        fit(policy, 2, 4, **saving(keep, Together(), ModelCheckpoint(tmp_path)))
+    last = torch.load(tmp_path / "p" / "interrupted.ckpt", weights_only=True)
+    assert last["global_step"] >= 4 and last["all"].numel() == 2
+
+
+def test_a_collective_is_fine_with_the_checkpoints_that_all_make(tmp_path: Path) -> None:
+    fit("hybrid", 2, 4, **saving(Together(), ModelCheckpoint(tmp_path)), max_epochs=1)
+    (path,) = tmp_path.glob("*.ckpt")
+    assert torch.load(path, weights_only=True)["all"].shape == (2, 2)

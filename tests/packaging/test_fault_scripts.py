@@ -125,3 +125,11 @@ def test_in_lock_step_a_soak_must_come_to_what_the_undisturbed_run_of_its_seed_h
         wrong = Soaked(strategy, 9, False, "finished", loss=0.50001)
         assert not differs(disturbed, [disturbed, same, other])
         assert differs(disturbed, [disturbed, wrong, other]) == (strategy == "hybrid")
+
+
+def test_several_are_hit_in_the_same_step_and_hogwild_has_no_update_of_the_servers() -> None:
+    found = cases(["ssp", "hogwild"], ["restart"], at_once=(2, 3))
+    assert len(found) == 2 * 2 * 6
+    assert {tuple(case.workers) for case in found} == {(1, 2), (0, 1, 2)}
+    alone = cases(["hogwild"], ["restart"])
+    assert "update" not in {case.phase for case in alone} and len(alone) == 37 - 2

@@ -1,0 +1,160 @@
+"""Real processes that come back, without Lightning: several at once, signals, no process left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain import failures
+from hybridtrain.client import Client, StopRequested
+from hybridtrain.failures import Judge, OnFailure
+from hybridtrain.memory import Layout, Store
+from hybridtrain.messages import Push, Stopped
+from hybridtrain.news import Heir, Saved
+from hybridtrain.policies import All
+from hybridtrain.server import Server
+from hybridtrain.update.portable import dump
+from hybridtrain.worlds import roster
+from hybridtrain.worlds.processes import ProcessWorld
+from hybridtrain.worlds.signals import Interrupted
+
+STEPS, GRACE_S = 6, 20.0
+Then = Callable[[Client, int], None]  # what a worker does before its step
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(roster, "_FIRST_DELAY_S", 0.02)
+
+
+def train(client: Client, then: Then, folder: Path, version: int | None = None) -> int:
+    """All steps, or from ``version`` on; who stops waits to be told whether to save."""
+    client.tells = lambda: b"here"
+    client.joins = client.solo = version is not None
+    w = torch.nn.Parameter(torch.zeros(20))
+    layout = Layout.of([("w", w)])
+    store = Store(layout, client.n_workers, False, client.share(layout))
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    client.install((dump(optimizer, {id(w): 0}),) if client.worker == 0 and version is None else ())
+    client.version = version or 0
+    try:
+        while client.version < STEPS:
+            client.check_stop()
+            then(client, client.version)
+            store.gradient(client.worker, layout.slots[0]).fill_(-1.0)
+            client.push(Push(0, 1.0))
+    except StopRequested:
+        client.note(Stopped())
+        while not isinstance(heir := client.line.receive()[0], Heir):
+            pass
+        if heir.saves:
+            (folder / "saved").write_text(str(store.master(layout.slots[0])[0].item()))
+            client.note(Saved(True))
+        raise
+    client.gather("end", None)
+    return int(store.master(layout.slots[0])[0])
+
+
+def run(then: Then, folder: Path, n: int = 3) -> list[int]:
+    judge = Judge(OnFailure("restart", max_restarts=None))
+    world = ProcessWorld(Server(All(), n), n, grace_s=GRACE_S, judge=judge)
+
+    def again(told: bytes, version: int) -> Callable[[Client], Any]:
+        assert told == b"here"
+        return partial(train, then=then, folder=folder, version=version)
+
+    return world.run(partial(train, then=then, folder=folder), again)
+
+
+def die_once(client: Client, folder: Path) -> None:
+    mark = folder / f"died-{client.worker}"
+    if not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_two_that_are_lost_at_once_both_come_back_though_one_tells_for_both(tmp_path: Path) -> None:
+    def then(client: Client, version: int) -> None:
+        if version == 2 and client.worker != 2:
+            die_once(client, tmp_path)
+        if version == 2 and client.worker == 2:
+            time.sleep(0.5)  # both questions come between two steps
+
+    assert run(then, tmp_path) == [STEPS] * 3
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int) -> None:
+    """The system has no process for the next restarts."""
+    fork, left = os.fork, [times]
+
+    def forking() -> int:
+        if any(tmp_path.glob("died-*")) and left[0]:
+            left[0] -= 1
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", forking)
+
+
+def test_a_restart_waits_until_there_is_a_process_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refuse(monkeypatch, tmp_path, 2)
+
+    def then(client: Client, version: int) -> None:
+        if version == 2 and client.worker == 1:
+            die_once(client, tmp_path)
+
+    assert run(then, tmp_path) == [STEPS] * 3
+    said = capfd.readouterr().err
+    assert said.count("worker 1 cannot be started ([Errno 11] Resource temporarily") == 2
+
+
+def test_without_a_process_for_it_the_run_ends_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, tmp_path, 99)
+
+    def then(client: Client, version: int) -> None:
+        if version == 2 and client.worker == 1:
+            die_once(client, tmp_path)
+
+    with pytest.raises(RuntimeError, match=r"could be started for it .tried 6 times.*temporarily"):
+        run(then, tmp_path)
+    assert (tmp_path / "saved").read_text() == "2.0"
+
+
+@pytest.mark.parametrize("after_s", [0.05, 0.3], ids=["in the back-off", "before the answer"])
+def test_a_signal_during_a_restart_ends_the_run_with_a_checkpoint(
+    tmp_path: Path, after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def then(client: Client, version: int) -> None:
+        if version == 2 and client.worker == 1:
+            die_once(client, tmp_path)
+        if version == 2:
+            time.sleep(0.8)  # a long step
+
+    def interrupt() -> None:
+        while not (tmp_path / "died-1").exists():
+            time.sleep(0.01)
+        time.sleep(after_s)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    began_s = time.monotonic()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(Interrupted):
+        run(then, tmp_path)
+    thread.join()
+    assert (tmp_path / "saved").read_text() == "2.0"
+    assert time.monotonic() - began_s < GRACE_S / 2
