@@ -2,9 +2,8 @@
 
 Each pass over a loader is a list of stretches of the epoch's order. Whoever asks gets the next
 positions, as many as make one of its mini-batches, so fast workers do more and nothing is drawn
-twice. A full mini-batch, as far as there is one, is kept for every worker that has had none yet:
-everybody takes part in every epoch, so that everybody reaches its end by the same path (validation,
-metrics, checkpoints).
+twice. A full mini-batch, as far as there is one, is kept for every worker that has had none yet,
+first of all for the one with the smallest number, who logs and saves for all.
 
 Near its end nobody gets a mini-batch that the others would be done with sooner, all they have and
 all that is left included: a slow worker that has fetched ahead (Lightning does, to know which is
@@ -109,8 +108,8 @@ class BatchQueue:
     def draw(self, worker: int, request: Draw) -> Ticket:
         """The worker's next mini-batch, or the end of its pass.
 
-        Where there are fewer mini-batches than workers, those left over get a ticket that does not
-        count: the worker runs the first samples and its gradient has no weight.
+        Where there are fewer mini-batches than workers, those left over have none; or, if they must
+        run something, the first samples, which do not count.
         """
         one = self._pass(request)
         if request.begins:
@@ -118,7 +117,7 @@ class BatchQueue:
             one.dealt.pop(worker, None)
         fresh = worker not in one.served
         one.served.add(worker)
-        kept = 0 if fresh or request.turn else self._kept(one, request)
+        kept = 0 if request.turn else self._kept(one, request, fresh, worker)
         size = request.sizes[worker]
         n = min(size, one.available(worker, request) - kept)
         if not request.turn and one.near_its_end(worker, n):
@@ -130,13 +129,16 @@ class BatchQueue:
             drawn = one.take(worker, request, n)
             one.drawn.setdefault(worker, []).append(drawn)
             return Ticket(drawn)
-        if fresh and _has_batches(request):
+        if fresh and request.fills and _has_batches(request):
             return Ticket(((0, min(size, request.length)),), counts=False)
         return Ticket(())
 
-    def _kept(self, one: _Pass, request: Draw) -> int:
-        """Positions of those who have had no mini-batch yet."""
-        return sum(request.sizes[worker] for worker in self.members - one.served)
+    def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
+        """Positions of those who have had no mini-batch yet; for a ``fresh`` one, the first's."""
+        waiting = self.members - one.served
+        first = min(self.members, default=worker)
+        kept = waiting & {first} if fresh else waiting
+        return sum(request.sizes[other] for other in kept)
 
     def _pass(self, request: Draw) -> _Pass:
         epoch = request.lap.epoch
@@ -153,15 +155,18 @@ class BatchQueue:
                 self._passes[cover.lap].done[worker] += total(cover.spans)
                 self._passes[cover.lap].n_done += total(cover.spans)
 
-    def give_back(self, worker: int, covers: tuple[Cover, ...]) -> bool:
-        """What the worker has drawn there is to be done again; ``False``: nobody would draw it."""
-        undone = [(self._passes[c.lap], c.spans) for c in covers if c.lap in self._passes]
-        if any(self.members <= one.ended for one, _ in undone):
-            return False
-        for one, spans in undone:
-            one.left = merged([*one.left, *spans])
+    def is_last_chance(self, covers: tuple[Cover, ...]) -> bool:
+        """Whether nobody would draw what was drawn there, if it were given back."""
+        passes = [self._passes[cover.lap] for cover in covers if cover.lap in self._passes]
+        return any(self.members <= one.ended for one in passes)
+
+    def give_back(self, worker: int, covers: tuple[Cover, ...]) -> None:
+        """What the worker has drawn there is to be done again, by whoever still draws."""
+        for cover in covers:
+            if cover.lap in self._passes:
+                one = self._passes[cover.lap]
+                one.left = merged([*one.left, *cover.spans])
         self.settle(worker, covers)  # its time was as long as if it had counted
-        return True
 
     def lost(self, worker: int) -> None:
         """The worker is gone; what it had not done goes to the others."""

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.client import Client
 from hybridtrain.failures import OnFailure
-from hybridtrain.lightning.agreement import agree
+from hybridtrain.lightning.absence import Absence
 from hybridtrain.lightning.ahead import ahead
 from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
@@ -37,7 +37,6 @@ from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.losses import Losses
-from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.progress import UpdateCount, precede
@@ -45,14 +44,14 @@ from hybridtrain.lightning.provisional import Provisional
 from hybridtrain.lightning.recording import Recording
 from hybridtrain.lightning.session import Session
 from hybridtrain.lightning.state import without_fetching
+from hybridtrain.lightning.together import Together
 from hybridtrain.lightning.transport import Transport
-from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Regime, Spec, make_policy
 from hybridtrain.update.corrections import CorrectionSpec, make_correction
 from hybridtrain.worlds.hanging import Patience
 
 
-class HybridStrategy(OneHost, ParallelStrategy):
+class HybridStrategy(Together, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
     Args:
@@ -159,6 +158,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self._collectives = Collectives(client)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.regime, self.data_options)
+        self._absence = Absence(trainer, client, self._loaders, self.regime)
         self._loaders.attach()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, Boundary(client, self))
@@ -196,11 +196,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
                 self._count.reach(self._session.pull())
             self.provisional = Provisional(self._session, self.client, self._loaders)
             self._losses = Losses(self, self._session.trainer, self._loaders, self._back)
-
-    def await_turn(self) -> None:
-        """Where workers take turns: before a mini-batch begins."""
-        if self.regime.turns and self._session is not None and self._count is not None:
-            self._count.reach(self._session.await_turn())
+            self._absence.begin(self._session)
 
     def teardown(self) -> None:
         if self._session is not None:
@@ -242,37 +238,12 @@ class HybridStrategy(OneHost, ParallelStrategy):
     ) -> Any:
         assert self._session is not None and self.provisional is not None
         self._snapshot = None
-        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        gated = self._absence.gated(closure)
+        run = partial(super().optimizer_step, optimizer, gated, model, **kwargs)
         output = self._session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False
         self.provisional.commit()
         return output
-
-    # ---- ends of epochs -------------------------------------------------------------------------
-
-    def align(self) -> None:
-        """All workers meet, and agree. In lock-step they always do."""
-        self.client.settle()
-        if self._losses is not None:
-            self._losses.end_epoch()
-        self.meet()
-
-    def meet(self) -> None:
-        """As in ``align``, at the end of a worker's part, which need not be the epoch's."""
-        self.collectives.local = False
-        agree(self._session, self._count, self.collectives)
-        if self._losses is not None:
-            self._losses.meet()
-
-    def on_validation_start(self) -> None:
-        if self._session is not None:
-            self._session.share_buffers(self._loaders is not None and self._loaders.under_way)
-        if self.is_global_zero:
-            self.client.note(Paused())  # all have met: nobody trains any more
-
-    def on_validation_end(self) -> None:
-        if self.is_global_zero:
-            self.client.note(Resumed())
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
