@@ -8,10 +8,11 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.client import Client
 from hybridtrain.lightning.batches import Scales, step_fetches
+from hybridtrain.lightning.dealing import Dealing, shares_nothing, warn_of_repetition
 from hybridtrain.lightning.dice import Dice
 from hybridtrain.lightning.epoch_ends import EpochEnds
 from hybridtrain.lightning.evaluation import Dealt, EvaluationSampler, Group, Whole
@@ -96,7 +97,9 @@ class Loaders:
         if not connector._requires_distributed_sampler(dataloader):
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
-            return self._training(dataloader, shuffle and not self._trainer.overfit_batches)
+            kept = self._options.keep_order or self._client.n_workers == 1
+            kept = kept and isinstance(dataloader.sampler, SequentialSampler)
+            return self._training(dataloader, not kept and not self._trainer.overfit_batches)
         indices = order_of(dataloader, shuffle, self._client)(0)
         if mode != RunningStage.PREDICTING:
             return EvaluationSampler(indices, self._client.rank, self._group)
@@ -111,7 +114,14 @@ class Loaders:
 
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """Lightning's own, with mini-batches of this worker's size."""
+        chosen = self._trainer._data_connector._requires_distributed_sampler(dataloader)
         prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
+        client, option = self._client, self._options.iterable
+        if client.n_workers > 1 and mode != RunningStage.PREDICTING:
+            if shares_nothing(dataloader, chosen) and option == "deal":
+                return Dealing(prepared, client.worker, client.n_workers)
+            if shares_nothing(dataloader, chosen) and option is None:
+                warn_of_repetition(dataloader, str(mode.value), client.n_workers)
         if not isinstance(prepared, DataLoader):
             return prepared
         if prepared.batch_sampler is None and dataloader.batch_sampler is not None:

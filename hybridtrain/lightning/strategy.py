@@ -69,6 +69,11 @@ class HybridStrategy(Together, ParallelStrategy):
             whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it.
         on_oom: the same when a worker runs out of memory in a step.
         batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
+        iterable: what is done about streams, whose samples cannot be shared out: ``"deal"``: each
+            worker takes every W-th mini-batch; ``"own"``: they share themselves out; ``None``:
+            as ``"own"``, with a warning.
+        keep_order: go through training data that are not shuffled in their order, also with
+            several workers; else they are shuffled then, as under DDP.
         correction: what is done about late gradients: nothing, or one of
             ``hybridtrain.update.corrections.CORRECTIONS``, given like a policy.
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
@@ -92,6 +97,11 @@ class HybridStrategy(Together, ParallelStrategy):
     strategy_name = "hybrid"
     generator_pages: GeneratorPages | None = None  # of the run under way
     provisional: Provisional | None = None  # of the training under way
+    _loaders: Loaders | None = None
+    _session: Session | None = None
+    _snapshot: list[dict[str, Any]] | None = None
+    _count: UpdateCount | None = None  # where workers run freely
+    _losses: Losses | None = None  # once training has begun
 
     def __init__(
         self,
@@ -104,6 +114,8 @@ class HybridStrategy(Together, ParallelStrategy):
         on_nonfinite: str = "raise",
         on_oom: str = "raise",
         batch_size_per_worker: Sequence[int] | None = None,
+        iterable: str | None = None,
+        keep_order: bool = False,
         correction: CorrectionSpec = None,
         transport_dtype: str | None = None,
         overlap_update: bool = False,
@@ -126,25 +138,23 @@ class HybridStrategy(Together, ParallelStrategy):
         self.stop_grace_s = stop_grace_s
         self.on_fault = OnFault(on_nonfinite, on_oom)
         self.transport = Transport.of(transport_dtype, overlap_update)
-        self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
+        self.data_options = DataOptions.of(
+            num_samples_key, batch_size_per_worker, iterable, keep_order
+        )
         self.recording, self.keeping = Recording.at(record), Keeping.of(checkpoint)
         self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
         self.faults, self.patience = Faults.of(faults), Patience.of(hang_timeout_s)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
-        self._loaders: Loaders | None = None
-        self._session: Session | None = None
-        self._snapshot: list[dict[str, Any]] | None = None
-        self._count: UpdateCount | None = None  # where workers run freely
-        self._losses: Losses | None = None  # once training has begun
 
     # ---- who and where --------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
         if self._abstains:
-            return 1  # or Lightning refuses a training_step that returns None
+            self._abstains = False  # Lightning asks once, at once
+            return 1  # or it refuses a training_step that returns None
         return len(self.parallel_devices or [None]) * self.workers_per_device
 
     def _configure_launcher(self) -> None:
