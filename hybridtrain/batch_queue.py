@@ -104,6 +104,7 @@ class BatchQueue:
 
     members: set[int]
     _passes: dict[Lap, _Pass] = field(default_factory=dict)
+    _away: set[int] = field(default_factory=set)  # who may come back, and others go on meanwhile
 
     def draw(self, worker: int, request: Draw) -> Ticket:
         """The worker's next mini-batch, or the end of its pass.
@@ -112,6 +113,7 @@ class BatchQueue:
         run something, the first samples, which do not count.
         """
         one = self._pass(request)
+        self._away.discard(worker)
         if request.begins:
             one.give_back(worker)
             one.dealt.pop(worker, None)
@@ -136,7 +138,7 @@ class BatchQueue:
     def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
         """Positions of those who have had no mini-batch yet; for a ``fresh`` one, the first's."""
         waiting = self.members - one.served
-        first = min(self.members, default=worker)
+        first = min(self.members - self._away, default=worker)
         kept = waiting & {first} if fresh else waiting
         return sum(request.sizes[other] for other in kept)
 
@@ -170,6 +172,7 @@ class BatchQueue:
 
     def lost(self, worker: int) -> None:
         """The worker is gone; what it had not done goes to the others."""
+        self._away.add(worker)
         for one in self._passes.values():
             one.give_back(worker)
 

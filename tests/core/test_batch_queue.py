@@ -56,6 +56,14 @@ def test_with_fewer_batches_than_workers_the_first_has_one_and_those_left_over_n
     assert [queue.draw(w, ask).spans for w in range(3)] == [(), (), ()]
 
 
+def test_nothing_is_kept_for_the_first_while_it_is_away() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(6, (4, 4))
+    assert queue.draw(0, ask).spans == ((0, 4),)
+    assert queue.draw(1, ask).spans == ((4, 6),)
+    queue.lost(0)
+    assert queue.draw(1, replace(ask, begins=True)).spans == ((0, 4),), "nobody waits for it"
+
+
 def test_drop_last_never_hands_out_a_smaller_mini_batch() -> None:
     queue, ask = BatchQueue({0, 1}), draw(13, (4, 4), drop_last=True)
     drawn = [queue.draw(w, ask) for w in (0, 0, 0, 1, 1)]
