@@ -27,10 +27,11 @@ from hybridtrain.lightning.parameters import (
     slot_numbers,
     sparse_numbers,
 )
-from hybridtrain.lightning.progress import set_global_step
+from hybridtrain.lightning.progress import last_version, set_global_step
 from hybridtrain.lightning.remote import RemoteStep
 from hybridtrain.lightning.transport import Transport
 from hybridtrain.memory import Layout
+from hybridtrain.messages import Install
 from hybridtrain.policies import Regime
 from hybridtrain.sharing import made_store
 from hybridtrain.update.kinds import takes_sparse
@@ -128,7 +129,8 @@ class Session:
             known[id(step)] if id(step) in known else dumped(optimizer, self._number_of)
             for step, optimizer in zip(steps, self._optimizers, strict=True)
         )
-        self._client.install(payload if self._client.leads else (), version)
+        mine = payload if self._client.leads else ()
+        self._client.install(Install(mine, version, last_version(self.trainer)))
         self.steps = [self._remote(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
         return numbers
 
@@ -170,13 +172,11 @@ class Session:
 
     @property
     def trainer(self) -> Trainer:
-        """The module's."""
         return self._module.trainer
 
     def snapshot(self) -> tuple[int, list[dict[str, Any]]]:
-        """A version and each optimizer's ``state_dict()``; parameters are brought to it.
-
-        Unless user code has changed them (averaged weights, swapped in): those are to be saved.
+        """A version and each optimizer's ``state_dict()``; parameters are brought to it,
+        unless user code has changed them (averaged weights, swapped in): those are to be saved.
         """
         self._client.settle()
         changed = bool(self.exchange.writes())

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from hybridtrain.arrivals import Arrived
+from hybridtrain.contributions import samples_of
 from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
 from hybridtrain.messages import (
@@ -105,7 +106,7 @@ class Witness:
             return self.server.handle(worker, request)
         now_s = self._tick()
         own_s = self._own.stops(worker, now_s)
-        samples = _samples(request) if isinstance(request, Push) else 0.0
+        samples = samples_of(request) if isinstance(request, Push) else 0.0
         seen = print_of(request, worker, self._seen())
         self._writer.event(kind_of(request), worker, seen, now_s, own_s, samples)
         replies = self.server.handle(worker, request)
@@ -257,13 +258,6 @@ class OwnTime:
         if fresh:
             self._own_s[worker] = 0.0
         self._since_s[worker] = self._training_s(now_s)
-
-
-def _samples(push: Push) -> float:
-    """What a mini-batch that several optimizers use is counted by the first of them."""
-    if push.optimizer:
-        return 0.0
-    return push.weight if push.samples is None else push.samples
 
 
 def ending(server: Server, version: int = VERSION) -> dict[str, object]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.lightning import holding
 from hybridtrain.lightning.holding import may_hold
-from hybridtrain.messages import Done, Gather, Gathered, Push, ReadStats, Released, Stats
+from hybridtrain.messages import Done, Gather, Gathered, Install, Push, ReadStats, Released, Stats
 from hybridtrain.news import Stop
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
@@ -87,7 +87,7 @@ def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Scr
     assert isinstance(line.sent[-1], Gather)
     assert taken == []
     line.replies.append(Done())
-    client.install(())
+    client.install(Install())
 
 
 def test_what_was_counted_ahead_is_undone_unless_the_release_has_come(line: Script) -> None:
