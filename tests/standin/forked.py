@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import select
+import signal
 import traceback
 from collections.abc import Callable
 
-import torch._subclasses.fake_tensor  # noqa: F401  (what ``Module.to`` imports: not in each child)
+import torch
+import torch._subclasses.fake_tensor
+
+_LIMIT_S = 100.0
 
 
 def in_a_fork(body: Callable[[], object]) -> None:
@@ -18,6 +23,8 @@ def in_a_fork(body: Callable[[], object]) -> None:
         os.close(reader)
         _be_the_child(body, writer)
     os.close(writer)
+    if not select.select([reader], [], [], _LIMIT_S)[0]:
+        os.kill(pid, signal.SIGKILL)
     with os.fdopen(reader) as pipe:
         said = pipe.read()
     _, status = os.waitpid(pid, 0)
@@ -28,6 +35,7 @@ def in_a_fork(body: Callable[[], object]) -> None:
 def _be_the_child(body: Callable[[], object], writer: int) -> None:
     code = 1
     try:
+        torch.set_num_threads(1)  # it has none of the threads that this process may have started
         body()
         code = 0
     except BaseException:
