@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from hybridtrain.events import Apply, Drop, Hold, Joined, Pushed, Release
 from hybridtrain.messages import Released
 from hybridtrain.policies import FirstK
 from tests.core.served import Served, refusals
@@ -90,3 +91,27 @@ def test_the_late_count_where_late_is_used_one_update_old() -> None:
     assert len(served.push(0, 7.0)) == 2
     assert served.value() == -2.0 - 6.0
     assert served.server.ledger.stats()["staleness"]["histogram"] == {0: 3, 1: 1}
+
+
+def test_the_late_that_nobody_would_do_again_count_with_the_round_under_way() -> None:
+    policy = FirstK(2, several=True)
+    policy.begin(2)
+    for worker in (0, 1):
+        policy.on(Joined(worker))
+    assert policy.on(Pushed(0)) == (Hold((0,)), Release((0,)))
+    assert policy.on(Pushed(0)) == (Apply((0,)), Release((0,)))
+    assert policy.on(Pushed(1, last=True)) == (Hold((1,)), Release((1,)))
+    assert policy.on(Pushed(0)) == (Apply((0,)), Release((0,)))
+    assert policy.on(Pushed(1)) == (Drop((1,)), Release((1,)))
+
+
+def own(parameters: list[torch.nn.Parameter], number: int) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters[number : number + 1], lr=1.0)
+
+
+def test_two_optimizers_in_one_update_step_each_with_its_own() -> None:
+    makes = (lambda p: own(p, 0), lambda p: own(p, 1))
+    served = Served(3, FirstK(2, "use"), (torch.zeros(3), torch.zeros(2)), makes)
+    assert served.push(0, 2.0, optimizer=0, absent=(1,)) == []
+    assert served.push(1, 4.0, optimizer=1, absent=(0,)) == [(0, Released(1)), (1, Released(1))]
+    assert (served.value(0), served.value(1)) == (-2.0, -4.0)

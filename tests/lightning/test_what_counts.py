@@ -298,3 +298,40 @@ def test_a_late_contribution_leaves_no_trace() -> None:
     assert sum(stats["dropped"]) > 0 and stats["samples"] == 2 * 97
     assert trainer.callback_metrics["samples"] == trainer.callback_metrics["tm/sum"] == 97
     assert slow.ended.sum() == 2 * 25
+
+
+# ---- what comes behind the last step ------------------------------------------------------------
+
+QUICK = ("async", "k_batch_async", "hogwild")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in EVERY_POLICY],
+    ids=str,
+)
+def test_max_steps_is_exact_and_what_is_logged_is_what_counted(policy: Any) -> None:
+    for last in (1, 5, 17) if policy not in QUICK else (5,):
+        trainer = make_trainer(HybridStrategy(policy=policy), 2, max_epochs=-1, max_steps=last)
+        x = torch.arange(1.0, 97).unsqueeze(1)
+        trainer.fit(Counting(), DataLoader(TensorDataset(x), 8, shuffle=True))
+        stats = trainer.strategy.run_stats()
+        assert trainer.global_step == stats["updates"] == last
+        if last < 6:  # all in one epoch
+            assert trainer.callback_metrics["samples"] == stats["samples"]
+            assert trainer.callback_metrics["tm/sum"] == stats["samples"]
+
+
+class Skips(Regression):
+    """Returns nothing for the first mini-batch that is accumulated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert self.trainer.world_size == 2
+
+
+def test_hooks_see_all_workers_behind_a_step_that_returns_nothing() -> None:
+    trainer = make_trainer("hybrid", 2, max_epochs=1, accumulate_grad_batches=2)
+    trainer.fit(Skips(), DataLoader(regression_data(16), 4))
