@@ -120,7 +120,8 @@ class Loaders:
                 check_batches(dataloader)
             sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
             return handed(dataloader, sampler, mode)
-        chosen = self._trainer._data_connector._requires_distributed_sampler(dataloader)
+        requires = self._trainer._data_connector._requires_distributed_sampler
+        chosen = isinstance(dataloader, DataLoader) and requires(dataloader)
         prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
         client, option = self._client, self._options.iterable
         if client.n_workers > 1 and mode != RunningStage.PREDICTING:

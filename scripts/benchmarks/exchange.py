@@ -25,7 +25,7 @@ from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.available import available_bytes
-from hybridtrain.messages import Push
+from hybridtrain.messages import Install, Push
 from hybridtrain.policies import make_policy
 from hybridtrain.server import Server
 from hybridtrain.update.portable import dump
@@ -64,7 +64,7 @@ def _push(parameters: int, seconds: float, client: Client) -> float:
     client.gather("rows", None)
     weight = torch.nn.Parameter(store.master(slot))
     optimizer = torch.optim.Adam([weight], lr=1e-4)
-    client.install((dump(optimizer, {id(weight): 0}),) if client.worker == 0 else ())
+    client.install(Install((dump(optimizer, {id(weight): 0}),) if client.worker == 0 else ()))
     return _timed(lambda: client.push(Push(0, 1.0)), parameters, client.n_workers, seconds)
 
 

@@ -18,7 +18,7 @@ from hybridtrain import failures
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.failures import Judge, OnFailure
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import Push, Stopped
+from hybridtrain.messages import Install, Push, Stopped
 from hybridtrain.news import Heir, Saved
 from hybridtrain.policies import All
 from hybridtrain.server import Server
@@ -45,7 +45,8 @@ def train(client: Client, then: Then, folder: Path, version: int | None = None) 
     layout = Layout.of([("w", w)])
     store = Store(layout, client.n_workers, False, client.share(layout))
     optimizer = torch.optim.SGD([w], lr=1.0)
-    client.install((dump(optimizer, {id(w): 0}),) if client.worker == 0 and version is None else ())
+    mine = (dump(optimizer, {id(w): 0}),) if client.worker == 0 and version is None else ()
+    client.install(Install(mine))
     client.version = version or 0
     try:
         while client.version < STEPS:
