@@ -64,6 +64,7 @@ class Assembly:
         if not known:
             self.ledger.start(install.version)
             self.rounds.tell(Began(install.version))
+            self.rounds.last = install.last
         self.adopt(store, Optimizers(updates, store, self.pool))
         for worker in workers:
             self.rounds.refresh(worker)

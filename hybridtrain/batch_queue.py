@@ -2,9 +2,8 @@
 
 Each pass over a loader is a list of stretches of the epoch's order. Whoever asks gets the next
 positions, as many as make one of its mini-batches, so fast workers do more and nothing is drawn
-twice. A full mini-batch, as far as there is one, is kept for every worker that has had none yet:
-everybody takes part in every epoch, so that everybody reaches its end by the same path (validation,
-metrics, checkpoints).
+twice. A full mini-batch, as far as there is one, is kept for every worker that has had none yet,
+first of all for the one with the smallest number, who logs and saves for all.
 
 Near its end nobody gets a mini-batch that the others would be done with sooner, all they have and
 all that is left included: a slow worker that has fetched ahead (Lightning does, to know which is
@@ -108,22 +107,24 @@ class BatchQueue:
     made: Callable[[int], int] | None = None  # the last step that a worker has made itself
     _passes: dict[Lap, _Pass] = field(default_factory=dict)
     _owed: dict[int, tuple[int, tuple[Cover, ...], float]] = field(default_factory=dict)
+    _away: set[int] = field(default_factory=set)  # who may come back, and others go on meanwhile
 
     def draw(self, worker: int, request: Draw) -> Ticket:
         """The worker's next mini-batch, or the end of its pass.
 
-        Where there are fewer mini-batches than workers, those left over get a ticket that does not
-        count: the worker runs the first samples and its gradient has no weight.
+        Where there are fewer mini-batches than workers, those left over have none; or, if they must
+        run something, the first samples, which do not count.
         """
         if self._owed:
             self._settle_made()  # or what has just been made would go back
         one = self._pass(request)
+        self._away.discard(worker)
         if request.begins:
             one.give_back(worker)
             one.dealt.pop(worker, None)
         fresh = worker not in one.served
         one.served.add(worker)
-        kept = 0 if fresh or request.turn else self._kept(one, request)
+        kept = 0 if request.turn else self._kept(one, request, fresh, worker)
         size = request.sizes[worker]
         n = min(size, one.available(worker, request) - kept)
         if not request.turn and one.near_its_end(worker, n):
@@ -135,13 +136,16 @@ class BatchQueue:
             drawn = one.take(worker, request, n)
             one.drawn.setdefault(worker, []).append(drawn)
             return Ticket(drawn)
-        if fresh and _has_batches(request):
+        if fresh and request.fills and _has_batches(request):
             return Ticket(((0, min(size, request.length)),), counts=False)
         return Ticket(())
 
-    def _kept(self, one: _Pass, request: Draw) -> int:
-        """Positions of those who have had no mini-batch yet."""
-        return sum(request.sizes[worker] for worker in self.members - one.served)
+    def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
+        """Positions of those who have had no mini-batch yet; for a ``fresh`` one, the first's."""
+        waiting = self.members - one.served
+        first = min(self.members - self._away, default=worker)
+        kept = waiting & {first} if fresh else waiting
+        return sum(request.sizes[other] for other in kept)
 
     def _pass(self, request: Draw) -> _Pass:
         epoch = request.lap.epoch
@@ -176,21 +180,25 @@ class BatchQueue:
                 del self._owed[worker]
                 self.settle(worker, covers)
 
-    def give_back(self, worker: int, covers: tuple[Cover, ...]) -> bool:
-        """What the worker has drawn there is to be done again; ``False``: nobody would draw it."""
-        undone = [(self._passes[c.lap], c.spans) for c in covers if c.lap in self._passes]
-        if any(self.members <= one.ended for one, _ in undone):
-            return False
-        for one, spans in undone:
-            one.left = merged([*one.left, *spans])
+    def is_last_chance(self, covers: tuple[Cover, ...]) -> bool:
+        """Whether nobody would draw what was drawn there, if it were given back."""
+        passes = [self._passes[cover.lap] for cover in covers if cover.lap in self._passes]
+        return any(self.members <= one.ended for one in passes)
+
+    def give_back(self, worker: int, covers: tuple[Cover, ...]) -> None:
+        """What the worker has drawn there is to be done again, by whoever still draws."""
+        for cover in covers:
+            if cover.lap in self._passes:
+                one = self._passes[cover.lap]
+                one.left = merged([*one.left, *cover.spans])
         self.settle(worker, covers)  # its time was as long as if it had counted
-        return True
 
     def lost(self, worker: int) -> float:
         """The worker is gone; what it had not done goes to the others.
 
         Returns how many samples count though the step with them was not made.
         """
+        self._away.add(worker)
         self._settle_made()
         _, _, samples = self._owed.pop(worker, (0, (), 0.0))
         for one in self._passes.values():

@@ -68,21 +68,21 @@ class Client:
     """
 
     def __init__(self, worker: int, n_workers: int, line: Line) -> None:
-        self.worker = worker
-        self.n_workers = n_workers
+        self.worker, self.n_workers = worker, n_workers
         self.version = 0  # of the last release
+        self.counted = True  # what was pushed, until somebody sets it anew
         self.solo = False  # the others have ended: meetings are with oneself
         self.heir: Heir | None = None  # what the parent says when this worker has stopped
         self.inherits = False  # does what one has to do for all, whoever it is
         self.pulse = Pulse()  # whether anybody watches is for the world to say
         self.joins = False  # training has begun long ago
         self.line = line
-        self._stop: Stop | None = None
+        self.stop: Stop | None = None
         self._asked: dict[int, Tell] = {}  # where training is, for whom; and not answered yet
         self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
         self.offered: Offered | None = None  # and not settled
         self.gone: list[Gone] = []  # who will not come back
-        self.left = False  # whether they have left something of the shared queue
+        self.left = False  # whether they left something of the shared queue
         self.away: set[int] = set()  # who will come back
         self.on_change: Callable[[], object] = lambda: None  # somebody has gone, or is back
         self.tells: Callable[[], bytes] | None = None  # where training is
@@ -97,10 +97,10 @@ class Client:
         assert fd is not None, "the descriptor travels with the message"
         return Arena(fd, reply.n_bytes)
 
-    def install(self, optimizers: tuple[bytes | int, ...], version: int = 0) -> None:
-        """Hand the optimizers over, after ``version`` updates; waits for all workers."""
-        self._ask(Install(optimizers, version), Done)
-        self.version = version
+    def install(self, request: Install) -> None:
+        """Hand the optimizers over; waits for all workers."""
+        self._ask(request, Done)
+        self.version = request.version
 
     def average(
         self, weight: float, absent: tuple[int, ...], packed: tuple[Packed, ...] = ()
@@ -129,7 +129,7 @@ class Client:
     def await_release(self, then: Taking) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
         released: Released = self._answer(Released, in_step=True)[0]
-        self.version = released.version
+        self.version, self.counted = released.version, self.counted and released.counted
         if self.joins:  # from here on this worker is one of all
             self.joins = self.solo = False
         then(released)
@@ -192,15 +192,15 @@ class Client:
 
     # ---- meetings -------------------------------------------------------------------------------
 
-    def gather(self, tag: str, item: Any, patient: bool = False) -> list[Any]:
+    def gather(self, tag: str, item: Any, patient: bool = False, wish: bool = False) -> list[Any]:
         """Everybody's item, in the order of the workers; waits for all of them.
 
-        But not for those who wait ``patient``ly somewhere else.
+        But not for those who wait ``patient``ly somewhere else. For ``wish``, see ``Gather``.
         """
         if self.solo or self.n_workers == 1:
             return [item]
         payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-        reply, _ = self._ask(Gather(tag, payload, patient), Gathered)
+        reply, _ = self._ask(Gather(tag, payload, patient, wish), Gathered)
         self.met, self.left = reply.workers, reply.left
         return [pickle.loads(each) for each in reply.payloads]
 
@@ -242,10 +242,14 @@ class Client:
         alone = self.solo and not self.joins  # who joins meets nobody yet, but can be stopped
         if not alone:
             self.settle()
-        while self._stop is None and not alone and self.line.ready():
+        while not alone and not self._must_stop and self.line.ready():
             self._hear(self.line.receive()[0])
-        if self._stop is not None and not alone:
+        if not alone and self._must_stop:
             raise StopRequested
+
+    @property
+    def _must_stop(self) -> bool:
+        return self.stop is not None and self.stop.behind is None
 
     def _ask(
         self, request: Request, kind: type[Any], in_step: bool = False
@@ -261,7 +265,7 @@ class Client:
             reply, fd = self.line.receive()
             match reply:
                 case Stop(now=True):
-                    self._stop = reply
+                    self.stop = reply
                     raise StopRequested
                 case Heir():  # this worker has said that it failed; nothing else will be answered
                     self.heir = reply
@@ -278,7 +282,7 @@ class Client:
         """What comes unasked."""
         match reply:
             case Stop():
-                self._stop = reply
+                self.stop = reply
             case Gone(worker, _, for_now):
                 self.away |= {worker} if for_now else set()
                 self.gone += [] if for_now else [reply]
@@ -286,10 +290,9 @@ class Client:
             case Back(worker):
                 self.away.discard(worker)
                 self.on_change()
-            case Tell():
-                self._asked[reply.worker] = reply
             case _:
-                raise AssertionError(reply)
+                assert isinstance(reply, Tell), reply
+                self._asked[reply.worker] = reply
 
     def _tell(self) -> None:
         """Now that this worker waits, in the middle of a step that is to be done again."""

@@ -26,6 +26,14 @@ def stuck(policy: object, waiting: Sequence[tuple[str, Iterable[int]]]) -> str:
     )
 
 
+def too_early(policy: object, worker: int) -> str:
+    """Somebody is let go on who does not wait."""
+    return (
+        f"policy {policy} ordered a Release before training began, when worker {worker} joined; "
+        "nobody waits then: on Joined, order only WakeAt, or Release of workers that have pushed"
+    )
+
+
 def objection(
     worker: int, push: Push, others: Mapping[int, Push], optimizers: Optimizers
 ) -> str | None:

@@ -39,11 +39,13 @@ class Pushed:
     """The worker's contribution lies in its row; the worker waits for its release.
 
     ``loss`` is that of the mini-batch, where the policy watches it and the worker knows it.
+    ``last``: nobody would do it again in this epoch, so what is dropped now is lost.
     """
 
     worker: int
     at_s: float = 0.0
     loss: float | None = None
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)

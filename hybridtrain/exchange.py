@@ -40,6 +40,10 @@ class Exchange(Protocol):
         """Sparse gradients of these, and of no others, stay sparse. At first, none does."""
         ...
 
+    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
+        """Copy what the server has left in shared memory, which may change at the next push."""
+        ...
+
     def follow(self, numbers: Iterable[int]) -> None:
         """These parameters follow the masters from now on, and no others. At first, all do."""
         ...
@@ -192,6 +196,11 @@ class HostExchange:
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:
         self._sparse = set(numbers)
+
+    @torch.no_grad()
+    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
+        if gradients:
+            torch._foreach_copy_(gradients, means)
 
     def follow(self, numbers: Iterable[int]) -> None:
         chosen = set(numbers)

@@ -16,11 +16,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
-from hybridtrain.device import Incoming, Lane, Outgoing, Streams
-from hybridtrain.device.cuda import CudaStreams
+from hybridtrain.device import KINDS, Incoming, Lane, Outgoing, Streams
 from hybridtrain.exchange import Exchange, HostExchange, elements, has_later_hooks, tells_writes
 from hybridtrain.memory import Packed, Store, pack
 from hybridtrain.messages import Writes
@@ -32,9 +32,10 @@ def open_exchange(
     parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
 ) -> Exchange:
     """The one for the device that the parameters lie on."""
-    if not parameters[0].is_cuda:
+    device = parameters[0].device
+    if device.type not in KINDS:
         return HostExchange(parameters, store, worker, eager)
-    return CudaExchange(parameters, store, worker, eager, CudaStreams(parameters[0].device))
+    return CudaExchange(parameters, store, worker, eager, KINDS[device.type](device))
 
 
 class CudaExchange:
@@ -67,14 +68,16 @@ class CudaExchange:
         self._tells_writes = tells_writes(store, worker)
         self._following = list(range(len(slots)))
         self._counts = [0] * len(slots)  # torch's, of changes in place
-        self._norms: dict[int, torch.Tensor] = {}  # number -> (2,) float64, on the device
+        self._norms: dict[int, torch.Tensor] = {}  # () float64 each, on the device
+        self._means_taken: Any = None  # a mark
         self._sent: set[int] = set()
         self._sparse: set[int] = set()
         self.packed: tuple[Packed, ...] = ()
         self.adding = False
         self.announce: Announce | None = None
-        self.finite: frozenset[int] = frozenset()  # looked at once they are on the host
-        self._eager = eager
+        self.finite: frozenset[int] = frozenset()
+        self._seen: set[int] = set()  # gradients that have arrived, and are finite
+        self._eager, self._closed = eager, False
         self._watched: set[int] = set()
         for number in range(len(slots)):
             self._watch(number)
@@ -93,6 +96,7 @@ class CudaExchange:
                 return  # the indices of a sparse one would have to be waited for
             self._outgoing.add(number, gradient)
             self._sent.add(number)
+            self._seen.discard(number)
             if self.announce is not None:
                 self._tell(wait=False)
 
@@ -101,10 +105,14 @@ class CudaExchange:
     def _tell(self, wait: bool) -> None:
         """What has arrived in the row, or with ``wait``, all that is on its way."""
         while (bucket := self._outgoing.arrived(wait)) is not None:
+            self._seen.update(self._outgoing.finite(bucket))
             if self.announce is not None:
                 self.announce(bucket.numbers)
 
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        if self._means_taken is not None:  # what is pushed lets the server write other means
+            self.streams.synchronise(self._means_taken)
+            self._means_taken = None
         own, packed = self._parameters, []
         for number in numbers:
             gradient = own[number].grad
@@ -114,17 +122,24 @@ class CudaExchange:
                 packed.append(pack(number, gradient.detach(), self._rows[number]))
             elif number not in self._sent or gradient.is_sparse or has_later_hooks(own[number]):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
+                self._seen.discard(number)
                 self._outgoing.add(number, dense.detach())
         self._outgoing.close()
         self._tell(wait=True)
         if packed:
             self.streams.synchronise(self.streams.record(Lane.COMPUTE))
         self._sent.clear()
-        self.packed = tuple(packed)
-        return tuple(n for n in numbers if own[n].grad is None)
+        absent = tuple(n for n in numbers if own[n].grad is None)
+        self.finite, self.packed = frozenset(self._seen.difference(absent)), tuple(packed)
+        self._seen.clear()
+        return absent
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:
         self._sparse = set(numbers)
+
+    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
+        self.streams.copy(Lane.COMPUTE, gradients, means)
+        self._means_taken = self.streams.record(Lane.COMPUTE)
 
     # ---- parameters -----------------------------------------------------------------------------
 
@@ -144,6 +159,8 @@ class CudaExchange:
 
     def refresh(self) -> None:
         """Queue the copies; what uses the parameters runs after them."""
+        if self._closed:
+            return
         tells = self._tells_writes
         note = self._take_fingerprints_on_the_way if tells else self._take_counts
         self.incoming.start(self._following, note)
@@ -151,11 +168,10 @@ class CudaExchange:
     def writes(self) -> Writes:
         """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""
         self.incoming.settle()
-        if not self._tells_writes or not self._following:
+        if self._closed or not self._tells_writes or not self._following:
             return {}
         tensors = [self._parameters[number] for number in self._following]
-        norms = torch.stack([self._norms[number] for number in self._following])
-        changed = (torch.stack(_fingerprints(tensors)) != norms).any(dim=1).tolist()
+        changed = _differ([self._norms[number] for number in self._following], _norms(tensors))
         return {
             number: elements(tensor)
             for number, tensor, yes in zip(self._following, tensors, changed, strict=True)
@@ -178,7 +194,7 @@ class CudaExchange:
 
     def _take_norms(self, numbers: list[int]) -> None:
         """They stay on the device: nothing waits for them here."""
-        taken = _fingerprints([self._parameters[number] for number in numbers])
+        taken = _norms([self._parameters[number] for number in numbers])
         self._norms.update(zip(numbers, taken, strict=True))
 
     def _take_counts(self, numbers: list[int]) -> None:
@@ -186,19 +202,27 @@ class CudaExchange:
             self._counts[number] = self._parameters[number]._version
 
     def close(self) -> None:
-        """Nothing is on its way any more, and the memory is as it was."""
+        """Nothing is on its way any more, and the memory is as it was.
+
+        The parameters may leave the device now: nothing is read from them or written to them.
+        """
+        self._closed = True
         self.incoming.settle()
         self._outgoing.close()
         self._tell(wait=True)
         for region in self._locked:
             self.streams.unlock(region)
         self._locked = []
+        self._outgoing.release()
 
 
 def _lock(streams: Streams, store: Store, worker: int) -> list[torch.Tensor]:
     """Page-lock what crosses the bus, in whole pages; without it copies are slower, not wrong."""
     locked, refused, reason = [], 0, ""
-    for start, stop in (store.region_of_gradients(worker), store.region_of_parameters(worker)):
+    regions = [store.region_of_gradients(worker), store.region_of_parameters(worker)]
+    if store.averaging:
+        regions.append(store.region_of_means())
+    for start, stop in regions:
         region = store.arena.tensor(start, stop - start, torch.uint8)
         if problem := streams.lock(region):
             refused, reason = refused + region.nbytes, problem
@@ -215,15 +239,36 @@ def _lock(streams: Streams, store: Store, worker: int) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def _fingerprints(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Two norms of each, (2,) float64."""
-    if not tensors:
-        return ()
-    columns = [_column(torch._foreach_norm(list(tensors), order)) for order in (1.0, 2.0)]
-    return torch.stack(columns, dim=1).unbind()
+def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each, on the device, summed in float64 so that one element's change shows.
+
+    Torch takes norms of like tensors in a few kernels, and else one by one, which rounds otherwise.
+    So that a parameter's norms do not depend on which others they are taken with, like ones are
+    taken together.
+    """
+    like: dict[tuple[torch.dtype, int], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        alone = 0 if _is_dense(tensor) else 1 + place
+        like.setdefault((tensor.dtype, alone), []).append(place)
+    found: dict[int, torch.Tensor] = {}
+    for places in like.values():
+        group = [_real(tensors[place]) for place in places]
+        found.update(zip(places, torch._foreach_norm(group, 2.0, torch.float64), strict=True))
+    return [found[place] for place in range(len(tensors))]
 
 
-def _column(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One number of each, float64; few kernels where all have one dtype."""
-    alike = len({norm.dtype for norm in norms}) == 1
-    return torch.stack([norm if alike else norm.double() for norm in norms]).double()
+@torch.no_grad()
+def _differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> list[bool]:
+    """Which norms are not the same; the host waits for the answer."""
+    moved = torch._foreach_sub(list(after), list(before))
+    return (torch.stack(moved) != 0).tolist()
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wide = formats.get(tensor.dim(), torch.contiguous_format)
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=wide)

@@ -38,11 +38,13 @@ class Install:
 
     Each is what :func:`hybridtrain.update.portable.dump` has made, or the number of one that is to
     stay (where others are replaced in mid-run). ``version`` is the number of updates already behind
-    the parameters. Answered with ``Done`` when all have asked, so that nobody pushes too early.
+    the parameters, ``last`` how many there may be in all, if the server is to see to that. Answered
+    with ``Done`` when all have asked, so that nobody pushes too early.
     """
 
     optimizers: tuple[bytes | int, ...] = ()
     version: int = 0
+    last: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,12 @@ class Push:
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Give everybody's payload to everybody. ``tag`` names the meeting, to find mismatches;
-    ``patient``: until all are here, the others may meet without me."""
+    ``patient``: until all are here, the others may meet without me; ``wish``: see ``wishes.py``."""
 
     tag: str
     payload: bytes
     patient: bool = False
+    wish: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,8 @@ class Draw:
     ``spans``: what of the epoch's order, ``length`` long, is to be done in this pass; ``sizes``:
     everybody's mini-batches; ``drop_last``: whole ones only; ``begins``: I begin the pass (perhaps
     anew: what I had drawn of it, but not trained on, goes back). ``turn``: mini-batches are
-    dealt to the workers in turn, so many at a time; 0: first come, first served.
+    dealt to the workers in turn, so many at a time; 0: first come, first served. ``fills``: if
+    there is nothing for me, give me something that does not count.
     """
 
     lap: Lap
@@ -145,6 +149,7 @@ class Draw:
     drop_last: bool = False
     begins: bool = False
     turn: int = 0
+    fills: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +241,7 @@ class Averaged:
 class Released:
     """Go on; your parameters are those after update number ``version``.
 
+    ``counted``: what you have pushed is part of this or a later update, or you have abstained.
     ``again``: the step is not over, evaluate the closure once more, at the parameters as they are
     now, after clearing the gradients if ``cleared``. ``groups``: hyper-parameters that the
     optimizer has changed by itself, group by group. ``turn``: for workers that step themselves.
@@ -246,6 +252,7 @@ class Released:
     cleared: bool = False
     groups: tuple[dict[str, Any], ...] | None = None
     turn: Turn | None = None
+    counted: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,14 @@ class Back:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Stop as soon as you can. ``now``: what you asked for will not be answered."""
+    """Stop as soon as you can. ``now``: what you asked for will not be answered.
+
+    ``behind``: only because a worker wants training to end, in the way that it ends elsewhere, as
+    soon as so many updates are behind you.
+    """
 
     now: bool = False
+    behind: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hybridtrain.averaging import Averaging
 from hybridtrain.batch_queue import BatchQueue
-from hybridtrain.complaints import objection
+from hybridtrain.complaints import objection, too_early
+from hybridtrain.contributions import by_optimizer, release, samples_of
 from hybridtrain.errors import UserError
 from hybridtrain.events import (
     Apply,
@@ -28,13 +29,13 @@ from hybridtrain.events import (
 )
 from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
-from hybridtrain.messages import Average, Averaged, Cover, Push, Released, Reply, Writes
+from hybridtrain.messages import Average, Averaged, Cover, Push, Reply, Writes
 from hybridtrain.policies import Policy, Regime
 from hybridtrain.update import Optimizers, Stepped
 from hybridtrain.update.pool import Pool
 
 Replies = list[tuple[int, Reply]]
-_NOTHING = Stepped(())
+_NOTHING, _DROPPED = Stepped(()), Stepped(())
 
 
 class Rounds:
@@ -68,10 +69,11 @@ class Rounds:
         self._means: dict[int, Averaged] = {}  # of those who have one, and have not pushed yet
         self._ready: set[int] = set()  # who waits to begin
         self._held: list[tuple[int, int, tuple[Cover, ...]]] = []  # worker, age, mini-batches
-        self._stepped = Stepped(())  # in the round that ends
+        self._outcome: dict[int, Stepped] = {}  # of the pushes of those who wait
+        self.last: int | None = None  # the version behind which no update is made
         for worker in sorted(workers):
-            policy.on(Joined(worker))
-            ledger.clocks.join(worker)
+            if self.join(worker):
+                raise UserError(too_early(policy, worker))
 
     @property
     def _averages(self) -> bool:
@@ -92,12 +94,16 @@ class Rounds:
         """The policy is to know, and nothing follows yet."""
         self._obey(fact)
 
+    @property
+    def _over(self) -> bool:
+        return self.last is not None and self._ledger.version >= self.last
+
     def ready(self, worker: int, writes: Writes) -> Replies:
         """The worker could begin a mini-batch, after its user's ``writes``."""
         self.take(worker, writes)
         self._ready.add(worker)
         self._ledger.waits(worker)
-        return self._obey(Ready(worker))
+        return self._release_all() if self._over else self._obey(Ready(worker))
 
     def wake(self) -> Replies:
         """It is at least as late as the policy wanted to be told."""
@@ -117,7 +123,10 @@ class Rounds:
         self._ledger.pushed(worker, self._samples(push), push.fault)
         self._means.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
-        return freed + self._obey(Pushed(worker, self._ledger.clock(), push.loss))
+        if self._over:
+            return freed + self._release_all()
+        last = self.regime.drops_late and self._queue.is_last_chance(push.covers)
+        return freed + self._obey(Pushed(worker, self._ledger.clock(), push.loss, last))
 
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
         """The worker wants the mean of all gradients before it pushes.
@@ -136,21 +145,21 @@ class Rounds:
         self._ledger.clocks.leave(worker)
         return [*self._averaging.busy(worker, self.store), *self._obey(Parked(worker))]
 
-    def join(self, worker: int) -> None:
+    def join(self, worker: int) -> Replies:
         """The worker computes again."""
-        self._policy.on(Joined(worker))
         self._ledger.clocks.join(worker)
         self._averaging.back(worker)
+        return self._obey(Joined(worker))
 
     def admit(self, worker: int) -> Replies:
         """The worker is there, with the newest parameters."""
-        self.join(worker)
-        return [self._release(worker)]
+        return [*self.join(worker), self._release(worker)]
 
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever is not part of an update."""
         if (push := self._pushes.pop(worker, None)) is not None:
             self._ledger.dropped(worker, self._samples(push))
+        self._outcome.pop(worker, None)
         self._ready.discard(worker)
         self._ledger.left(worker)
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
@@ -161,8 +170,7 @@ class Rounds:
             return self.lost(worker)
         self._ready.discard(worker)
         self._ledger.idle(worker)
-        self.join(worker)  # it may have been parked; what it has pushed lies in its row
-        return []
+        return self.join(worker)  # it may have been parked; what it has pushed lies in its row
 
     def settle_held(self, worker: int) -> None:
         """What the worker has contributed and is held will count, whatever becomes of it."""
@@ -192,6 +200,7 @@ class Rounds:
         for worker, push in self._pushes.items():
             self._ledger.dropped(worker, self._samples(push))
         self._pushes.clear()
+        self._outcome.clear()
         self._ready.clear()
         self._averaging.dissolve()
 
@@ -201,8 +210,11 @@ class Rounds:
         if self.broken:
             return []
         replies: Replies = []
-        for order in self._policy.on(fact):
+        orders = self._policy.on(fact)
+        for order in orders if not self._over else ():
             match order:
+                case Apply() if self._over:  # the last update was that of an order before this one
+                    break
                 case Apply(workers):
                     self._apply(workers)
                 case Release(workers):
@@ -215,7 +227,15 @@ class Rounds:
                         self._drop(worker)
                 case WakeAt(at_s):
                     self.wake_at_s = at_s
-        return replies
+        return replies + self._release_all() if self._over else replies
+
+    def _release_all(self) -> Replies:
+        """The last update is made: what is pushed and not part of it will be part of none."""
+        for worker, push in self._pushes.items():
+            if worker not in self._outcome:
+                self._ledger.dropped(worker, self._samples(push))
+                self._outcome[worker] = _DROPPED
+        return [self._release(worker) for worker in sorted(self._pushes.keys() | self._ready)]
 
     def _apply(self, workers: tuple[int, ...]) -> None:
         """One update, of these and of all that is held; each optimizer steps with its own."""
@@ -223,7 +243,8 @@ class Rounds:
         for worker, push in pushes.items():
             self.take(worker, push.writes)
         counted = self._step(pushes)
-        if self._stepped.again is None and (counted or self._held or self.regime.lockstep):
+        again = any(self._outcome[worker].again for worker in workers)
+        if not again and (counted or self._held or self.regime.lockstep):
             ages = [self._ledger.age(worker) for worker in counted]
             self._ledger.updated([*ages, *[age for _, age, _ in self._held]])
         for worker, _, covers in self._held:
@@ -235,24 +256,12 @@ class Rounds:
 
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
         """Who counted, of all optimizers. In lock-step all are for one."""
-        if not self.optimizers.holding and (len(pushes) == 1 or self.regime.lockstep):
-            self._stepped = self.optimizers.step(pushes)
-            return self._stepped.workers
         counted: list[int] = []
-        for number, own in self._by_optimizer(pushes).items():
-            self._stepped = self.optimizers.step(own, number)
-            counted += self._stepped.workers
+        for number, own in by_optimizer(pushes, self.optimizers.holding).items():
+            stepped = self.optimizers.step(own, number)
+            self._outcome.update(dict.fromkeys(own, stepped))
+            counted += stepped.workers
         return counted
-
-    def _by_optimizer(self, pushes: Mapping[int, Push]) -> dict[int, Mapping[int, Push]]:
-        """Some may be a step ahead of the others; and what is held may be for any."""
-        numbers = {push.optimizer for push in pushes.values()} | {*self.optimizers.holding}
-        if len(numbers) == 1:
-            return {numbers.pop(): pushes}
-        return {
-            number: {w: push for w, push in pushes.items() if push.optimizer == number}
-            for number in sorted(numbers)
-        }
 
     def _hold(self, worker: int) -> None:
         """The contribution is put aside, and counts with the next update."""
@@ -262,30 +271,22 @@ class Rounds:
             self._held.append((worker, self._ledger.age(worker), push.covers))
         else:
             self._queue.settle(worker, push.covers)
-        self._stepped = _NOTHING
+        self._outcome[worker] = _NOTHING
 
     def _drop(self, worker: int) -> None:
-        """The contribution came too late; its mini-batch is for somebody else.
-
-        If nobody would do it any more it counts, late as it is: nothing of an epoch is lost.
-        """
+        """The contribution came too late; its mini-batch is for somebody else."""
         push = self._pushes[worker]
-        if not self._queue.give_back(worker, push.covers):
-            self._apply((worker,))
-            return
+        self._queue.give_back(worker, push.covers)
         self.take(worker, push.writes)
         self.optimizers.hear(worker, push)
         self._ledger.dropped(worker, self._samples(push))
-        self._stepped = _NOTHING
+        self._outcome[worker] = _DROPPED if push.covers else _NOTHING
 
     def _samples(self, push: Push) -> float:
         """What the push counts for: of several optimizers or evaluations the first counts."""
-        if push.optimizer != 0 or self.optimizers.under_way is not None:
-            return 0.0
-        return push.weight if push.samples is None else push.samples
+        return 0.0 if self.optimizers.under_way is not None else samples_of(push)
 
     def _release(self, worker: int) -> tuple[int, Reply]:
-        began = worker in self._ready
         self._ready.discard(worker)
         self._pushes.pop(worker, None)
         if self._averages:
@@ -293,7 +294,5 @@ class Rounds:
         if self.store is not None:
             self.store.refresh(worker)
         self._ledger.released(worker)
-        stepped = _NOTHING if began else self._stepped
-        again, version = stepped.again, self._ledger.version
-        cleared = again is not None and again.cleared
-        return worker, Released(version, again is not None, cleared, stepped.news, stepped.turn)
+        stepped = self._outcome.pop(worker, _NOTHING)
+        return worker, release(stepped, self._ledger.version, stepped is not _DROPPED)

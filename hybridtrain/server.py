@@ -56,6 +56,7 @@ from hybridtrain.update import OptimizerFailed, Optimizers
 from hybridtrain.update.corrections import Correction
 from hybridtrain.update.late import LateGradients
 from hybridtrain.update.pool import Pool
+from hybridtrain.wishes import Wishes
 
 
 class Server:
@@ -88,6 +89,7 @@ class Server:
         self._rounds = Rounds(policy, self.regime, self.ledger, self._queue, members, self._pool)
         self.staff = Staff(members, self._meeting, self._queue, self._rounds, self.ledger)
         self.assembly = Assembly(self._rounds, self.staff, self.ledger, self._pool, late)
+        self._wishes = Wishes(members, self.ledger, self.regime.lockstep)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -105,7 +107,11 @@ class Server:
 
     def handle(self, worker: int, request: Request) -> Replies:
         """One request in, replies out."""
-        return self._answer(worker, request) or self._free_the_stuck()
+        if isinstance(request, Gather) and request.wish:
+            others_wait = bool(self._rounds.waiting or self._meeting.n_waiting or self._stopped)
+            return self._wishes.take(worker, request, others_wait)
+        denied = self._wishes.hears(request)
+        return denied + (self._answer(worker, request) or self._free_the_stuck())
 
     def _answer(self, worker: int, request: Request) -> Replies:
         match request:
@@ -136,7 +142,7 @@ class Server:
             case Resumed():
                 self.ledger.resume()
             case Stopped():
-                return self._stop_waiting_for(worker)
+                return self._wishes.answer() + self._stop_waiting_for(worker)
             case Arrived() if not self._rounds.broken:
                 return self._guarded([], lambda: self._rounds.optimizers.arrived(worker, note))
         return []
@@ -185,7 +191,7 @@ class Server:
         return self._without(lambda: self.staff.miss(worker))
 
     def _without(self, going: Callable[[], Replies]) -> Replies:
-        return self._guarded([], going) + self._close_meeting()
+        return self._guarded([], going) + self._close_meeting() + self._wishes.answer()
 
     def admit(self, worker: int) -> Replies:
         """The worker is there (again), or what it did would not count: it begins (anew)."""
@@ -256,9 +262,8 @@ class Server:
             reply = self.assembly.conclude(workers, list(items.values()))
         except UserError as error:
             return self._refuse(workers, str(error))
-        for worker in workers:
-            self._rounds.join(worker)
-        return [(worker, reply) for worker in workers]
+        answers: Replies = [(worker, reply) for worker in workers]
+        return answers + [each for worker in workers for each in self._rounds.join(worker)]
 
     def adopt(self, store: Store | None, optimizers: Optimizers) -> None:
         """Step these from now on. Without a store there are no parameters, only time passes."""

@@ -52,9 +52,14 @@ def merged(spans: Iterable[Span]) -> Spans:
 
 
 def dealt(sizes: tuple[int, ...]) -> list[list[int]]:
-    """Which places of a global mini-batch belong to each worker, as evenly mixed as may be."""
+    """Which places of a global mini-batch belong to each worker, as evenly mixed as may be.
+
+    The first one belongs to the first worker, who logs for all and so is to have a part in each.
+    """
     turns = sorted(((k + 0.5) / size, w) for w, size in enumerate(sizes) for k in range(size))
     owners: list[list[int]] = [[] for _ in sizes]
     for place, (_, worker) in enumerate(turns):
         owners[worker].append(place)
-    return owners
+    first = next(own for own in owners if own[0] == 0)
+    first[0], owners[0][0] = owners[0][0], 0
+    return [sorted(own) for own in owners]

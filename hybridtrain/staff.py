@@ -103,8 +103,8 @@ class Staff:
         if isinstance(request, Share):
             return [(worker, Shared(self.rounds.store.arena.n_bytes))]
         self.rounds.refresh(worker)
-        self.rounds.join(worker)
+        freed = self.rounds.join(worker)
         self.ledger.comes(worker)
         away = sorted(self.missing)  # it may have heard of some, and forgets none by hearing twice
         news = [(worker, Gone(each, self.ledger.version, for_now=True)) for each in away]
-        return [*news, (worker, Done()), *self._news(Back(worker))]
+        return [*news, (worker, Done()), *self._news(Back(worker)), *freed]

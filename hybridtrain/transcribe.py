@@ -3,6 +3,7 @@
     python -m hybridtrain.transcribe ckpt=best.ckpt audio.wav [more.flac ...] [option=value ...]
 
 Prints the text, or `file: text` for several files. Any sample rate; WAV, FLAC, OGG and MP3.
+A file that cannot be read is a line on standard error, and status 2 in the end.
 
 Options:
   ckpt=FILE        checkpoint of a speech run (required); read as data, code in it is refused
@@ -117,16 +118,23 @@ def _value(name: str, text: str) -> Any:
         raise UserError(f"{name}={text}: expected a number") from None
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Transcribe the files named and print their texts."""
+def run(arguments: Sequence[str]) -> int:
+    """Transcribe the files named and print their texts; 2 if some could not be."""
     options, files = parse(arguments)
     module = load_module(options.pop("ckpt"))
     kind = options.pop("decoder", "greedy")
     settings = DecoderOptions.of({"kind": kind, **options})
     decoder = build_decoder(settings, Alphabet(module.hparams["alphabet"]))
+    status = 0
     for file in files:
-        text = transcribe(module, decoder, file)
+        try:
+            text = transcribe(module, decoder, file)
+        except (UserError, OSError) as error:  # the others may be good
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            status = 2
+            continue
         print(text if len(files) == 1 else f"{file}: {text}", flush=True)
+    return status
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,6 +8,20 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is marked ``own_process`` runs in a fork of this one."""
+    __tracebackhide__ = True
+    if pyfuncitem.get_closest_marker("own_process") is None:
+        return None
+    from tests.standin.forked import in_a_fork
+
+    names = pyfuncitem._fixtureinfo.argnames
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    in_a_fork(lambda: pyfuncitem.obj(**arguments))
+    return True
+
+
 @pytest.fixture(autouse=True)
 def no_process_group_is_handed_on() -> Iterator[None]:
     """Lightning's ddp leaves its process group behind, and forked ranks of a later test hang in it.

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 from pytorch_lightning import Trainer
+from pytorch_lightning.loggers import Logger
 
 from hybridtrain.app import kept
+from hybridtrain.app.machine import refusal_of
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.keeping import Keeping
-
-
-@contextmanager
-def claimed(directory: Path) -> Iterator[None]:
-    """While the run lives, ``resume`` knows that it does."""
-    lock = kept.occupy(directory)
-    try:
-        yield
-    finally:
-        kept.vacate(lock)
 
 
 def begin(cfg: DictConfig) -> None:
@@ -30,8 +24,14 @@ def begin(cfg: DictConfig) -> None:
     if "LOCAL_RANK" in os.environ:
         return
     directory = Path(cfg.run_dir)
-    kept.sign(directory)
-    (directory / kept.SUMMARY_FILE).unlink(missing_ok=True)
+    try:
+        kept.sign(directory)
+        (directory / kept.SUMMARY_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the run directory {directory} cannot be written ({error.strerror}); choose another "
+            "with hydra.run.dir=DIR"
+        ) from None
 
 
 @contextmanager
@@ -45,6 +45,21 @@ def keeping_whole(trainer: Trainer) -> Iterator[None]:
     with keeping.listening(trainer):
         keeping.take_over(trainer, changes=False)
         yield
+    keeping.forget_lost(trainer)
+
+
+def writable(loggers: Sequence[Logger]) -> list[Logger]:
+    """Those that can write yet; of the others it is said that they get no more."""
+    found = []
+    for logger in loggers:
+        place = getattr(logger, "log_dir", None) or logger.save_dir
+        refusal = None if place is None else refusal_of(Path(place))
+        if refusal is None:
+            found.append(logger)
+        else:
+            name = type(logger).__name__
+            print(f"hybridtrain: {name}: no log of the test ({refusal.strerror})", file=sys.stderr)
+    return found
 
 
 def unsaved(trainer: Trainer) -> dict[str, str]:

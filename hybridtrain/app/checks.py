@@ -25,11 +25,13 @@ PRECISIONS = (
 # Numbers that may also be words, or the reverse; everything else keeps the type of its default.
 FREE = ("trainer.devices", "trainer.overfit_batches", "trainer.fast_dev_run", "seed", "run_dir")
 
+# Besides these at the top, only keys within a group have a type to keep.
 TOP = ("seed", "test", "test_only", "profile", "ckpt")
 
 
 def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Everything that can be told without this machine's hardware and without importing torch."""
+    check_complete(cfg)
     check_types(cfg, overrides)
     check_trainer(cfg.trainer)
     check_policy(cfg)
@@ -38,6 +40,16 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
         raise UserError(f"seed={cfg.seed}: give a whole number of at least 0, or null")
     if cfg.test_only and cfg.ckpt is None:
         raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
+
+
+def check_complete(cfg: DictConfig) -> None:
+    """A module of the user's own is named: all else has a default."""
+    if OmegaConf.is_missing(cfg.model, "_target_"):
+        raise UserError(
+            "model=own needs a module: give model._target_=package.Class, your LightningModule "
+            "(model.NAME=VALUE for its arguments), and data._target_=package.Class unless it has "
+            "dataloaders of its own"
+        )
 
 
 def check_policy(cfg: DictConfig) -> None:
@@ -82,7 +94,7 @@ def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """A value typed on the command line has the type of the one it replaces."""
     parsed = compose.parse(overrides)
     keys = [x.key_or_group for x in parsed if not x.is_delete() and "." in x.key_or_group]
-    keys += [x for x in ("seed", "test", "test_only", "profile", "ckpt") if _typed(parsed, x)]
+    keys += [x for x in TOP if _typed(parsed, x)]
     keys = [x for x in keys if not x.startswith(("hydra.", "hydra/")) and "/" not in x]
     if not keys:
         return

@@ -15,7 +15,7 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from hybridtrain.app import compose, jobs, resuming, sweep
+from hybridtrain.app import claim, compose, jobs, resuming, sweep
 from hybridtrain.app.outcome import FAILED, Outcome, guarded
 from hybridtrain.app.quiet import hush
 from hybridtrain.errors import UserError
@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if sweep.ROWS:
         outcome = _end_of_sweep(outcome)
+    claim.release_all()
     jobs.report(outcome)
     return outcome.exit
 
@@ -68,6 +69,9 @@ def _hydra_main(argv: list[str]) -> Outcome:
     results: list[Outcome] = []
 
     def task(cfg: DictConfig) -> Outcome:
+        claim.claim_or_refuse(
+            Path(cfg.run_dir), "hydra.run.dir"
+        )  # if Hydra's callbacks are left out
         from hybridtrain.app.run import execute
 
         results.append(execute(cfg))
@@ -80,6 +84,8 @@ def _hydra_main(argv: list[str]) -> Outcome:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing; we print
     try:
         hydra.main(str(compose.conf_dir()), compose.CONFIG_NAME, compose.VERSION_BASE)(task)()
+    except claim.Refused as refused:
+        raise refused.error from None
     finally:
         sys.argv = saved
         os.environ.pop("HYDRA_FULL_ERROR")

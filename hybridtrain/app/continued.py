@@ -8,6 +8,7 @@ happened. Lightning's ``CSVLogger`` would delete what is there.
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def _appending(logger: Logger, step: int) -> Logger:
             logger._kwargs.setdefault("purge_step", step)  # hides what is logged again
         case CSVLogger() if type(logger) is CSVLogger:
             _cut(Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE, step)
-            return AppendingCSVLogger(logger.save_dir, logger.name, logger.version, logger._prefix)
+            places = (logger.save_dir, logger.name, logger.version, logger._prefix)
+            return AppendingCSVLogger(*places, logger._flush_logs_every_n_steps)
     return logger
 
 
@@ -52,8 +54,11 @@ def _cut(path: Path, step: int) -> None:
     except OSError:
         return
     kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < step]
-    text = [",".join(names), *(",".join(row[x] or "" for x in names) for row in kept)]
-    write_whole(path, ("\r\n".join(text) + "\r\n").encode())
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(kept)
+    write_whole(path, text.getvalue().encode())
 
 
 class AppendingCSVLogger(CSVLogger):

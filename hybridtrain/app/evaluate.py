@@ -16,7 +16,9 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
+from hybridtrain.app.chosen import logged
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.patient import let_write
 
 # The trainer's options that matter to a test.
 _SHARED = ("precision", "limit_test_batches", "deterministic", "benchmark", "inference_mode")
@@ -53,10 +55,11 @@ def evaluate(
         verbose=False,
         weights_only=True if cfg.test_only else None,
     )
-    return {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
+    return logged(trainer)
 
 
 def _single(cfg: DictConfig, trainer: pl.Trainer, loggers: list[Logger]) -> pl.Trainer:
+    let_write(loggers)
     on_gpu = type(trainer.accelerator).__name__ == "CUDAAccelerator"
     return pl.Trainer(
         accelerator="gpu" if on_gpu else "cpu",

@@ -137,7 +137,8 @@ def _key_fault(item: Override, base: DictConfig, choices: dict[str, list[str]]) 
     hint = closest(wanted, names)
     hint = (_elsewhere(base, leaf) or hint) if hint == "." else hint
     valid = ", ".join(sorted(set(names)))
-    return f"{key}: there is no key {wanted!r} {where}{hint} Valid are {valid}."
+    known = f"Valid are {valid}." if valid else "There are none."
+    return f"{key}: there is no key {wanted!r} {where}{hint} {known}"
 
 
 _SPECIAL = {

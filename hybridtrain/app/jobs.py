@@ -24,6 +24,7 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 
+from hybridtrain.app.claim import claim_new, release_all
 from hybridtrain.app.outcome import FAILED, Outcome, guarded, interrupted
 from hybridtrain.app.quiet import hush
 from hybridtrain.nameless import anonymous_descriptor
@@ -81,6 +82,7 @@ def _forked_main(
     overrides = list(config.hydra.overrides.task)
     sys.argv = [sys.argv[0], *overrides]
     outcome = guarded(lambda: _hydra_job(context, task, config), overrides)
+    release_all()
     sys.stdout.flush()
     with contextlib.suppress(OSError):
         pipe.send(outcome)
@@ -89,6 +91,7 @@ def _forked_main(
 
 
 def _hydra_job(context: HydraContext, task: TaskFunction, config: DictConfig) -> Outcome:
+    claim_new(Path(str(config.hydra.sweep.dir)) / str(config.hydra.sweep.subdir), "hydra.run.dir")
     done = run_job(
         hydra_context=context,
         task_function=task,

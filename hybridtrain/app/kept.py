@@ -5,11 +5,9 @@ Nothing heavy is imported: these questions are asked before anything begins.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ import hybridtrain
 from hybridtrain.app.configured import placed, portable
 from hybridtrain.app.owner import check_owner
 from hybridtrain.errors import UserError
-from hybridtrain.files import fault_of
+from hybridtrain.files import fault_of, interrupted_in
 
 RUN_FILE, SUMMARY_FILE = "run.json", "summary.json"
 FORMAT = 1  # of what lies in a run's directory
@@ -114,7 +112,11 @@ def newest(folders: Iterable[Path], tell: bool = True) -> Path | None:
     Args:
         tell: whether to name them.
     """
-    found = {path.resolve() for folder in folders for path in folder.glob("*.ckpt")}
+    found = {
+        path.resolve()
+        for folder in folders
+        for path in (*folder.glob("*.ckpt"), interrupted_in(folder))
+    }
     times = [(path.stat().st_mtime_ns, path) for path in found if path.is_file()]
     for _, path in sorted(times, reverse=True):
         fault = fault_of(path)
@@ -127,45 +129,3 @@ def newest(folders: Iterable[Path], tell: bool = True) -> Path | None:
                 flush=True,
             )
     return None
-
-
-# ---- who writes there now -----------------------------------------------------------------------
-
-
-def occupy(directory: Path) -> int | None:
-    """Lock a run's directory for as long as this process and its workers live.
-
-    The lock is on the directory itself, so no file is left of it, and the system takes it away with
-    the last process. Returns the descriptor that holds it, or ``None`` if somebody else does; -1
-    where the file system has no locks.
-    """
-    try:
-        fd = os.open(directory, os.O_RDONLY)
-    except OSError:
-        return -1
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        return None
-    except OSError:
-        os.close(fd)
-        return -1
-    return fd
-
-
-def vacate(fd: int | None) -> None:
-    """Give the lock back."""
-    if fd is not None and fd >= 0:
-        os.close(fd)
-
-
-def is_occupied(directory: Path, patience_s: float = 2.0) -> bool:
-    """Whether a run is writing to the directory now; one that was just killed takes a moment."""
-    until_s = time.monotonic() + patience_s
-    while (fd := occupy(directory)) is None:
-        if time.monotonic() > until_s:
-            return True
-        time.sleep(0.05)
-    vacate(fd)
-    return False

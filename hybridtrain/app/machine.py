@@ -60,9 +60,22 @@ def check_directory(directory: Path) -> None:
     """The run directory exists or can be made, and can be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        refusal = refusal_of(directory)
+    except OSError as error:
+        refusal = error
+    if refusal is not None:
+        raise UserError(
+            f"the run directory {directory} cannot be written ({refusal.strerror}); choose another "
+            "with hydra.run.dir=DIR"
+        )
+
+
+def refusal_of(directory: Path) -> OSError | None:
+    """Why nothing can be written to a directory, or in its place where there is none yet."""
+    while not directory.exists() and directory != directory.parent:
+        directory = directory.parent
+    try:
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        raise UserError(
-            f"the run directory {directory} cannot be written ({error.strerror}); choose another "
-            "with hydra.run.dir=DIR"
-        ) from None
+        return error
+    return None

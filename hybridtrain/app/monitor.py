@@ -24,6 +24,7 @@ from hybridtrain.lightning.batches import samples_in
 from hybridtrain.report.history import History
 
 STATS_FILE = ".run_stats.json"
+VALIDATED = "validated"  # in checkpoints: the metrics of the validation before it
 
 
 class RunMonitor(pl.Callback):
@@ -54,6 +55,8 @@ class RunMonitor(pl.Callback):
         self._n_losses = 0
         self._ages: dict[int, int] = {}  # at the last log
         self._metrics: dict[str, torch.Tensor] = {}  # at the last validation
+        self._before: dict[str, torch.Tensor] = {}  # a validation: what was known then
+        self._validated: dict[str, float] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the loggers what this run consists of, and begin its history."""
@@ -84,6 +87,7 @@ class RunMonitor(pl.Callback):
         """Stop the clock: validation is no training."""
         self._paused = self._began is not None
         self._stop_clock()
+        self._before = dict(trainer._logger_connector._callback_metrics)  # and collect nothing
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the clock go on, if it was going."""
@@ -91,6 +95,9 @@ class RunMonitor(pl.Callback):
             self._began = time.perf_counter()
         self._paused = False
         metrics = self._fresh_metrics(trainer)  # on every rank: to read one may be a collective
+        if not trainer.sanity_checking:
+            known = self._metrics.items()
+            self._validated = {k: float(v) for k, v in known if v is not self._before.get(k)}
         if self._history is not None and not trainer.sanity_checking:
             self._record(trainer, self.stats(trainer), metrics)
 
@@ -137,6 +144,14 @@ class RunMonitor(pl.Callback):
             stats = self.stats(trainer)
             self._leave(trainer, stats)
             self._record(trainer, stats, {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints: what the last validation has said of these weights."""
+        return {VALIDATED: dict(self._validated)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of the checkpoint to go on from."""
+        self._validated = dict(state_dict.get(VALIDATED, {}))
 
     def stats(self, trainer: pl.Trainer) -> RunStats:
         """The numbers so far, as the strategy knows them or as counted here."""

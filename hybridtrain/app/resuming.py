@@ -18,6 +18,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from hybridtrain.app import compose, kept
+from hybridtrain.app.claim import attempt, claim, release
 from hybridtrain.app.configured import changed_keys, portable
 from hybridtrain.errors import UserError
 
@@ -95,15 +96,18 @@ def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
     root = _output_root(values)
     plain = {key: text for key, text in typed.items() if not key.startswith("hydra.")}
     for directory in kept.runs_below(root):
-        if kept.has_finished(directory) or kept.is_occupied(directory):
+        if kept.has_finished(directory):
             continue
         try:
             kept.check_run(directory)
             same = not _differences(directory, plain, list(plain.values()))
+            if not same or attempt(directory, "resume=auto") is not None:
+                continue
         except UserError:
-            continue  # of another version, or damaged
-        if same:
+            continue  # of another version, damaged, or not to be written
+        if not kept.has_finished(directory):  # nobody can finish it from now on
             return _resumed(directory, _but(typed, "hydra.run.dir", "ckpt"), False)
+        release(directory)
     print(
         f"resume=auto: no unfinished run of this configuration in {root}; a new one begins",
         flush=True,
@@ -137,8 +141,7 @@ def _last(typed: dict[str, str], values: dict[str, Any]) -> Path:
 
 def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str]:
     kept.check_run(directory)
-    if kept.is_occupied(directory):
-        raise UserError(f"resume={directory}: this run is still running; end it first, or wait")
+    claim(directory, f"resume={directory}", "end that run first, or wait")
     for key in ("ckpt", "hydra.run.dir"):
         if key in typed:
             raise UserError(

@@ -17,15 +17,15 @@ from pytorch_lightning.callbacks import (
     Callback,
     Checkpoint,
     LearningRateMonitor,
-    ModelCheckpoint,
     ProgressBar,
 )
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from hybridtrain.app import jobs, summary
-from hybridtrain.app.begun import begin, claimed, keeping_whole, unsaved
+from hybridtrain.app.begun import begin, keeping_whole, unsaved, writable
 from hybridtrain.app.checkpoint import check_checkpoint
 from hybridtrain.app.checks import check_config
+from hybridtrain.app.chosen import best_checkpoint, metrics_of
 from hybridtrain.app.continued import go_on
 from hybridtrain.app.ending import mapping_signals, no_process_left, terminating
 from hybridtrain.app.evaluate import Subject, evaluate, has_test
@@ -35,6 +35,7 @@ from hybridtrain.app.monitor import RunMonitor
 from hybridtrain.app.outcome import BAD_INPUT, FAILED, Outcome, guarded
 from hybridtrain.app.quiet import hush_lightning
 from hybridtrain.app.recorded import describe_run, seed_all
+from hybridtrain.app.stats import up_to_date
 from hybridtrain.app.targets import check_targets
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.profiling import StepProfiler
@@ -72,11 +73,10 @@ def execute(cfg: DictConfig) -> Outcome:
     def strategy() -> Any:
         return box[0].trainer.strategy if box else None
 
-    claim = claimed(Path(cfg.run_dir))
-    with terminating(), no_process_left(), vanishing_sockets(), claim:
+    with terminating(), no_process_left(), vanishing_sockets():
         outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
     if box:
-        _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
+        outcome = _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
     return replace(outcome, directory=summary.short(cfg.run_dir))
 
 
@@ -183,12 +183,10 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
             trainer.fit(
                 module, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None
             )
-        parts.metrics |= {k: float(v) for k, v in trainer.callback_metrics.items() if "/" in k}
-        ckpt = _best(trainer)
+        parts.metrics |= metrics_of(trainer)
+        ckpt = best_checkpoint(trainer)
     if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
-        loggers = (
-            [] if unsaved(trainer) else _quiet_csv(parts.loggers)
-        )  # nor would these be written
+        loggers = [] if unsaved(trainer) else writable(_quiet_csv(parts.loggers))
         parts.metrics |= evaluate(cfg, trainer, Subject(module, data, ckpt), loggers)
 
 
@@ -198,12 +196,6 @@ def _quiet_csv(loggers: list[Logger]) -> list[Logger]:
         CSVLogger(x.root_dir, name="", version="test") if isinstance(x, CSVLogger) else x
         for x in loggers
     ]
-
-
-def _best(trainer: pl.Trainer) -> str | None:
-    callback = trainer.checkpoint_callback
-    path = callback.best_model_path if isinstance(callback, ModelCheckpoint) else ""
-    return path if path and Path(path).is_file() else None  # the disk may have refused it
 
 
 def _outcome(cfg: DictConfig, parts: Parts) -> Outcome:
@@ -228,11 +220,11 @@ def _metric(cfg: DictConfig, metrics: dict[str, float]) -> float | None:
     return metrics[name]
 
 
-def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> None:
-    """Write ``summary.json`` and print the summary, on the first rank only."""
+def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> Outcome:
+    """Write ``summary.json`` and print the summary, on the first rank only; how it ended then."""
     trainer, directory = parts.trainer, Path(cfg.run_dir)
     if not trainer.is_global_zero:
-        return
+        return outcome
     result = summary.Summary(
         strategy=str(HydraConfig.get().runtime.choices.get("strategy")),
         workers=trainer.world_size,
@@ -243,22 +235,24 @@ def _sum_up(cfg: DictConfig, parts: Parts, outcome: Outcome, wall_s: float) -> N
         exit=outcome.exit,
         error=outcome.error,
     )
-    if (stats := summary.left_stats(directory)) is not None:
+    if (stats := up_to_date(summary.left_stats(directory), trainer)) is not None:
         result.take(stats)
     result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
     result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt)
     summary.write(result, directory)
+    outcome = replace(outcome, exit=result.exit, error=result.error)
     if outcome.exit == BAD_INPUT and not result.updates:
-        return  # the line that says what to do is all there is to say
+        return outcome  # the line that says what to do is all there is to say
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
     print("\n".join(summary.lines(result, directory, tensorboard)), flush=True)
+    return outcome
 
 
 def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: Outcome) -> str | None:
     """The best checkpoint; of a run that was cut short, the newest, to go on from."""
     if cfg.test_only:
         return str(cfg.ckpt)
-    best = _best(trainer) if outcome.exit == 0 else None
+    best = best_checkpoint(trainer) if outcome.exit == 0 else None
     path = best or newest([Path(cfg.run_dir) / "checkpoints"])
     return None if path is None else str(path)
 

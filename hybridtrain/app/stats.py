@@ -66,6 +66,21 @@ def with_known(stats: RunStats, known: Mapping[str, Any]) -> RunStats:
     return stats
 
 
+def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
+    """The numbers that the monitor has left, unless a disk has refused the last ones.
+
+    Args:
+        trainer: with the strategy that knows better, if one does.
+    """
+    known: Any = getattr(trainer.strategy, "run_stats", dict)()
+    if not known.get("updates") or (stats is not None and stats["updates"] == known["updates"]):
+        return stats
+    train_s = known["training_s"]
+    stats = with_known(counted(0, 0.0, trainer.world_size, train_s), known)
+    stats["samples_per_s"] = stats["samples"] / train_s if train_s > 0 else 0.0
+    return stats
+
+
 def history_row(stats: RunStats) -> dict[str, float]:
     """What of it belongs in a row of ``history.csv`` (:mod:`hybridtrain.report.history`)."""
     row: dict[str, float] = {name: stats[name] for name in ("train_s", "updates", "samples")}

@@ -8,12 +8,14 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hybridtrain.app.kept import SUMMARY_FILE
 from hybridtrain.app.monitor import STATS_FILE
+from hybridtrain.app.outcome import FAILED
 from hybridtrain.app.stats import RunStats, Staleness
 from hybridtrain.files import write_whole
 from hybridtrain.slowness import Slow, slow_worker
@@ -75,24 +77,31 @@ def left_stats(directory: Path) -> RunStats | None:
         stats: RunStats = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    path.unlink(missing_ok=True)
+    with suppress(OSError):  # it is read-only by now, which what is written next will tell
+        path.unlink(missing_ok=True)
     return stats
 
 
 def write(summary: Summary, directory: Path) -> None:
-    """Write ``summary.json``; numbers that JSON cannot hold become null."""
-    text = json.dumps(_plain(asdict(summary)), indent=2)
+    """Write ``summary.json``; numbers that JSON cannot hold become null.
+
+    Where it cannot be written that is said, and is a failure: programs wait for it.
+    """
+    text = json.dumps(plain(asdict(summary)), indent=2)
     try:
         write_whole(directory / SUMMARY_FILE, (text + "\n").encode())
-    except OSError as error:  # as for checkpoints
-        print(f"hybridtrain: no {SUMMARY_FILE} ({error.strerror})", file=sys.stderr)
+    except OSError as error:
+        print(f"hybridtrain: no {SUMMARY_FILE} ({error.strerror})", file=sys.stderr, flush=True)
+        summary.exit = summary.exit or FAILED
+        summary.error = summary.error or f"{SUMMARY_FILE} could not be written ({error.strerror})"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """As JSON can hold it: numbers that are not finite become null."""
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtrain.app.summary import short
+from hybridtrain.app.summary import plain, short
 from hybridtrain.report.comparison import PAGE, compare
 from hybridtrain.report.page import write
 from hybridtrain.report.runs import JOBS_FILE
@@ -42,4 +42,4 @@ def _endings(rows: Sequence[Row], directory: Path) -> str:
         for row in rows
         if row.folder is not None
     }
-    return json.dumps(endings, indent=2).replace("NaN", "null") + "\n"
+    return json.dumps(plain(endings), indent=2) + "\n"

@@ -11,13 +11,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
+from hybridtrain.app.chosen import metrics_of
 from hybridtrain.app.compose import conf_dir
 from hybridtrain.app.replaying import about, fitting, rebuilt, workplace
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.whatif import rehearse_fit
 from hybridtrain.recording import Record
-
-ANOTHER = ("strategy", "policy", "correction")  # what may be given
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,7 @@ def simulated(record: Record, options: Mapping[str, Any], name: str) -> Course:
 
         parts = rebuilt(record, folder, change=change)
         stats = rehearse_fit(record, parts.trainer, parts.module, **fitting(record, parts))
-        found = parts.trainer.callback_metrics.items()
-        return Course(name, stats, {key: float(value) for key, value in found if "/" in key})
+        return Course(name, stats, metrics_of(parts.trainer))
 
 
 def recorded(record: Record) -> Course:

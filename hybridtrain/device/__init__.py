@@ -4,8 +4,16 @@
 ``incoming``, and nothing reads what it has not waited for (tests bring a device that sees to that).
 """
 
+from collections.abc import Callable
+
+import torch
+
+from hybridtrain.device.cuda import CudaStreams
 from hybridtrain.device.incoming import Incoming
 from hybridtrain.device.outgoing import Outgoing
 from hybridtrain.device.streams import Lane, Streams
 
-__all__ = ["Incoming", "Lane", "Outgoing", "Streams"]
+__all__ = ["KINDS", "Incoming", "Lane", "Outgoing", "Streams"]
+
+# Type of a device that workers compute on apart from the parameters -> its streams.
+KINDS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}

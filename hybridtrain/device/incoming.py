@@ -11,6 +11,7 @@ for all that they and their children own.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -46,9 +47,9 @@ class Incoming:
         self._needed: list[int] = []
         self._coming: list[Any] = []  # marks of buckets, of which the first ``_waited`` are there
         self._waited = 0
-        self._bucket_of: dict[int, int] = {}  # address of a storage -> bucket
-        self._address = [p.untyped_storage().data_ptr() for p in self._parameters]
-        self._number_at = {a: n for n, a in enumerate(self._address)}
+        self._bucket_of: dict[int, int] = {}  # of those that nobody has needed yet
+        places = [(p.data_ptr(), n) for n, p in enumerate(self._parameters) if p.numel()]
+        self._places = sorted(places)  # by address
 
     @property
     def pending(self) -> bool:
@@ -67,9 +68,9 @@ class Incoming:
         self._streams.wait(Lane.BACK, self._streams.record(Lane.COMPUTE))  # the old are in use
         self._coming, self._waited, self._bucket_of = [], 0, {}
         for bucket in self._buckets([n for n in self._order if n in chosen]):
-            for number in bucket:
-                self._streams.copy(Lane.BACK, self._parameters[number], self._sources[number])
-                self._bucket_of[self._address[number]] = len(self._coming)
+            own, sources = self._parameters, self._sources
+            self._streams.copy(Lane.BACK, [own[n] for n in bucket], [sources[n] for n in bucket])
+            self._bucket_of |= dict.fromkeys(bucket, len(self._coming))
             after(bucket)
             self._coming.append(self._streams.record(Lane.BACK))
 
@@ -92,11 +93,25 @@ class Incoming:
 
     def need(self, tensor: torch.Tensor) -> None:
         """The compute lane is about to use this tensor, perhaps a parameter, or a view of one."""
-        address = tensor.untyped_storage().data_ptr()
-        bucket = self._bucket_of.pop(address, None)
+        try:
+            first = tensor.data_ptr()
+        except (RuntimeError, NotImplementedError):  # without memory (vmap, tracing, mkldnn)
+            self.need_all()
+            return
+        # Parameters may share a storage (cuDNN's of an LSTM): those count that lie in the tensor.
+        behind = first + max(1, _reach(tensor))
+        at = max(0, bisect_right(self._places, (first, len(self._parameters))) - 1)
+        while at < len(self._places) and self._places[at][0] < behind:
+            address, number = self._places[at]
+            at += 1
+            if first < address + self._parameters[number].nbytes:
+                self._need(number)
+
+    def _need(self, number: int) -> None:
+        bucket = self._bucket_of.pop(number, None)
         if bucket is None:
             return
-        self._needed.append(self._number_at[address])
+        self._needed.append(number)
         if bucket >= self._waited:  # a mark stands for all buckets before it
             self._streams.wait(Lane.COMPUTE, self._coming[bucket])
             self._waited = bucket + 1
@@ -112,6 +127,12 @@ class Incoming:
         self.need_all()
         if self._coming:
             self._streams.synchronise(self._coming[-1])
+
+
+def _reach(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to behind its last."""
+    steps = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n)
+    return (steps + 1) * tensor.itemsize if tensor.numel() else 0
 
 
 class Watch(TorchFunctionMode):

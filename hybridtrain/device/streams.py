@@ -7,7 +7,7 @@ where it is named, as autograd may run a part of backward on another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -26,8 +26,12 @@ class Lane(Enum):
 class Streams(Protocol):
     """One device, as one worker uses it. A *mark* is whatever ``record`` returns."""
 
-    def record(self, lane: Lane) -> Any:
-        """A mark behind all that the lane has been given so far."""
+    def current(self) -> Any:
+        """The stream that ``COMPUTE`` names now; it can be hashed."""
+        ...
+
+    def record(self, lane: Lane, stream: Any = None) -> Any:
+        """A mark behind all that the lane, or a stream that was ``current``, has been given."""
         ...
 
     def wait(self, lane: Lane, mark: Any) -> None:
@@ -42,15 +46,18 @@ class Streams(Protocol):
         """Whether it would not have to."""
         ...
 
-    def copy(self, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy between host and device, of equal shapes.
+    def copy(
+        self, lane: Lane, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        """Queue copies between host and device, of equal shapes.
 
-        Another dtype is converted on the device, to nearest even. The source's memory is kept until
-        the copy is made; its values must be, by whoever queues it.
+        Another dtype is converted on the device, to nearest even. The sources' memory is kept until
+        the copies are made; its values must be, by whoever queues them. Whoever queues copies to
+        the device keeps the destinations.
         """
         ...
 
-    def do(self, lane: Lane, work: Callable[[], None]) -> None:
+    def do(self, lane: Lane, work: Callable[[], Any]) -> None:
         """Queue work on tensors of the device, which live as long as the lane may need them."""
         ...
 

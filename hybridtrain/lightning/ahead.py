@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from lightning_fabric.utilities import move_data_to_device
-from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch.utils._pytree import tree_leaves
 
 from hybridtrain.device import Lane, Streams
 from hybridtrain.exchange import Exchange
@@ -80,6 +80,10 @@ class Ahead:
     def _send(self, batch: Any) -> None:
         self._batch, self._moved = batch, []
         moved, device = self._moved, self._device
+        if not all(map(_is_plain, tree_leaves(batch))):
+            # Its tensors cannot be marked as used by the compute lane, so the memory that they
+            # leave may be given to this copy while that lane still reads them: wait for it.
+            self._streams.wait(Lane.DATA, self._streams.record(Lane.COMPUTE))
         self._streams.do(Lane.DATA, lambda: moved.append(move_data_to_device(batch, device)))
         self._mark = self._streams.record(Lane.DATA)
 
@@ -89,9 +93,16 @@ class Ahead:
             return None
         self._streams.wait(Lane.COMPUTE, self._mark)
         (moved,) = self._moved
-        apply_to_collection(moved, torch.Tensor, lambda t: self._streams.keep(Lane.COMPUTE, t))
+        for leaf in tree_leaves(moved):
+            if isinstance(leaf, torch.Tensor):
+                self._streams.keep(Lane.COMPUTE, leaf)
         self._batch, self._moved = None, []
         return moved
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a part of a mini-batch is a tensor, or is not moved at all."""
+    return isinstance(leaf, torch.Tensor) or not hasattr(leaf, "to")
 
 
 def ahead(exchange: Exchange, trainer: Any) -> Ahead | None:

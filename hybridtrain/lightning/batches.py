@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
 from hybridtrain.errors import UserError
 
@@ -103,6 +104,11 @@ def _number(value: Any, asked: str, whole: bool = False) -> float:
             "be a whole number from 0 on" + ("" if whole else ", a tensor or a list")
         )
     return number
+
+
+def step_fetches(module: Any) -> bool:
+    """Whether ``training_step(dataloader_iter)`` takes its mini-batches from the loader itself."""
+    return bool(is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True))
 
 
 def samples_in(batch: Any) -> int | None:

@@ -57,7 +57,7 @@ class Belongings:
 def of_callback(callback: pl.Callback, module: pl.LightningModule) -> Belongings:
     """In worker 0."""
     found = isinstance(callback, LearningRateFinder)
-    plain = {} if found else plain_attributes(callback, lambda name: True)
+    plain = {} if found else plain_attributes(callback)
     return Belongings(_kind(callback), plain, state_of(callback, module))
 
 
@@ -71,14 +71,14 @@ def give_to_callback(
     callback: pl.Callback, module: pl.LightningModule, belongings: Belongings
 ) -> None:
     """In the calling process."""
-    _give(callback, belongings.plain)
+    give_plain(callback, belongings.plain)
     give_state(callback, module, belongings.state)
 
 
 def give_to_module(module: pl.LightningModule, belongings: Belongings) -> None:
     """In the calling process."""
     if belongings.kind == _kind(module):
-        _give(module, belongings.plain)
+        give_plain(module, belongings.plain)
 
 
 def pairs(
@@ -119,8 +119,8 @@ def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any
     if isinstance(callback, LearningRateFinder):
         return what_was_found(callback, module)
     if isinstance(callback, ModelCheckpoint):
-        return {name: getattr(callback, name) for name in _CHECKPOINT_FIELDS}
-    state = callback.state_dict()
+        return _at_home({name: getattr(callback, name) for name in _CHECKPOINT_FIELDS})
+    state: dict[str, Any] = _at_home(callback.state_dict())
     try:
         pickle.dumps(state)
     except Exception:
@@ -134,8 +134,13 @@ def standing_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, 
     if isinstance(callback, ModelCheckpoint):
         known = vars(callback)
         state |= {name: known[name] for name in _DECIDED if name in known}
-        state = tree_map_only(torch.Tensor, lambda value: value.cpu(), state)
+        state = _at_home(state)
     return state
+
+
+def _at_home(state: Any) -> Any:
+    """With its tensors in host memory, as no device is this process's and the other's."""
+    return tree_map_only(torch.Tensor, lambda value: value.cpu(), state)
 
 
 def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[str, Any]) -> None:
@@ -155,7 +160,9 @@ def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[st
 # ---- plain data ---------------------------------------------------------------------------------
 
 
-def plain_attributes(thing: Any, wanted: Callable[[str], bool]) -> dict[str, Any]:
+def plain_attributes(
+    thing: Any, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Any]:
     """Copies of the attributes that are plain data."""
     found = {}
     for name, value in vars(thing).items():
@@ -197,7 +204,8 @@ def _sized(value: Any) -> bool:
     return isinstance(value, (*_SEQUENCES, dict))
 
 
-def _give(thing: Any, values: dict[str, Any]) -> None:
+def give_plain(thing: Any, values: dict[str, Any]) -> None:
+    """Set the attributes; what the user holds, too, is filled instead of replaced."""
     for name, theirs in values.items():
         mine = vars(thing).get(name)
         if type(mine) is not type(theirs) or not _fill(mine, theirs):

@@ -9,15 +9,10 @@ That goes for data sets as well, which may hold the module that is trained.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
-from functools import partial
-from itertools import islice
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import (
     DeviceStatsMonitor,
     LambdaCallback,
@@ -31,7 +26,7 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
-from hybridtrain.lightning.looking import filled_cells
+from hybridtrain.lightning.holding import may_hold
 
 _MODULE_HOOKS = (
     "on_train_batch_end",
@@ -43,8 +38,6 @@ _MODULE_HOOKS = (
 # Their ``on_train_batch_end`` looks at metrics, clocks and devices; a checkpoint settles first.
 _HARMLESS = {DeviceStatsMonitor, ModelCheckpoint, ProgressBar, RichProgressBar, ThroughputMonitor}
 _HARMLESS |= {Timer, TQDMProgressBar}
-_MOST, _WIDTH = 10_000, 100  # objects to look at, in all and of a list; they may be all samples
-_PLAIN = (bool, int, float, complex, str, bytes, type, type(None), torch.Tensor, ModuleType)
 
 
 def parameters_rest(trainer: Any) -> bool:
@@ -59,50 +52,13 @@ def parameters_rest(trainer: Any) -> bool:
         return False
     loader = trainer.fit_loop._combined_loader
     sources = [] if loader is None else loader.flattened
-    return not any(map(_looks, trainer.callbacks)) and not holds_any(sources, module.modules())
+    return not any(map(_looks, trainer.callbacks)) and not may_hold(sources, module.modules())
 
 
 def is_unwatched(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nobody has hooked on to the end of its steps."""
     hooks: Any = optimizer
     return not hooks._optimizer_step_post_hooks and not _global_optimizer_post_hooks
-
-
-def holds_any(sources: Iterable[object], wanted: Iterable[object]) -> bool:
-    """Whether one of these objects leads to one that is wanted, as far as is worth looking."""
-    sought, queue = set(map(id, wanted)), deque(sources)
-    seen: dict[int, object] = {}  # and kept, or another object could get the number of one
-    while queue and len(seen) < _MOST:
-        each = queue.popleft()
-        if id(each) in sought:
-            return True
-        if id(each) not in seen:
-            seen[id(each)] = each
-            queue.extend(part for part in _parts(each) if not _leads_elsewhere(part))
-    return False
-
-
-def _leads_elsewhere(part: object) -> bool:
-    """To no module, or to every one: a data module knows its trainer, our samplers the strategy."""
-    ours = type(part).__module__.startswith(__package__)
-    return ours or isinstance(part, (*_PLAIN, Trainer))
-
-
-def _parts(value: object) -> Iterator[object]:
-    """What an object holds: attributes, elements, and what a function was made with."""
-    match value:
-        case FunctionType():
-            yield from (*filled_cells(value), *(value.__defaults__ or ()))
-        case MethodType():
-            yield value.__self__
-        case partial():
-            yield from (value.func, *value.args, *value.keywords.values())
-        case dict():
-            yield from islice(value.values(), _WIDTH)
-        case list() | tuple() | set():
-            yield from islice(value, _WIDTH)
-        case _:
-            yield from getattr(value, "__dict__", {}).values()
 
 
 def _looks(callback: Callback) -> bool:

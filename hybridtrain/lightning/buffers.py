@@ -34,7 +34,13 @@ class SharedBuffers:
         self._version = 0
         turns = [store.state(turn) for turn in (0, 1)]  # each (room,) uint8, host, shared
         self._tags = [turn[:8].view(torch.int64) for turn in turns]
+        self._turns = turns
         self._places = [_views(turn, tensors(named)) for turn in turns]
+        # On a device: the same places there, so that a single copy crosses the bus.
+        devices = {buffer.device for buffer in tensors(named)}
+        apart = len(devices) == 1 and devices != {torch.device("cpu")}
+        self._staged = torch.empty_like(turns[0], device=devices.pop()) if apart else None
+        self._stages = _views(self._staged, tensors(named)) if self._staged is not None else []
 
     @torch.no_grad()
     def meet(self, accumulating: bool = False) -> None:
@@ -62,7 +68,7 @@ class SharedBuffers:
         """These go with the parameters of that version."""
         turn = (version - 1) % 2
         if self._leads:
-            torch._foreach_copy_(self._places[turn], tensors(self._named))
+            self._leave(turn)
             self._tags[turn].fill_(version)
 
     @torch.no_grad()
@@ -70,7 +76,7 @@ class SharedBuffers:
         """After the release."""
         turn = self._version % 2
         if not self._leads and int(self._tags[turn]) == self._version + 1:
-            torch._foreach_copy_(tensors(self._named), self._places[turn])
+            self._take(turn)
 
     @torch.no_grad()
     def put_back(self, version: int) -> None:
@@ -80,7 +86,21 @@ class SharedBuffers:
         """
         turn = (version - 1) % 2
         if int(self._tags[turn]) == version:
+            self._take(turn)
+
+    def _leave(self, turn: int) -> None:
+        if self._staged is None:
+            torch._foreach_copy_(self._places[turn], tensors(self._named))
+            return
+        torch._foreach_copy_(self._stages, tensors(self._named))
+        self._turns[turn][_TAG_BYTES:].copy_(self._staged[_TAG_BYTES:])
+
+    def _take(self, turn: int) -> None:
+        if self._staged is None:
             torch._foreach_copy_(tensors(self._named), self._places[turn])
+            return
+        self._staged.copy_(self._turns[turn])
+        torch._foreach_copy_(tensors(self._named), self._stages)
 
     @property
     def _leads(self) -> bool:

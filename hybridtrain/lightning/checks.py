@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
 
 import torch
-from pytorch_lightning.accelerators import CPUAccelerator, CUDAAccelerator
+from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 
+from hybridtrain.device import KINDS
 from hybridtrain.errors import UserError
 from hybridtrain.memory import overlapping
 
@@ -19,6 +21,7 @@ def check_trainer(trainer: Any, lockstep: bool) -> None:
     Raises:
         UserError: naming the option, what is allowed, and what to do.
     """
+    _check_process()
     _check_accelerator(trainer.accelerator)
     _check_environment(trainer.strategy.cluster_environment)
     if trainer.state.fn != "fit":
@@ -43,8 +46,19 @@ def check_trainer(trainer: Any, lockstep: bool) -> None:
         _check_limit(trainer)
 
 
+def _check_process() -> None:
+    """Daemonic processes, as those of a ``multiprocessing.Pool`` are, may have no children."""
+    process = multiprocessing.current_process()
+    if process.daemon:
+        raise UserError(
+            f"training was started in {process.name}, a daemonic process (of a "
+            "multiprocessing.Pool?), which may start no workers; use "
+            "concurrent.futures.ProcessPoolExecutor, or multiprocessing.Process(daemon=False)"
+        )
+
+
 def _check_accelerator(accelerator: Any) -> None:
-    if not isinstance(accelerator, CPUAccelerator | CUDAAccelerator):
+    if not isinstance(accelerator, CPUAccelerator) and type(accelerator).name() not in KINDS:
         raise UserError(
             f"accelerator={type(accelerator).name()!r} was given or found, but workers compute on "
             "'cpu' or 'cuda'; use Trainer(accelerator='cpu')"

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
 from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """A tensor that lay on the sender's device, and is to lie on the receiver's."""
+
+    tensor: torch.Tensor  # host
 
 
 class Collectives:
@@ -28,10 +37,11 @@ class Collectives:
 
     Args:
         client: to the server.
+        device: this worker's.
     """
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
+    def __init__(self, client: Client, device: torch.device | None = None) -> None:
+        self._client, self._device = client, device or torch.device("cpu")
         self.local = False
         self.weight = 1.0  # samples in this worker's mini-batch
         self.alone = ""  # why no other worker will meet this one now, if so
@@ -76,19 +86,23 @@ class Collectives:
     def broadcast(self, obj: T, src: int) -> T:
         """Worker ``src``'s object, for everybody; for one who is left alone, his own.
 
-        Where that worker is gone, the first of those who are there takes its place.
+        Tensors of that worker's device come on the receiver's. Where that worker is gone, the
+        first of those who are there takes its place.
         """
         client = self._client
         if self.local or client.solo:
             return obj
         source = src if src in client.there else client.there[0]
         while True:
-            mine = obj if client.worker == source else None
+            mine = tree_map_only(torch.Tensor, _sent, obj) if client.worker == source else None
             known = self._gather("broadcast", (source, mine))
             if all(whose == source for whose, _ in known) and source in client.met:
-                return known[client.met.index(source)][1]
+                return tree_map_only(_OnDevice, self._landed, known[client.met.index(source)][1])
             # It was lost on the way here, or not all know of it yet; who has met, all know.
             source = src if src in client.met else client.met[0]
+
+    def _landed(self, sent: _OnDevice) -> torch.Tensor:
+        return sent.tensor.to(self._device)
 
     def decide(self, decision: bool, all_must_agree: bool) -> bool:
         """Whether all (or any) workers say yes."""
@@ -149,6 +163,10 @@ class _GatherWithGradient(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         total = _stack(ctx.client, "all_gather backward", grads[0]).sum(dim=0)
         return total[ctx.client.place], None
+
+
+def _sent(tensor: torch.Tensor) -> torch.Tensor | _OnDevice:
+    return tensor if tensor.device.type == "cpu" else _OnDevice(tensor.detach().cpu())
 
 
 def _stack(client: Client, tag: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -29,11 +29,11 @@ from hybridtrain.lightning.advancing import advance, can_be_advanced
 from hybridtrain.lightning.dice import look, put
 from hybridtrain.lightning.generator_pages import GeneratorPages
 from hybridtrain.lightning.loaders import Loaders
+from hybridtrain.lightning.logs import identity, keep_rows
 from hybridtrain.lightning.progress import precede, set_global_step, step_schedulers
-from hybridtrain.lightning.results import identity
 from hybridtrain.lightning.resume import KEY
 from hybridtrain.lightning.state import without_fetching
-from hybridtrain.lightning.succession import hand_over, keep_rows
+from hybridtrain.lightning.succession import hand_over
 from hybridtrain.news import Told
 
 _PLACE = "the memory of this run"

@@ -13,12 +13,24 @@ from pytorch_lightning.trainer import call
 
 from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
+from hybridtrain.files import interrupted_in
 from hybridtrain.lightning.succession import hand_over
 from hybridtrain.news import Heir, Saved
 from hybridtrain.worlds.channel import ChannelClosed
 from hybridtrain.worlds.outcome import Failed
 
-INTERRUPTED_CHECKPOINT = "interrupted.ckpt"
+_NO_GROUP = "Default process group has not been initialized"  # torch's words
+
+
+def advise(error: BaseException) -> None:
+    """Say what to use instead of torch.distributed, where the user's code has asked for it."""
+    if _NO_GROUP in str(error):
+        error.add_note(
+            "Workers of this strategy have no process group of torch.distributed. Use "
+            "self.all_gather, trainer.strategy.reduce, .broadcast and .barrier, which work under "
+            "every strategy; trainer.global_rank and trainer.world_size for get_rank and "
+            "get_world_size; and no DistributedSampler: samples are shared out by the strategy."
+        )
 
 
 def confess(trainer: pl.Trainer, error: BaseException) -> None:
@@ -28,6 +40,7 @@ def confess(trainer: pl.Trainer, error: BaseException) -> None:
     """
     strategy: Any = trainer.strategy
     client: Client = strategy.client
+    advise(error)
     client.pulse.fail()
     try:
         client.line.send(Failed.of(error, client.pulse.failed_in, waits=True))
@@ -55,7 +68,7 @@ def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
 
 
 def save_interrupted(trainer: pl.Trainer) -> bool:
-    """One checkpoint of the last whole update, where the others lie; whether one was written.
+    """One checkpoint of the last whole update, near the others; whether one was written.
 
     Needs no other worker.
     """
@@ -63,7 +76,7 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
     folder = getattr(checkpoint, "dirpath", None)
     if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
         return False
-    path, strategy = Path(folder) / INTERRUPTED_CHECKPOINT, cast(Any, trainer.strategy)
+    path, strategy = interrupted_in(Path(folder)), cast(Any, trainer.strategy)
     try:
         strategy.before_checkpoint()  # others may have made updates that this one has not
         strategy.collectives.local = False  # with nobody else: what user code gathers is its own

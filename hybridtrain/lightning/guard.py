@@ -4,7 +4,9 @@ has run out.
 Under all-reduce one such gradient is everybody's at once, and a worker that raises leaves the
 others waiting. Here each contribution is looked at before it is handed over, so that the user can
 choose: end the run and say whose fault it was (``raise``), leave this worker out of the step's mean
-(``drop``), or leave the whole step out (``skip_step``).
+(``drop``), or leave the whole step out (``skip_step``). A callback that looks for losses that are
+not finite (``SpikeDetection``) decides itself whether to end the run, and must get to see them:
+under ``auto`` what comes of such a loss is left out, and training goes on to the callback.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from lightning_fabric.utilities.spike import SpikeDetection
 from pytorch_lightning import Trainer
 from pytorch_lightning.utilities.memory import is_oom_error
 
@@ -24,6 +27,7 @@ from hybridtrain.finite import FiniteCheck
 from hybridtrain.memory import Layout, Packed
 
 CHOICES = ("raise", "drop", "skip_step")
+AUTO = "auto"
 NONFINITE, OUT_OF_MEMORY = "nonfinite", "oom"
 _WARNINGS = 10  # of each worker; after that, faults are only counted
 _IDS = ["id", "ids", "sample_id", "sample_ids", "uid", "index", "indices", "idx", "key", "keys"]
@@ -31,20 +35,28 @@ _IDS += ["file", "files", "filename", "filenames", "path", "paths", "name", "nam
 
 
 class NotFinite(UserError):
-    """A gradient that is not finite, under ``on_nonfinite=raise``."""
+    """A gradient that is not finite, where nothing else is to be done about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnFault:
-    """The user's choices, each one of ``CHOICES``."""
+    """The user's choices, each one of ``CHOICES``; ``nonfinite`` may be ``auto``, too."""
 
-    nonfinite: str = "raise"
+    nonfinite: str = AUTO
     oom: str = "raise"
 
     def __post_init__(self) -> None:
-        for name, value in (("on_nonfinite", self.nonfinite), ("on_oom", self.oom)):
-            if value not in CHOICES:
-                raise UserError(f"{name}={value!r} was given; it must be {', '.join(CHOICES)}")
+        known = (("on_nonfinite", self.nonfinite, (AUTO, *CHOICES)), ("on_oom", self.oom, CHOICES))
+        for name, value, choices in known:
+            if value not in choices:
+                raise UserError(f"{name}={value!r} was given; it must be {', '.join(choices)}")
+
+    def beside(self, trainer: Any) -> OnFault:
+        """``auto`` stays only where a callback looks for such losses; else it means ``raise``."""
+        if self.nonfinite != AUTO:
+            return self
+        watched = any(isinstance(callback, SpikeDetection) for callback in trainer.callbacks)
+        return self if watched else replace(self, nonfinite="raise")
 
 
 class Guard:
@@ -65,6 +77,7 @@ class Guard:
         self._scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         self._warned = 0
         self._batch: Any = None
+        self._losses: list[torch.Tensor] | None = [] if on_fault.nonfinite == AUTO else None
         self.veto = False  # until the next step is over: it is to be left out
         self.fault = ""  # not yet told to the server
 
@@ -73,6 +86,13 @@ class Guard:
         self._batch = batch
         if new_step:
             self.veto = False
+            if self._losses:
+                self._losses.clear()
+
+    def see(self, loss: torch.Tensor) -> None:
+        """Of the mini-batches since the last step; a callback will see it, too."""
+        if self._losses is not None:
+            self._losses.append(loss.detach())
 
     def accepts(
         self,
@@ -95,12 +115,15 @@ class Guard:
             return True
         what = self._describe(offender)
         self._check.forget()
-        if self._on_fault.nonfinite == "raise":
+        choice = self._on_fault.nonfinite
+        if choice == AUTO:  # a callback decides, unless it has nothing to see
+            choice = "raise" if all(x.isfinite().all() for x in self._losses or ()) else "drop"
+        if choice == "raise":
             raise NotFinite(
                 f"{what}; look at these samples or lower the learning rate, or go on with "
                 "strategy.on_nonfinite=drop (leaves this worker out of the step) or skip_step"
             )
-        self._note(NONFINITE, self._on_fault.nonfinite, what)
+        self._note(NONFINITE, choice, what)
         return False
 
     def forgives(self, error: Exception) -> bool:

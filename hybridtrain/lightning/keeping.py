@@ -65,6 +65,29 @@ class Keeping:
             for path, reason in self.unsaved.lost.items():
                 rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
 
+    def figures(self) -> dict[str, Any]:
+        """For ``run_stats()``: the checkpoints that are missing, and why."""
+        return {"unsaved": dict(self.unsaved.lost)}
+
+    def forget_lost(self, trainer: Any) -> None:
+        """In the calling process, after training: no callback names a file that is not there.
+
+        The best is then the best of those that are.
+        """
+        gone = {path for path in self.unsaved.lost if not Path(path).is_file()}
+        for callback in trainer.checkpoint_callbacks:
+            if not isinstance(callback, ModelCheckpoint):
+                continue
+            for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
+                if getattr(callback, name) in gone:
+                    setattr(callback, name, "")
+            for path in gone & callback.best_k_models.keys():
+                del callback.best_k_models[path]
+            if not callback.best_model_path and (scores := callback.best_k_models):
+                choose = min if callback.mode == "min" else max
+                callback.best_model_path = path = choose(scores, key=lambda x: float(scores[x]))
+                callback.best_model_score = scores[path]
+
     def refuses(self, path: Any) -> bool:
         """Whether the calling process has nothing to write there: what was trained is not here.
 

@@ -22,6 +22,7 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import _TunerExitException
 
 from hybridtrain.client import Client, StopRequested
+from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
 from hybridtrain.failures import Judge
 from hybridtrain.lightning.checks import check_parameters, check_trainer
@@ -34,8 +35,10 @@ from hybridtrain.lightning.inherited import forget_process_group, stop_sharing
 from hybridtrain.lightning.injection import inject
 from hybridtrain.lightning.lean import be_lean
 from hybridtrain.lightning.lock_free import check_lock_free
+from hybridtrain.lightning.logs import logger_states, logs_open
 from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
 from hybridtrain.lightning.recording import serving
+from hybridtrain.lightning.requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.results import pack, unpack
 from hybridtrain.lightning.startup import check_startup
 from hybridtrain.memory.scratch import Scratch
@@ -84,10 +87,9 @@ class HybridLauncher(_Launcher):
         start_method = resolve_start_method(strategy.start_method)
         check_all(strategy, trainer)
         strategy.faults.begin(trainer, strategy.world_size)
-        snapshot = None if start_method == "fork" else _GlobalStateSnapshot.capture()
-        loggers = logger_states(trainer) if start_method == "fork" else []
+        snapshot = carried(trainer, start_method)
         scratch = Scratch()
-        job = _Job(trainer, function, args, kwargs, snapshot, loggers, room=scratch.path)
+        job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
         n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
         check_startup(strategy, start_method, threads, usable_cores(), job)
         in_update = usable_cores() if strategy.regime.lockstep else 1
@@ -97,7 +99,8 @@ class HybridLauncher(_Launcher):
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
-            with surroundings(strategy, trainer):
+            with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
+                job.loggers = logger_states(trainer) if start_method == "fork" else []
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
@@ -106,7 +109,7 @@ class HybridLauncher(_Launcher):
             raise KeyboardInterrupt from None
         finally:
             faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
-            strategy.remember_stats(server.ledger.stats() | faults)
+            strategy.remember_stats(server.ledger.stats() | faults | strategy.keeping.figures())
             if watch is not None:
                 watch.conclude()
         return unpack(trainer, results, scratch)
@@ -124,7 +127,12 @@ class HybridLauncher(_Launcher):
 @contextmanager
 def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """What is to be there while workers run, and no longer."""
-    with strategy.keeping.listening(trainer), vanishing_sockets(), pages_of(strategy, trainer):
+    with (
+        strategy.keeping.listening(trainer),
+        vanishing_sockets(),
+        pages_of(strategy, trainer),
+        logs_open(trainer),
+    ):
         yield
 
 
@@ -160,13 +168,13 @@ def resolve_start_method(method: str) -> str:
     """
     known = torch.multiprocessing.get_all_start_methods()
     if method == "auto":
-        fork_is_safe = sys.platform.startswith("linux") and not torch.cuda.is_initialized()
+        fork_is_safe = sys.platform.startswith("linux") and not forbids_fork()
         return "fork" if fork_is_safe else "spawn"
     if method not in known:
         raise UserError(
             f"start_method={method!r} was given; this system knows auto, {', '.join(known)}"
         )
-    if method == "fork" and torch.cuda.is_initialized():
+    if method == "fork" and forbids_fork():
         raise UserError(
             "start_method=fork was given, but CUDA is already initialised in this process, which "
             "forked workers cannot use; do not touch CUDA before trainer.fit, or use "
@@ -188,15 +196,12 @@ def threads_of_a_worker(strategy: HybridStrategy) -> int:
     return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted
 
 
-def logger_states(trainer: Any) -> list[dict[str, Any]]:
-    """What a logger would be after pickling, for workers that are forked instead.
-
-    A fork has none of the threads behind ``logger.experiment``, and one that the user has opened
-    already would hang when its queue is full. As after pickling, it is opened anew, or (Weights &
-    Biases) the workers join the one of this process.
-    """
-    states = [logger.__getstate__() for logger in trainer.loggers]
-    return [state if isinstance(state, dict) else {} for state in states]
+def carried(trainer: pl.Trainer, start_method: str) -> _GlobalStateSnapshot | None:
+    """What a spawned worker has not from a fork."""
+    if start_method == "fork":
+        return None
+    trainer.lightning_module.cpu()  # on a device, a handle to that memory would be sent
+    return _GlobalStateSnapshot.capture()
 
 
 # ---- inside a worker ----------------------------------------------------------------------------
@@ -214,6 +219,7 @@ class _Job:
     loggers: list[dict[str, Any]]
     version: int = 0  # updates so far, then
     told: bytes = b""  # where training is, for a worker that is restarted
+    warned: Warned | None = None  # that SLURM is about to end the job
     room: str = ""  # the path of a scratch file for what would be too much for a message
 
     def named(self) -> dict[str, Any]:
@@ -245,6 +251,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     back = ComingBack(job.told, job.version, trainer, client) if job.told else None
     trainer.strategy.enter_worker(client, trainer, back)
     inject(trainer, client, trainer.strategy.faults)
+    listen(trainer, job.warned)
     trainer.strategy.keeping.take_over(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike

@@ -226,6 +226,6 @@ def _timetable(
     drop_last = bool(getattr(batches, "drop_last", False))
     sampler: Any = loader.sampler
     if isinstance(sampler, SequentialSampler | RandomSampler):
-        in_order = isinstance(sampler, SequentialSampler)
+        in_order = workers == 1 and isinstance(sampler, SequentialSampler)  # as a real run has it
         return Timetable(length, sizes, drop_last), Seeded(length, None if in_order else seed)
     return Timetable(len(sampler), sizes, drop_last), lambda epoch: list(sampler)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Sized
 from functools import cached_property
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.client import Client
-from hybridtrain.lightning.batches import Scales
+from hybridtrain.lightning.batches import Scales, step_fetches
+from hybridtrain.lightning.dealing import Dealing, shares_nothing, warn_of_repetition
 from hybridtrain.lightning.dice import Dice
 from hybridtrain.lightning.epoch_ends import EpochEnds
 from hybridtrain.lightning.evaluation import Dealt, EvaluationSampler, Group, Whole
 from hybridtrain.lightning.options import DataOptions
-from hybridtrain.lightning.orders import Drawn, Order, Seeded
+from hybridtrain.lightning.own_batches import Batches, handed, makes_its_own
+from hybridtrain.lightning.planning import order_of, plan_of
 from hybridtrain.lightning.progress import precede, remeasure
 from hybridtrain.lightning.queue_sampler import QueueSampler
 from hybridtrain.lightning.recording import data_teller
@@ -32,7 +32,7 @@ from hybridtrain.lightning.resume import (
     reopen,
     validate_again,
 )
-from hybridtrain.lightning.samplers import EpochSampler, Plan, ShareSampler
+from hybridtrain.lightning.samplers import EpochSampler, ShareSampler
 from hybridtrain.lightning.sizing import check_batches, with_batches
 from hybridtrain.policies import Regime
 
@@ -98,8 +98,10 @@ class Loaders:
         if not connector._requires_distributed_sampler(dataloader):
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
-            return self._training(dataloader, shuffle and not self._trainer.overfit_batches)
-        indices = self._order(dataloader, shuffle)(0)
+            kept = self._options.keep_order or self._client.n_workers == 1
+            kept = kept and isinstance(dataloader.sampler, SequentialSampler)
+            return self._training(dataloader, not kept and not self._trainer.overfit_batches)
+        indices = order_of(dataloader, shuffle, self._client)(0)
         if mode != RunningStage.PREDICTING:
             return EvaluationSampler(indices, self._client.rank, self._group)
         return Whole(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
@@ -113,7 +115,19 @@ class Loaders:
 
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """Lightning's own, with mini-batches of this worker's size."""
+        if makes_its_own(dataloader, self._trainer._data_connector):
+            if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
+                check_batches(dataloader)
+            sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
+            return handed(dataloader, sampler, mode)
+        chosen = self._trainer._data_connector._requires_distributed_sampler(dataloader)
         prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
+        client, option = self._client, self._options.iterable
+        if client.n_workers > 1 and mode != RunningStage.PREDICTING:
+            if shares_nothing(dataloader, chosen) and option == "deal":
+                return Dealing(prepared, client.worker, client.n_workers)
+            if shares_nothing(dataloader, chosen) and option is None:
+                warn_of_repetition(dataloader, str(mode.value), client.n_workers)
         if not isinstance(prepared, DataLoader):
             return prepared
         if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
@@ -132,10 +146,11 @@ class Loaders:
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
         if self._made_in_epoch != epoch:  # the loaders are new or reloaded
             self.samplers, self._made_in_epoch = [], epoch
-        plan, number = self._plan(dataloader, shuffle), len(self.samplers)
-        begun = None
-        if self._resumed is not None and not hasattr(dataloader, "load_state_dict"):
-            begun = self._resumed.begun(number, plan)
+        order, number = order_of(dataloader, shuffle, self._client), len(self.samplers)
+        sizes = self._options.batch_sizes
+        plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
+        goes_on = self._resumed is not None and not hasattr(dataloader, "load_state_dict")
+        begun = self._resumed.begun(number, plan) if self._resumed and goes_on else None
         self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._regime.lockstep else QueueSampler
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
@@ -145,26 +160,9 @@ class Loaders:
         """Mini-batches that belong to one optimizer step, and so to one worker."""
         return int(self._trainer.accumulate_grad_batches) if self._regime.turns else 0
 
-    def _plan(self, dataloader: DataLoader[Any], shuffle: bool) -> Plan:
-        order, n_workers = self._order(dataloader, shuffle), self._client.n_workers
-        sampler, batches = dataloader.sampler, dataloader.batch_sampler
-        length = len(sampler) if isinstance(sampler, Sized) else 0
-        if self._options.batch_sizes is not None:
-            check_batches(dataloader)
-        if batches is None:
-            return Plan(order, length, (1,) * n_workers, False, True, self._turn)
-        size = getattr(batches, "batch_size", 1) or 1
-        plain = type(batches) is BatchSampler
-        drop_last = bool(getattr(batches, "drop_last", False))
-        sizes = self._options.batch_sizes or (size,) * n_workers
-        return Plan(order, length, sizes, drop_last, not plain, self._turn)
-
-    def _order(self, dataloader: DataLoader[Any], shuffle: bool) -> Order:
-        sampler: Sampler[int] = dataloader.sampler  # type: ignore[assignment]
-        if isinstance(sampler, SequentialSampler) or _is_plain_random(sampler):
-            seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if shuffle else None
-            return Seeded(len(dataloader.dataset), seed)  # type: ignore[arg-type]
-        return Drawn(sampler, self._client)
+    def _fills(self) -> bool:
+        """Whether a loader may not end early: beside another, or where the user's step fetches."""
+        return len(self.samplers) > 1 or step_fetches(self._trainer.lightning_module)
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
@@ -191,6 +189,12 @@ class Loaders:
         # What others have in this step is known in samples, not in what the user counts.
         in_step = len(portions) == 1 and portions[0] is not None and weight == planned
         return weight, portions[0].together if in_step and portions[0] else None
+
+    def pass_over(self) -> float | None:
+        """This worker has nothing in the step that begins; samples of all workers, if known."""
+        self._ends.begin_batch()
+        (portion,) = [sampler.next_portion() for sampler in self.samplers]
+        return None if portion is None else portion.together
 
     def commit(self) -> None:
         """A step has been made with the mini-batches since the last one."""
@@ -283,11 +287,3 @@ class Loaders:
         if stale and not lightning_iterates:
             iter(loop._data_fetcher)
         self._moved = False
-
-
-def _is_plain_random(sampler: object) -> bool:
-    return (
-        isinstance(sampler, RandomSampler)
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    )

@@ -101,7 +101,7 @@ class MakingUp:
         for sampler, spans in zip(self._samplers(), left, strict=True):
             sampler.go_on(self._client.there, spans)
         self._stale = True
-        loop.batch_progress.is_last_batch = False
+        loop.batch_progress.is_last_batch, self._at = False, None
         remeasure(self._trainer)
         iter(fetcher)
         fetcher.fetched += loop.batch_progress.current.ready

@@ -6,26 +6,34 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from hybridtrain.exchange import Exchange
 from hybridtrain.memory import unpack
 from hybridtrain.messages import Averaged
 
 
 def take_means(
-    trained: Mapping[int, torch.nn.Parameter], means: Sequence[torch.Tensor], averaged: Averaged
+    exchange: Exchange,
+    trained: Mapping[int, torch.nn.Parameter],
+    means: Sequence[torch.Tensor],
+    averaged: Averaged,
 ) -> None:
     """Every ``.grad`` becomes the mean that the server has left.
 
     Args:
+        exchange: copies them.
         trained: parameters by slot number.
         means: the place of each slot's mean, host, shared.
         averaged: which of them are there, and which are sparse.
     """
     sparse = {each.number: each for each in averaged.packed}
-    for number in trained.keys() - set(averaged.absent):
+    gradients, sources = [], []
+    for number in sorted(trained.keys() - set(averaged.absent)):
         parameter, mean = trained[number], means[number]
         if number in sparse:
             parameter.grad = unpack(sparse[number], mean).to(parameter.device, copy=True)
-        elif parameter.grad is None or parameter.grad.is_sparse:
-            parameter.grad = mean.to(parameter.device, copy=True)
-        else:
-            parameter.grad.copy_(mean)
+            continue
+        if parameter.grad is None or parameter.grad.is_sparse:
+            parameter.grad = torch.empty_like(parameter)
+        gradients.append(parameter.grad)
+        sources.append(mean)
+    exchange.take_means(gradients, sources)

@@ -146,7 +146,10 @@ class OneHost:
     # ---- figures --------------------------------------------------------------------------------
 
     def run_stats(self) -> dict[str, Any]:
-        """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run."""
+        """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run.
+
+        After a run also ``unsaved``: the checkpoints that are missing, and why.
+        """
         if self._client is not None:
             return self._client.stats()
         return self._final_stats or {}

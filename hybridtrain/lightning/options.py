@@ -22,7 +22,8 @@ class DataOptions:
     """What a user may say about data.
 
     ``num_samples_key``: which entry of a batch tells its number of samples; ``batch_sizes``: of
-    each worker.
+    each worker; ``iterable``: what is done about loaders that cannot be shared out by sample;
+    ``keep_order``: a loader that does not shuffle is gone through in its order.
 
     Raises:
         UserError: if that makes no sense.
@@ -30,16 +31,25 @@ class DataOptions:
 
     num_samples_key: str | int | None = None
     batch_sizes: tuple[int, ...] | None = None
+    iterable: str | None = None
+    keep_order: bool = False
 
     @classmethod
-    def of(cls, key: Any, sizes: Any) -> DataOptions:
+    def of(cls, key: Any, sizes: Any, iterable: Any, keep_order: Any) -> DataOptions:
         """Checked."""
         if isinstance(key, bool) or not isinstance(key, str | int | None):
             raise UserError(
                 f"num_samples_key={key!r} was given; it must be a key, an attribute's name or a "
                 "whole number (the place in the batch)"
             )
-        return cls(key, None if sizes is None else _sizes(sizes))
+        if iterable not in (None, "deal", "own"):
+            raise UserError(
+                f"iterable={iterable!r} was given; it must be deal (each worker takes every W-th "
+                "mini-batch), own (the data share themselves out) or null"
+            )
+        if not isinstance(keep_order, bool):
+            raise UserError(f"keep_order={keep_order!r} was given; it must be true or false")
+        return cls(key, None if sizes is None else _sizes(sizes), iterable, keep_order)
 
     def check_workers(self, n_workers: int) -> None:
         """Everybody must know its size."""

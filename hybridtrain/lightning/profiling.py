@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -175,8 +176,11 @@ class StepProfiler(Profiler):
         if self._track is None or place is None:
             return
         self._track.name = f"worker {worker}"
-        place.mkdir(parents=True, exist_ok=True)
-        (place / f"{worker}.json").write_text(json.dumps(self._track.packed()))
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{worker}.json").write_text(json.dumps(self._track.packed()))
+        except OSError as error:  # it was only looking on
+            _say(f"no profile of worker {worker} ({error.strerror})")
         self._track = None
 
 
@@ -247,9 +251,22 @@ def conclude(
     for track in server:
         track.end_open()
     report = Report(workers, server, n_workers)
-    report.write(folder)
+    written = _written(report, folder)
     if not profiler.quiet:
-        report.show(Console(), folder)
+        report.show(Console(), folder if written else None)
+
+
+def _written(report: Report, folder: Path) -> bool:
+    try:
+        report.write(folder)
+    except OSError as error:
+        _say(f"no files of the profile in {folder} ({error.strerror})")
+        return False
+    return True
+
+
+def _say(line: str) -> None:
+    print(f"hybridtrain: {line}", file=sys.stderr, flush=True)
 
 
 def watch_worker(trainer: Any, client: Client) -> None:

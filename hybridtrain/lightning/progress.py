@@ -31,6 +31,12 @@ def set_global_step(trainer: pl.Trainer, completed: int) -> None:
     counts.ready = completed + ahead
 
 
+def last_version(trainer: Any) -> int | None:
+    """How many updates the user wants at most, where Lightning alone would not see to it."""
+    exact = trainer.strategy.regime.lockstep or trainer.max_steps == -1
+    return None if exact else int(trainer.max_steps)
+
+
 class UpdateCount:
     """Steps, and schedulers that count them, follow the updates, whoever has made them.
 

@@ -26,12 +26,12 @@ class QueueSampler(EpochSampler):
     def __iter__(self) -> Iterator[int]:
         order, spans, batches = self._begin()
         lap, begins = Lap(self.number, self.epoch, self._lap), True
-        plan, n_drawn = self.plan, self.batch_size
+        plan, n_drawn, fills = self.plan, self.batch_size, self.plan.fills()
         turn = 0 if self._reopened else plan.turn()  # of what is left over nothing is dealt
         self._reopened = False
         # The loader makes mini-batches by counting, so a smaller one must be the last.
         while n_drawn == self.batch_size:
-            ask = Draw(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn)
+            ask = Draw(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills)
             ticket = self._client.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
             if ticket.counts:
@@ -39,4 +39,4 @@ class QueueSampler(EpochSampler):
             else:
                 self._plan_next(0, batches, 0, None)
             yield from (order[position] for position in positions(ticket.spans))
-        self._ended = True
+        self.ended = True

@@ -1,8 +1,8 @@
 """What comes home from the workers: after ``fit`` the calling process is as if it had trained.
 
 Lightning's own multi-process launchers bring back the weights, the metrics and one path. Here the
-loops' counters, the callbacks' states, what they and the module have written down and the logger's
-version come back too, so that ``trainer.global_step``, ``early_stopping.stopped_epoch`` or
+loops' counters, the callbacks' states, what they, the module and the loggers have written down
+come back too, so that ``trainer.global_step``, ``early_stopping.stopped_epoch`` or
 ``trainer.log_dir`` say what they would say after training in this process.
 """
 
@@ -15,7 +15,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loops.progress import _BaseProgress
 
 from hybridtrain.lightning.belongings import (
@@ -28,6 +27,7 @@ from hybridtrain.lightning.belongings import (
     pairs,
     standing_of,
 )
+from hybridtrain.lightning.logs import give_to_logger, of_logger
 from hybridtrain.lightning.predictions import Outputs, collect, in_order
 from hybridtrain.memory.scratch import Scratch, fill
 
@@ -70,7 +70,7 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> Home | Outputs |
         progress=_progress(trainer),
         callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
         module=of_module(trainer.lightning_module),
-        loggers=[identity(logger) for logger in trainer.loggers],
+        loggers=[of_logger(logger) for logger in trainer.loggers],
     )
 
 
@@ -106,8 +106,9 @@ def unpack(
         trainer._callback_connector._attach_model_callbacks()
     for callback, belongings in pairs(_all(trainer), home.callbacks):
         give_to_callback(callback, trainer.lightning_module, belongings)
-    for logger, identity in zip(trainer.loggers, home.loggers, strict=True):
-        vars(logger).update(identity)
+    trainer.strategy.keeping.forget_lost(trainer)  # type: ignore[attr-defined]
+    for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
+        give_to_logger(logger, brought)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
 
 
@@ -118,11 +119,6 @@ def _trained(trainer: Any) -> dict[str, Any]:
         "optimizer_states": [trainer.strategy.optimizer_state(o) for o in trainer.optimizers],
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
     }
-
-
-def identity(logger: Logger) -> dict[str, Any]:
-    """What a logger has become: its version, the number of its run, its names."""
-    return {k: v for k, v in vars(logger).items() if isinstance(v, str | int | float | None)}
 
 
 def _save(tensors: Any) -> bytes:

@@ -64,7 +64,10 @@ class Resumed:
 
 def _order(state: dict[str, Any]) -> Order:
     if state["indices"] is not None:
-        return Fixed(tuple(state["indices"].tolist()))
+        indices, sizes = state["indices"], state.get("sizes")
+        if sizes is not None:  # of mini-batches that are dealt out whole
+            return Fixed(tuple(part.tolist() for part in indices.split(sizes)))
+        return Fixed(tuple(indices.tolist()))
     return Seeded(state["length"], state["seed"])
 
 
@@ -112,11 +115,15 @@ def validate_again(loops: dict[str, Any], before: int) -> None:
 
 def _state(sampler: EpochSampler, unseen: dict[Lap, Spans]) -> dict[str, Any]:
     lap, batches, spans = sampler.progress(unseen)
-    source, indices = sampler.source, None
+    source, indices, sizes = sampler.source, None, None
     if not isinstance(source, Seeded):  # it cannot be drawn again
         order = sampler.order or source(sampler.epoch)
-        indices = torch.tensor([order[p] for p in positions(spans)], dtype=torch.int64)
-        spans = ((0, len(indices)),)
+        left: list[Any] = [order[p] for p in positions(spans)]
+        spans = ((0, len(left)),)
+        if left and not isinstance(left[0], int):
+            sizes = [len(batch) for batch in left]
+            left = [index for batch in left for index in batch]
+        indices = torch.tensor(left, dtype=torch.int64)
     return {
         "lap": lap,
         "batches": batches,
@@ -125,6 +132,7 @@ def _state(sampler: EpochSampler, unseen: dict[Lap, Spans]) -> dict[str, Any]:
         "whole": sum(sampler.plan.sizes),
         "seed": source.seed if isinstance(source, Seeded) else None,
         "indices": indices,
+        "sizes": sizes,
     }
 
 

@@ -3,9 +3,9 @@
 The order of an epoch is the same in every worker: a permutation seeded with ``seed + epoch`` (what
 ``DistributedSampler`` uses), or the order of the user's own sampler as worker 0 has drawn it. The
 union of the workers' mini-batches of one step is a slice of that order, whatever the number of
-workers and the sizes of their mini-batches; nothing is repeated and nothing is left out. Where a
-worker has no sample in the last step it runs a filler that has no weight, so that all workers take
-the same number of steps.
+workers and the sizes of their mini-batches; nothing is repeated and nothing is left out. A worker
+without a sample in the last step sits it out (:mod:`hybridtrain.lightning.absence`). Only where
+that cannot be, beside another loader that has some for it, it gets a filler that has no weight.
 
 A *lap* is one pass over the order; a short loader beside a longer one is passed over several times
 in an epoch. A sampler knows what training has done of its lap, which is not what it has handed out:
@@ -33,7 +33,8 @@ class Plan:
     """What the sampler of one loader needs to know.
 
     ``sizes`` are the workers' mini-batches; 1 where the data set's items are whole mini-batches.
-    ``turn``: mini-batches of one turn, where workers take turns; 0: they do not.
+    ``turn``: mini-batches of one turn, where workers take turns; 0: they do not. ``fills``: who has
+    nothing in a step gets a filler.
     """
 
     order: Order
@@ -42,6 +43,7 @@ class Plan:
     drop_last: bool
     items_are_batches: bool = False
     turn: Callable[[], int] = lambda: 0
+    fills: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,8 @@ class Portion:
 
     ``weight`` in samples, ``None``: look at the mini-batch itself; ``batches`` and ``done`` of the
     lap, mini-batches and positions, this one included; ``cover``: where it was drawn from;
-    ``together``: samples that all workers have in this step, where they go in step.
+    ``together``: samples that all workers have in this step, where they go in step; ``without``:
+    the workers that have nothing in it, and no filler.
     """
 
     weight: float | None
@@ -59,6 +62,7 @@ class Portion:
     done: int = 0
     cover: Cover | None = None
     together: float | None = None
+    without: tuple[int, ...] = ()
 
 
 class EpochSampler(Sampler[int]):
@@ -71,12 +75,14 @@ class EpochSampler(Sampler[int]):
         self._client, self._begun = client, begun
         self._planned: deque[Portion] = deque()
         self._running: Portion | None = None  # the mini-batch that training has got last
+        self._without_now: tuple[int, ...] = ()  # who sits the step out
         self._done: tuple[int, Portion] | None = None  # in which epoch
         self._former: tuple[int, Portion] | None = None  # the same before the last step
         self._iterated: int | None = None  # the epoch of the current lap
         self.source = begun.order if begun else plan.order  # of the current lap's order
         self.order: Sequence[int] = ()
-        self._lap, self._ended = 0, False
+        self._lap = 0
+        self.ended = False  # the current pass has nothing more for this worker
         self._crew = client.there  # who shares the passes that begin from now on
         self._steps: list[tuple[int, int]] = []  # version, mini-batches then done of this iteration
 
@@ -84,11 +90,6 @@ class EpochSampler(Sampler[int]):
     def batch_size(self) -> int:
         """This worker's."""
         return self.plan.sizes[self._client.worker]
-
-    @property
-    def ended(self) -> bool:
-        """Whether the current pass has nothing more for this worker."""
-        return self._ended
 
     def set_epoch(self, epoch: int) -> None:
         """Called by Lightning at the start of every epoch."""
@@ -114,12 +115,12 @@ class EpochSampler(Sampler[int]):
         if self._iterated != self.epoch:
             first = self._resumed()
             self._lap = first.lap if first else 0
-        elif self._ended:
+        elif self.ended:
             self._lap += 1
-        if self._iterated != self.epoch or not self._ended:
+        if self._iterated != self.epoch or not self.ended:
             self._planned.clear()
         self._steps.clear()
-        self._iterated, self._ended = self.epoch, False
+        self._iterated, self.ended = self.epoch, False
         begun = self._resumed(self._lap)
         self.source = (begun or self.plan).order
         self.order = self.source(self.epoch)
@@ -134,20 +135,31 @@ class EpochSampler(Sampler[int]):
         done: int,
         cover: Cover | None,
         together: int | None = None,
+        without: tuple[int, ...] = (),
     ) -> None:
         unknown = self.plan.items_are_batches and n_samples > 0
         weight = None if unknown else float(n_samples)
         known = None if self.plan.items_are_batches or together is None else float(together)
-        self._planned.append(Portion(weight, self._lap, batches, done, cover, known))
+        self._planned.append(Portion(weight, self._lap, batches, done, cover, known, without))
 
     def next_portion(self) -> Portion | None:
         """Training has got the next mini-batch; ``None``: it was not planned here."""
         portion = self._planned.popleft() if self._planned else None
         if portion is not None:
-            self._running = portion
+            self._running, self._without_now = portion, portion.without
             if portion.cover is not None:
                 self._client.cover(portion.cover)
         return portion
+
+    @property
+    def has_nothing_next(self) -> bool:
+        """Whether this worker is to sit the next step out."""
+        return bool(self._planned) and self._client.worker in self._planned[0].without
+
+    def pop_without(self) -> tuple[int, ...]:
+        """The workers that sit the step out which training is in; asked once in a step."""
+        without, self._without_now = self._without_now, ()
+        return without
 
     def commit(self, version: int | None = None) -> None:
         """A step has been made with all the mini-batches that training has got.
@@ -171,7 +183,7 @@ class EpochSampler(Sampler[int]):
 
     def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
         """The next iteration does these positions of the current pass, too, shared by ``crew``."""
-        self._crew, self._ended = crew, False
+        self._crew, self.ended = crew, False
 
     def shares_with(self, crew: tuple[int, ...]) -> None:
         """Who shares the passes that begin from now on."""
@@ -246,8 +258,14 @@ class ShareSampler(EpochSampler):
         begun = self._resumed()
         return (total(begun.spans), begun.batches) if begun else (self.plan.length, 0)
 
+    def _without(self, rest: int) -> tuple[int, ...]:
+        """Who has nothing of a global mini-batch that has only its first ``rest`` places."""
+        if rest >= sum(self._sizes) or self.plan.fills():
+            return ()
+        return tuple(worker for worker in self._crew if self._places(worker)[0] >= rest)
+
     def __len__(self) -> int:
-        """Indices of the epoch, fillers included: every worker takes the same number of steps.
+        """Indices of the epoch, as if every worker had something in every step, as all count.
 
         Lightning counts on from the mini-batches that were done before a checkpoint, so they are
         part of the length, though they do not come again.
@@ -267,10 +285,11 @@ class ShareSampler(EpochSampler):
         for number, places in enumerate(self._shares(len(todo), self._client.worker), 1):
             done = min(number * whole, len(todo))
             together = done - (number - 1) * whole
-            self._plan_next(len(places), batches + number, done, None, together)
+            without = self._without(together)
+            self._plan_next(len(places), batches + number, done, None, together, without)
             share = [order[todo[place]] for place in places]
-            yield from share or filler(order, self.batch_size)
-        self._ended = True
+            yield from share or (filler(order, self.batch_size) if self.plan.fills() else ())
+        self.ended = True
 
 
 def filler(order: Sequence[int], size: int) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
 
 # What only the parent's side needs, or what leads back to where one came from.
@@ -43,11 +44,16 @@ def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> Load:
     """
     if start_method == "fork":
         return Load()
+    way_out = (
+        "let nothing touch CUDA before trainer.fit, so that workers can be forked"
+        if forbids_fork()
+        else "use start_method=fork"
+    )
     if (line := unguarded_line()) is not None:
         raise UserError(
             f"workers are started by {start_method}, which imports the script anew in each of "
             f"them, and {line} would train there again; put what follows the imports under "
-            "if __name__ == '__main__':, or use start_method=fork"
+            f"if __name__ == '__main__':, or {way_out}"
         )
     main = sys.modules.get("__main__")
     lost = () if _can_be_imported(main) else ("__main__",)
@@ -58,12 +64,12 @@ def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> Load:
         if (found := unsendable(part, path, lost)) is not None:
             raise UserError(
                 f"workers are started by {start_method}, but {found[0]} is {found[1]}, which "
-                "cannot be sent to them; define it at the top level of a module (a file), or use "
-                "start_method=fork"
+                "cannot be sent to them; define it at the top level of a module (a file), or "
+                f"{way_out}"
             )
     raise UserError(
         f"workers are started by {start_method}, but what they need cannot be sent to them: "
-        f"{_fails(job, lost)}; use start_method=fork"
+        f"{_fails(job, lost)}; {way_out}"
     )
 
 

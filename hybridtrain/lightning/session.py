@@ -27,10 +27,11 @@ from hybridtrain.lightning.parameters import (
     slot_numbers,
     sparse_numbers,
 )
-from hybridtrain.lightning.progress import set_global_step
+from hybridtrain.lightning.progress import last_version, set_global_step
 from hybridtrain.lightning.remote import RemoteStep
 from hybridtrain.lightning.transport import Transport
 from hybridtrain.memory import Layout
+from hybridtrain.messages import Install
 from hybridtrain.policies import Regime
 from hybridtrain.sharing import made_store
 from hybridtrain.update.kinds import takes_sparse
@@ -128,7 +129,8 @@ class Session:
             known[id(step)] if id(step) in known else dumped(optimizer, self._number_of)
             for step, optimizer in zip(steps, self._optimizers, strict=True)
         )
-        self._client.install(payload if self._client.leads else (), version)
+        mine = payload if self._client.leads else ()
+        self._client.install(Install(mine, version, last_version(self.trainer)))
         self.steps = [self._remote(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
         return numbers
 
@@ -148,6 +150,8 @@ class Session:
                 step.samples = self.steps[0].samples
             optimizer.state = step.state  # the server's now
             optimizer.step = step  # type: ignore[method-assign]
+            # Or a fused one is taken to unscale gradients in its step, which is sent away.
+            vars(optimizer)["_step_supports_amp_scaling"] = False
         step.number = number
         return step
 
@@ -168,13 +172,11 @@ class Session:
 
     @property
     def trainer(self) -> Trainer:
-        """The module's."""
         return self._module.trainer
 
     def snapshot(self) -> tuple[int, list[dict[str, Any]]]:
-        """A version and each optimizer's ``state_dict()``; parameters are brought to it.
-
-        Unless user code has changed them (averaged weights, swapped in): those are to be saved.
+        """A version and each optimizer's ``state_dict()``; parameters are brought to it,
+        unless user code has changed them (averaged weights, swapped in): those are to be saved.
         """
         self._client.settle()
         changed = bool(self.exchange.writes())
@@ -233,8 +235,7 @@ class Session:
 
     def accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""
-        fit_loop = self.trainer.fit_loop
-        return self._module.automatic_optimization and fit_loop._should_accumulate()
+        return self._module.automatic_optimization and self.trainer.fit_loop._should_accumulate()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -242,16 +243,14 @@ class Session:
         trained = {n: p for n, p in enumerate(self._parameters) if p.requires_grad}
         slots, worker = self._store.layout.slots, self._client.worker
         absent = self.exchange.collect(tuple(trained))
-        packed = self.exchange.packed
+        packed, finite = self.exchange.packed, self.exchange.finite
         trying = any(step.trying for step in self.steps)
-        if not trying and not self.guard.accepts(
-            tuple(trained), absent, packed, self.exchange.finite
-        ):
+        if not trying and not self.guard.accepts(tuple(trained), absent, packed, finite):
             self._weigh_nothing()
         for number in absent:
             self._store.gradient(worker, slots[number]).zero_()
         averaged = self._client.average(self.steps[0].weight, absent, packed)
-        take_means(trained, self._means, averaged)
+        take_means(self.exchange, trained, self._means, averaged)
 
     def _abstain(self) -> None:
         """This mini-batch has no gradient (``training_step`` returned ``None``).
@@ -262,7 +261,7 @@ class Session:
             step.weight -= self._batch.weight
             step.samples -= self._batch.samples
         if self.averages and self.steps[0].weight > 0 and not self.accumulates():
-            self.average()  # there will be no backward to do it
+            self.average()  # no backward will do it
 
     def training_step(self, step: Callable[[], Any]) -> Any:
         """Run the user's; ``None``, as if it had returned that, where a fault is forgiven."""
@@ -282,9 +281,10 @@ class Session:
         """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
         for step in self.steps if self._regime.watches_loss else ():
             step.loss = loss.detach()
-        self.exchange.adding = adding = self.accumulates()
+        self.guard.see(loss)
+        self.exchange.adding = self.accumulates()
         if self._overlap is not None:
-            self._overlap.begin_backward(self.steps, self.final and not adding)
+            self._overlap.begin_backward(self.steps, self.final and not self.exchange.adding)
         try:
             return run()
         except Exception as error:
@@ -296,5 +296,5 @@ class Session:
         return loss.detach()
 
     def _weigh_nothing(self) -> None:
-        for step in self.steps:
-            step.weight = step.samples = 0.0
+        for each in self.steps:
+            each.weight = each.samples = 0.0

@@ -11,6 +11,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 
+from hybridtrain.device import KINDS
+from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.keeping import check_whole
 from hybridtrain.lightning.sending import Load, check_sending, load_of
@@ -32,7 +34,7 @@ _SMALL_BATCH_BYTES = 4 * MIB
 def check_startup(strategy: Any, start_method: str, threads: int, cores: int, job: Any) -> None:
     """Raises UserError for what cannot work, and warns of what will not work well."""
     module, n_workers = job.trainer.lightning_module, strategy.world_size
-    on_device = strategy.root_device.type == "cuda"
+    on_device = strategy.root_device.type in KINDS
     if job.trainer.state.fn == "fit":
         copies = 0 if strategy.regime.lockstep or strategy.regime.lock_free or on_device else 1
         check_memory(module, n_workers, copies)
@@ -122,7 +124,7 @@ def check_descriptors(n_workers: int) -> None:
 
 def check_spawning(wanted: str, start_method: str) -> None:
     """Somebody who could have had forked workers is told why not."""
-    if wanted == "auto" and start_method != "fork" and torch.cuda.is_initialized():
+    if wanted == "auto" and start_method != "fork" and forbids_fork():
         rank_zero_warn(
             "CUDA is initialised in this process, so workers are spawned: each imports the script "
             "anew and gets a copy of the data; to have them forked, let nothing touch CUDA before "
@@ -166,9 +168,12 @@ def check_loader(loader: Any, n_workers: int) -> None:
 
     To be asked in one worker, before the loader's processes are started.
     """
-    n_processes, room = getattr(loader, "num_workers", 0), shared_memory_bytes()
-    if not n_processes or room is None:
+    room = shared_memory_bytes()
+    if not isinstance(loader, torch.utils.data.DataLoader) or not loader.num_workers:
+        return  # what others call num_workers need not be processes
+    if room is None:
         return
+    n_processes = loader.num_workers
     on_their_way = n_workers * n_processes * ((loader.prefetch_factor or 2) + 1)
     each = room // on_their_way
     if each < (_batch_bytes(loader) or _SMALL_BATCH_BYTES):

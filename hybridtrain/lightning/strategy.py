@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.client import Client
 from hybridtrain.failures import OnFailure
-from hybridtrain.lightning.agreement import agree
+from hybridtrain.lightning.absence import Absence
 from hybridtrain.lightning.ahead import ahead
 from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
@@ -37,7 +37,6 @@ from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.loaders import Loaders
 from hybridtrain.lightning.losses import Losses
-from hybridtrain.lightning.one_host import OneHost
 from hybridtrain.lightning.options import DataOptions, known_options, positive
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.progress import UpdateCount, precede
@@ -45,14 +44,14 @@ from hybridtrain.lightning.provisional import Provisional
 from hybridtrain.lightning.recording import Recording
 from hybridtrain.lightning.session import Session
 from hybridtrain.lightning.state import without_fetching
+from hybridtrain.lightning.together import Together
 from hybridtrain.lightning.transport import Transport
-from hybridtrain.messages import Paused, Resumed
 from hybridtrain.policies import Regime, Spec, make_policy
 from hybridtrain.update.corrections import CorrectionSpec, make_correction
 from hybridtrain.worlds.hanging import Patience
 
 
-class HybridStrategy(OneHost, ParallelStrategy):
+class HybridStrategy(Together, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
     Args:
@@ -67,9 +66,15 @@ class HybridStrategy(OneHost, ParallelStrategy):
         num_samples_key: the entry of a batch that tells how many samples it has (a number, or a
             tensor or list with the samples along its first dimension), where it cannot be seen.
         on_nonfinite: when a worker's gradient is not finite: ``"raise"`` ends the run and says
-            whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it.
+            whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it;
+            ``"auto"``: raise, but drop where a ``SpikeDetection`` sees a loss that is not finite.
         on_oom: the same when a worker runs out of memory in a step.
         batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
+        iterable: what is done about streams, whose samples cannot be shared out: ``"deal"``: each
+            worker takes every W-th mini-batch; ``"own"``: they share themselves out; ``None``:
+            as ``"own"``, with a warning.
+        keep_order: go through training data that are not shuffled in their order, also with
+            several workers; else they are shuffled then, as under DDP.
         correction: what is done about late gradients: nothing, or one of
             ``hybridtrain.update.corrections.CORRECTIONS``, given like a policy.
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
@@ -93,6 +98,11 @@ class HybridStrategy(OneHost, ParallelStrategy):
     strategy_name = "hybrid"
     generator_pages: GeneratorPages | None = None  # of the run under way
     provisional: Provisional | None = None  # of the training under way
+    _loaders: Loaders | None = None
+    _session: Session | None = None
+    _snapshot: list[dict[str, Any]] | None = None
+    _count: UpdateCount | None = None  # where workers run freely
+    _losses: Losses | None = None  # once training has begun
 
     def __init__(
         self,
@@ -102,9 +112,11 @@ class HybridStrategy(OneHost, ParallelStrategy):
         threads_per_worker: int | Literal["auto"] = "auto",
         stop_grace_s: float = 30.0,
         num_samples_key: str | int | None = None,
-        on_nonfinite: str = "raise",
+        on_nonfinite: str = "auto",
         on_oom: str = "raise",
         batch_size_per_worker: Sequence[int] | None = None,
+        iterable: str | None = None,
+        keep_order: bool = False,
         correction: CorrectionSpec = None,
         transport_dtype: str | None = None,
         overlap_update: bool = False,
@@ -127,25 +139,23 @@ class HybridStrategy(OneHost, ParallelStrategy):
         self.stop_grace_s = stop_grace_s
         self.on_fault = OnFault(on_nonfinite, on_oom)
         self.transport = Transport.of(transport_dtype, overlap_update)
-        self.data_options = DataOptions.of(num_samples_key, batch_size_per_worker)
+        self.data_options = DataOptions.of(
+            num_samples_key, batch_size_per_worker, iterable, keep_order
+        )
         self.recording, self.keeping = Recording.at(record), Keeping.of(checkpoint)
         self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
         self.faults, self.patience = Faults.of(faults), Patience.of(hang_timeout_s)
         self.interrupted_by: int | None = None  # the signal that ended the last run
         self._abstains = False
         self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
-        self._loaders: Loaders | None = None
-        self._session: Session | None = None
-        self._snapshot: list[dict[str, Any]] | None = None
-        self._count: UpdateCount | None = None  # where workers run freely
-        self._losses: Losses | None = None  # once training has begun
 
     # ---- who and where --------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
         if self._abstains:
-            return 1  # or Lightning refuses a training_step that returns None
+            self._abstains = False  # Lightning asks once, at once
+            return 1  # or it refuses a training_step that returns None
         return len(self.parallel_devices or [None]) * self.workers_per_device
 
     def _configure_launcher(self) -> None:
@@ -156,9 +166,10 @@ class HybridStrategy(OneHost, ParallelStrategy):
     def enter_worker(self, client: Client, trainer: Any, back: ComingBack | None = None) -> None:
         """From now on this process is a worker; ``back``: instead of one that was lost."""
         self._client, self._back = client, back
-        self._collectives = Collectives(client)
+        self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.regime, self.data_options)
+        self._absence = Absence(trainer, client, self._loaders, self.regime)
         self._loaders.attach()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, Boundary(client, self))
@@ -173,7 +184,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
         super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
-            module, fault = self.lightning_module, self.on_fault
+            module, fault = self.lightning_module, self.on_fault.beside(trainer)
             self._session = Session(
                 self.client, module, self.optimizers, self.regime, fault, self.transport
             )
@@ -196,11 +207,7 @@ class HybridStrategy(OneHost, ParallelStrategy):
                 self._count.reach(self._session.pull())
             self.provisional = Provisional(self._session, self.client, self._loaders)
             self._losses = Losses(self, self._session.trainer, self._loaders, self._back)
-
-    def await_turn(self) -> None:
-        """Where workers take turns: before a mini-batch begins."""
-        if self.regime.turns and self._session is not None and self._count is not None:
-            self._count.reach(self._session.await_turn())
+            self._absence.begin(self._session)
 
     def teardown(self) -> None:
         if self._session is not None:
@@ -242,37 +249,12 @@ class HybridStrategy(OneHost, ParallelStrategy):
     ) -> Any:
         assert self._session is not None and self.provisional is not None
         self._snapshot = None
-        run = partial(super().optimizer_step, optimizer, closure, model, **kwargs)
+        gated = self._absence.gated(closure)
+        run = partial(super().optimizer_step, optimizer, gated, model, **kwargs)
         output = self._session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False
         self.provisional.commit()
         return output
-
-    # ---- ends of epochs -------------------------------------------------------------------------
-
-    def align(self) -> None:
-        """All workers meet, and agree. In lock-step they always do."""
-        self.client.settle()
-        if self._losses is not None:
-            self._losses.end_epoch()
-        self.meet()
-
-    def meet(self) -> None:
-        """As in ``align``, at the end of a worker's part, which need not be the epoch's."""
-        self.collectives.local = False
-        agree(self._session, self._count, self.collectives)
-        if self._losses is not None:
-            self._losses.meet()
-
-    def on_validation_start(self) -> None:
-        if self._session is not None:
-            self._session.share_buffers(self._loaders is not None and self._loaders.under_way)
-        if self.is_global_zero:
-            self.client.note(Paused())  # all have met: nobody trains any more
-
-    def on_validation_end(self) -> None:
-        if self.is_global_zero:
-            self.client.note(Resumed())
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
@@ -295,5 +277,5 @@ class HybridStrategy(OneHost, ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As Lightning does it, but the state stays in host memory."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             optimizer.load_state_dict(state)

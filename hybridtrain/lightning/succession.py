@@ -5,7 +5,6 @@ Lightning decides in many places, some of them only once, by whether the process
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -15,7 +14,7 @@ from pytorch_lightning.loggers import CSVLogger
 
 from hybridtrain.client import Client
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.results import identity
+from hybridtrain.lightning.logs import identity, keep_rows
 
 
 def know_the_loggers(trainer: pl.Trainer, collectives: Collectives) -> None:
@@ -72,13 +71,3 @@ def hand_over(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if (succeed := getattr(callback, "succeed", None)) is not None:
             succeed(trainer)
-
-
-def keep_rows(logger: CSVLogger) -> None:
-    """Open it; it would delete what another process has written."""
-    path = Path(logger.log_dir) / "metrics.csv"
-    before = path.read_text() if path.is_file() else ""
-    writer: Any = logger.experiment
-    if before:
-        path.write_text(before)
-        writer.metrics_keys = before.splitlines()[0].split(",")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pytorch_lightning.accelerators import CUDAAccelerator
 
+from hybridtrain.device import KINDS
 from hybridtrain.errors import UserError
 from hybridtrain.policies import Regime
 
@@ -72,7 +72,7 @@ def _check_overlap(strategy: Any, trainer: Any, regime: Regime) -> None:
             "when it is whole; leave it out, or use strategy=hybrid"
         )
     for name, choice, needed in (
-        ("on_nonfinite", strategy.on_fault.nonfinite, "raise"),
+        ("on_nonfinite", strategy.on_fault.beside(trainer).nonfinite, "raise"),
         ("on_oom", strategy.on_fault.oom, "raise"),
         ("on_failure", strategy.on_failure.choice, "stop"),
     ):
@@ -86,4 +86,4 @@ def _check_overlap(strategy: Any, trainer: Any, regime: Regime) -> None:
 
 def computes_apart(trainer: Any) -> bool:
     """Whether workers compute on copies of the parameters."""
-    return isinstance(trainer.accelerator, CUDAAccelerator)
+    return trainer.strategy.root_device.type in KINDS

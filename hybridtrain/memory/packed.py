@@ -70,7 +70,7 @@ def _gather(gradient: torch.Tensor, place: torch.Tensor) -> Rows | None:
     bits where more than two values are added.
     """
     values, n = gradient._values(), gradient._nnz()
-    if gradient.is_coalesced() or gradient.sparse_dim() != 1 or values.is_cuda:
+    if gradient.is_coalesced() or gradient.sparse_dim() != 1 or values.device.type != "cpu":
         return None
     if not values.numel() or len(place).bit_length() + n.bit_length() > _KEY_BITS:
         return None

@@ -125,6 +125,10 @@ class Store:
         """The whole pages of the arena, in bytes, that hold a worker's row."""
         return self._region("gradients", worker)
 
+    def region_of_means(self) -> tuple[int, int]:
+        """The whole pages of the arena, in bytes, that hold the mean, if there is room for one."""
+        return self._region("means", 0)
+
     def _region(self, kind: str, row: int) -> tuple[int, int]:
         n_bytes = sum(
             align(size * self._stored(kind, row, dtype).itemsize)

@@ -12,7 +12,8 @@ the late used      K-async                      K-batch-async; n-softsync with k
 
 Backup workers are those of Chen et al. 2016 (arXiv:1604.00981): a contribution computed from
 parameters older than the current ones is dropped when it arrives, and its worker goes on from the
-newest. n-softsync is that of Zhang et al. 2016 (arXiv:1511.05950).
+newest; at the end of an epoch it counts, when nobody would do its mini-batch again. n-softsync is
+that of Zhang et al. 2016 (arXiv:1511.05950).
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ class FirstK:
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
-            case Pushed(worker):
-                return self._pushed(worker)
+            case Pushed(worker, last=last):
+                return self._pushed(worker, last)
             case Joined(worker):
                 self._since[worker] = self._round
             case Parked(worker) | Left(worker):
@@ -87,11 +88,12 @@ class FirstK:
                 return self._close()
         return ()
 
-    def _pushed(self, worker: int) -> Sequence[Order]:
+    def _pushed(self, worker: int, last: bool) -> Sequence[Order]:
         since = self._since.setdefault(worker, self._round)
         if self.late == "drop" and since < self._round:
             self._since[worker] = self._round
-            return (Drop((worker,)), Release((worker,)))
+            if not last:  # else it counts as if it had begun in this round
+                return (Drop((worker,)), Release((worker,)))
         if self.several and self._held + 1 < self._n:
             self._held += 1
             return (Hold((worker,)), Release((worker,)))

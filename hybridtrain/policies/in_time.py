@@ -75,8 +75,8 @@ class InTime:
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
-            case Pushed(worker, at_s):
-                return self._pushed(worker, at_s)
+            case Pushed(worker, at_s, last=last):
+                return self._pushed(worker, at_s, last)
             case Woke(at_s):
                 return self._close(at_s)
             case Joined(worker):
@@ -93,12 +93,13 @@ class InTime:
         self._fresh.add(worker)
         self._released_s.pop(worker, None)
 
-    def _pushed(self, worker: int, at_s: float) -> Sequence[Order]:
+    def _pushed(self, worker: int, at_s: float, last: bool) -> Sequence[Order]:
         if worker in self._released_s:
             self._times_s.append(at_s - self._released_s.pop(worker))
         if worker not in self._active:
             self._join(worker)
-        if worker in self._fresh:
+        if worker in self._fresh or last:
+            self._fresh.add(worker)
             self._got.add(worker)
             return self._close(at_s)
         self._fresh.add(worker)

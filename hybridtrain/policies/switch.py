@@ -98,6 +98,7 @@ class Switch:
         return Regime(
             lockstep=all(part.lockstep for part in parts.values()),
             holds=any(part.holds for part in parts.values()),
+            drops_late=any(part.drops_late for part in parts.values()),
             watches_loss=self.patience is not None,
         )
 

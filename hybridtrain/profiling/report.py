@@ -79,8 +79,8 @@ class Report:
 
     # ---- table ----------------------------------------------------------------------------------
 
-    def show(self, console: Console, folder: Path) -> None:
-        """Print the table, and where the files are."""
+    def show(self, console: Console, folder: Path | None) -> None:
+        """Print the table, and where the files are, if they are."""
         console.print(Group(*self._parts(console.width)))
         console.print(Text(self._says(folder)), soft_wrap=True)  # a path can be copied whole
 
@@ -135,15 +135,15 @@ class Report:
                 table.add_row(label, str(total.n), _ms(own), longest, f"{100 * share:.0f} %")
         return table
 
-    def _says(self, folder: Path) -> str:
+    def _says(self, folder: Path | None) -> str:
         thinned = f"one step in {self.every}, as there is no room for all"
         lines = [f"measuring took about {100 * self.measuring:.1f} % of the time"]
         if missing := sorted({*range(self.n_workers)} - self.workers.keys()):
             lines.append(f"nothing is known of worker {', '.join(map(str, missing))}")
         shows = "every step" if self.every == 1 else thinned
-        lines.append(
-            f"{_short(folder / TIMELINE)} shows {shows};\nopen it at https://ui.perfetto.dev"
-        )
+        if folder is not None:
+            where = _short(folder / TIMELINE)
+            lines.append(f"{where} shows {shows};\nopen it at https://ui.perfetto.dev")
         return "\n".join(lines)
 
 

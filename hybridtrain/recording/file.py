@@ -1,4 +1,4 @@
-"""The file of a record: cells of 24 bytes, one for each event.
+"""The file of a record: cells of 28 bytes, one for each event.
 
 Theory of operation. A record begins with a cell that says what it is. Every other cell is an event:
 what kind of message the server was handed, by which worker, when, a checksum of what was brought,
@@ -8,7 +8,10 @@ announces a piece of JSON instead, compressed and padded to whole cells: the fir
 ended. Cells are appended as they happen and never changed, so that whatever is left of a killed
 run's file is a record of its beginning.
 
-Reading decodes JSON and numbers and nothing else: no record can make its reader run code.
+Each cell ends with a CRC-32 of itself, continued from that of the cell before; one that announces
+JSON has the JSON's, too. So no bit can flip, and no cell be lost or change its place, without the
+reader (:mod:`hybridtrain.recording.reading`) saying where. Version 1 had cells of 24 bytes without
+checksums; such records can still be read and replayed.
 """
 
 from __future__ import annotations
@@ -24,18 +27,19 @@ from typing import Any
 
 import numpy as np
 
-from hybridtrain.errors import UserError
-
 RECORD_NAME = "record.bin"
-VERSION = 1
-CELL_BYTES = 24
+VERSION = 2
+CELL_BYTES = 28
+CRC_BYTES = 4  # of a cell, at its end
 TELLS = 255  # the kind of a cell that announces JSON
 NOBODY = 65535  # the worker of an event that is nobody's
+WOKE = "Woke"  # the kind of such an event
 
-_LARGEST_PIECE_BYTES = 2**26
-_FIRST = b"hybridtrain record %3d\n\n" % VERSION
+TITLE = b"hybridtrain record %3d\n\n"
+_CRC = struct.Struct("<I")
 _CELL = struct.Struct("<BxHIdff")
-_TYPE = np.dtype(
+_PIECE = struct.Struct("<BxHII12x")  # kind, nobody, bytes that follow, their checksum
+TYPE = np.dtype(
     [
         ("kind", "u1"),
         ("free", "u1"),
@@ -44,9 +48,11 @@ _TYPE = np.dtype(
         ("at_s", "<f8"),  # since the record began
         ("own_s", "<f4"),  # of a push: what the worker has computed since its release
         ("samples", "<f4"),  # of a push
+        ("crc", "<u4"),
     ]
 )
-assert len(_FIRST) == _CELL.size == _TYPE.itemsize == CELL_BYTES
+assert len(TITLE % 1) == _CELL.size == _PIECE.size == CELL_BYTES - CRC_BYTES
+assert TYPE.itemsize == CELL_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class Record:
     cells: np.ndarray[Any, np.dtype[np.void]]
     kinds: tuple[str, ...] = field(default=())
     n_bytes: int = 0  # of the whole file
+    version: int = VERSION  # of its format, and of the checksums of what was brought
 
     @property
     def whole(self) -> bool:
@@ -115,13 +122,15 @@ class Writer:
         self._number = {kind: number for number, kind in enumerate(kinds)}
         self.refusal: OSError | None = None
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._append(_FIRST)
+        self._crc = 0
+        self._append(TITLE % VERSION)
 
     def tell(self, told: Mapping[str, Any]) -> None:
         """A piece of JSON."""
         text = zlib.compress(json.dumps(told, ensure_ascii=False).encode(), 9)
         padding = bytes(-len(text) % CELL_BYTES)
-        self._append(_CELL.pack(TELLS, NOBODY, len(text), 0.0, 0.0, 0.0) + text + padding)
+        text += padding
+        self._append(_PIECE.pack(TELLS, NOBODY, len(text) - len(padding), zlib.crc32(text)), text)
 
     def event(
         self, kind: str, worker: int, print: int, at_s: float, own_s: float, samples: float
@@ -129,9 +138,11 @@ class Writer:
         """One event."""
         self._append(_CELL.pack(self._number[kind], worker, print, at_s, own_s, samples))
 
-    def _append(self, content: bytes) -> None:
+    def _append(self, cell: bytes, more: bytes = b"") -> None:
         if self.refusal is not None:
             return
+        self._crc = zlib.crc32(cell, self._crc)
+        content = cell + _CRC.pack(self._crc) + more
         try:
             while content:
                 content = content[os.write(self._fd, content) :]
@@ -143,86 +154,3 @@ class Writer:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-# ---- reading ------------------------------------------------------------------------------------
-
-
-def find_record(run: Path) -> Path:
-    """The record of a run directory (the newest, if it was trained in several times), or the file.
-
-    Raises:
-        UserError: if there is none.
-    """
-    if run.is_file():
-        return run
-    found = sorted(run.glob(f"{Path(RECORD_NAME).stem}*.bin"), key=_age) if run.is_dir() else []
-    if not found:
-        what = "there is no record in it" if run.is_dir() else "there is no such directory"
-        raise UserError(
-            f"run={run}: {what}; give the directory of a run of python -m hybridtrain "
-            "(not under strategy=ddp, whose processes speak to no server, nor with "
-            "strategy.record=null), or a file that HybridStrategy(record=...) has written"
-        )
-    return found[-1]
-
-
-def _age(path: Path) -> tuple[int, str]:
-    return path.stat().st_mtime_ns, path.name
-
-
-def read_record(path: Path) -> Record:
-    """Read a record, or as much as there is of one.
-
-    Raises:
-        UserError: if this is no record, one of another version, or nothing but its first cell.
-    """
-    content = path.read_bytes()
-    if content[:19] != _FIRST[:19]:
-        raise UserError(f"{path}: this file is no record of a run")
-    if content[:CELL_BYTES] != _FIRST:
-        version = content[19:22].decode(errors="replace").strip()
-        raise UserError(
-            f"{path}: this is a record of version {version}; this version of hybridtrain reads "
-            f"version {VERSION}"
-        )
-    n_cells = len(content) // CELL_BYTES
-    cells = np.frombuffer(content, _TYPE, n_cells)
-    told, keep = _told(path, content, cells)
-    if "header" not in told:
-        raise UserError(f"{path}: the record ends before it has said what was run")
-    kinds = tuple(str(kind) for kind in told["header"]["kinds"])
-    events = cells[keep]
-    if len(events) and int(events["kind"].max()) >= len(kinds):
-        raise UserError(f"{path}: the record is damaged (an event of an unknown kind)")
-    return Record(path, told, events, kinds, len(content))
-
-
-def _told(
-    path: Path, content: bytes, cells: np.ndarray[Any, np.dtype[np.void]]
-) -> tuple[dict[str, Any], np.ndarray[Any, np.dtype[np.bool]]]:
-    """The pieces of JSON, merged, and which cells are events."""
-    told: dict[str, Any] = {}
-    keep = np.ones(len(cells), bool)
-    keep[0] = False
-    after = 0  # cells before this one have been read
-    for number in np.flatnonzero(cells["kind"] == TELLS):
-        if number < after:
-            continue  # within a piece
-        length, start = int(cells["print"][number]), (int(number) + 1) * CELL_BYTES
-        after = int(number) + 1 - (-length // CELL_BYTES)
-        keep[number:after] = False
-        if start + length > len(content):
-            break  # cut short
-        told |= _json(path, content[start : start + length])
-    return told, keep
-
-
-def _json(path: Path, text: bytes) -> dict[str, Any]:
-    try:
-        piece = json.loads(zlib.decompressobj().decompress(text, _LARGEST_PIECE_BYTES))
-    except (ValueError, zlib.error):
-        piece = None
-    if not isinstance(piece, dict):
-        raise UserError(f"{path}: the record is damaged (a piece of it cannot be read)")
-    return piece

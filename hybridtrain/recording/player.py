@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridtrain.messages import Described, Install, Note, Request, Stopped
-from hybridtrain.recording.file import NOBODY, Event, Record
+from hybridtrain.recording.file import NOBODY, WOKE, Event, Record
 from hybridtrain.recording.prints import Rows, print_of, print_of_parameters
-from hybridtrain.recording.witness import BROKEN, FINISHED, LEFT, LOST, WOKE, Stamp, ending, kind_of
+from hybridtrain.recording.witness import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
 from hybridtrain.update.turns import Ended
@@ -159,7 +159,7 @@ class Player:
         store = self._server.store
         if store is not None and (self._rows is None or self._rows.store is not store):
             self._rows = Rows(store)
-        if print_of(word, event.worker, self._rows) != event.print:
+        if print_of(word, event.worker, self._rows, self._record.version) != event.print:
             what = "its gradient, or what goes with it," if event.kind == "Push" else "what it says"
             raise _Parted(f"{self._named(event)}: in the replay {what} has other bits")
 
@@ -179,7 +179,7 @@ class Player:
         then = self._record.told.get("end")
         if then is None:
             return ""
-        now = ending(self._server)
+        now = ending(self._server, self._record.version)
         names = {"parameters": "final parameters", "optimizers": "optimizers' final states"}
         found = [text for name, text in names.items() if then[name] != now[name]]
         return f"after the last event: the {' and the '.join(found)} differ" if found else ""

@@ -1,8 +1,13 @@
-"""Checksums that tell one gradient, one set of parameters from another."""
+"""Checksums that tell one gradient, one set of parameters from another.
+
+Those of version 1 knew nothing of the indices of sparse gradients, of clipping, and of states that
+user code had changed; to replay such a record, they are made as they were.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 from zlib import crc32
@@ -11,6 +16,7 @@ import numpy as np
 import torch
 
 from hybridtrain.memory import Store
+from hybridtrain.memory.packed import Packed
 from hybridtrain.messages import (
     Average,
     Begin,
@@ -23,6 +29,7 @@ from hybridtrain.messages import (
     Request,
     Share,
 )
+from hybridtrain.recording.file import VERSION
 
 _WHOLE_BYTES = 16 * 1024  # of a smaller row everything is looked at
 _BLOCKS, _BLOCK_BYTES = 32, 64  # else so many cache lines, evenly spread
@@ -49,23 +56,33 @@ class Rows:
 
 def _sample(flat: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """A view of some of the tensor's bytes."""
-    raw: np.ndarray[Any, np.dtype[np.uint8]] = flat.view(torch.uint8).numpy()
+    return _spread(flat.view(torch.uint8).numpy())
+
+
+def _spread(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
     if raw.nbytes <= _WHOLE_BYTES:
         return raw
     stride = raw.nbytes // _BLOCKS // _BLOCK_BYTES * _BLOCK_BYTES
     return np.lib.stride_tricks.as_strided(raw, (_BLOCKS, _BLOCK_BYTES), (stride, 1))
 
 
-def print_of(message: Request | Note, worker: int, rows: Rows | None) -> int:
+def print_of(
+    message: Request | Note, worker: int, rows: Rows | None, version: int = VERSION
+) -> int:
     """What the message brings, in 32 bits: equal for equal messages, whichever process made them.
 
     Payloads of meetings do not count (they may name files or hours), only what they are about.
+
+    Args:
+        version: of the record.
     """
     match message:
         case Push():
-            return _row(repr(_told(message)), worker, rows)
-        case Average(weight, absent):
-            return _row(repr((weight, absent)), worker, rows)
+            told = _told(message) if version == 1 else (*_told(message), *_told_since(message))
+            return _row(repr(told), worker, rows)
+        case Average(weight, absent, packed):
+            told = (weight, absent) if version == 1 else (weight, absent, _indices(packed))
+            return _row(repr(told), worker, rows)
         case Gather(tag, _, patient):
             said = f"{tag} {patient}"
         case Draw(lap, spans, length, sizes, drop_last, begins):
@@ -98,6 +115,33 @@ def _told(push: Push) -> tuple[Any, ...]:
     return (*who, push.absent, numbers, push.members, push.loss, push.repeatable, written)
 
 
+def _told_since(push: Push) -> tuple[Any, ...]:
+    """What version 2 tells besides."""
+    clip = None if push.clip is None else (push.clip.algorithm, push.clip.limit)
+    state = None if push.state is None else _state(push.state)
+    return (clip, state, _indices(push.packed))
+
+
+def _indices(packed: Sequence[Packed]) -> list[tuple[int, int, int, int]]:
+    """As of rows, all of small ones are looked at, and some of large ones."""
+    return [
+        (each.number, each.sparse_dim, len(each.indices), crc32(_some_bytes(each.indices)))
+        for each in packed
+    ]
+
+
+def _some_bytes(content: bytes) -> bytes:
+    return _spread(np.frombuffer(content, np.uint8)).tobytes()
+
+
+def _state(content: bytes) -> str | int:
+    """Of the tensors, since what ``torch.save`` writes has parts of their surroundings."""
+    try:
+        return print_of_state([torch.load(io.BytesIO(content), weights_only=True)])
+    except Exception:  # a user's own objects are in it
+        return crc32(content)
+
+
 def _writes(writes: Mapping[int, bytes]) -> list[tuple[int, int, int]]:
     return [(n, len(each), crc32(each[:_WRITES_BYTES])) for n, each in sorted(writes.items())]
 
@@ -114,28 +158,31 @@ def print_of_parameters(store: Store) -> str:
     return found.hexdigest()
 
 
-def print_of_state(states: Sequence[Any]) -> str:
+def print_of_state(states: Sequence[Any], version: int = VERSION) -> str:
     """All bits of nested tensors, numbers and texts: the optimizers' states."""
     found = hashlib.blake2b(digest_size=16)
-    _feed(found, list(states))
+    _feed(found, list(states), version)
     return found.hexdigest()
 
 
-def _feed(found: Any, value: Any) -> None:
+def _feed(found: Any, value: Any, version: int) -> None:
     match value:
         case torch.Tensor():
             found.update(f"{value.dtype}{tuple(value.shape)}".encode())
             if value.layout == torch.strided:
                 flat = value.detach().cpu().contiguous().flatten()
                 found.update(flat.view(torch.uint8).numpy().data)
+            elif value.layout == torch.sparse_coo and version > 1:
+                whole = value.detach().coalesce()
+                _feed(found, [whole.indices(), whole.values()], version)
         case Mapping():
             for key in sorted(value, key=repr):
                 found.update(repr(key).encode())
-                _feed(found, value[key])
+                _feed(found, value[key], version)
         case list() | tuple():
             found.update(str(len(value)).encode())
             for each in value:
-                _feed(found, each)
+                _feed(found, each, version)
         case int() | float() | str() | bytes() | None:
             found.update(repr(value).encode())
         case _:  # its address would be another one in another process

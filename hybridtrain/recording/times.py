@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from hybridtrain.errors import UserError
-from hybridtrain.recording.file import Record, find_record, read_record
+from hybridtrain.recording.file import Record
+from hybridtrain.recording.reading import find_record, read_record
 
 
 def service_times(run: str | Path) -> dict[int, list[float]]:

@@ -18,9 +18,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from hybridtrain.arrivals import Arrived
+from hybridtrain.contributions import samples_of
 from hybridtrain.ledger import Ledger
 from hybridtrain.memory import Store
 from hybridtrain.messages import (
+    Answer,
     Described,
     Done,
     Install,
@@ -33,13 +35,13 @@ from hybridtrain.messages import (
     Resumed,
     Stopped,
 )
-from hybridtrain.recording.file import NOBODY, Writer
+from hybridtrain.recording.file import NOBODY, VERSION, WOKE, Writer
 from hybridtrain.recording.prints import Rows, print_of, print_of_parameters, print_of_state
 from hybridtrain.rounds import Replies
 from hybridtrain.server import Server
 from hybridtrain.staff import Staff
 
-FINISHED, LOST, WOKE, BROKEN, LEFT = "Finished", "Lost", "Woke", "Broken", "Left"
+FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *get_args(Note)))
 KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT)
 
@@ -104,7 +106,7 @@ class Witness:
             return self.server.handle(worker, request)
         now_s = self._tick()
         own_s = self._own.stops(worker, now_s)
-        samples = _samples(request) if isinstance(request, Push) else 0.0
+        samples = samples_of(request) if isinstance(request, Push) else 0.0
         seen = print_of(request, worker, self._seen())
         self._writer.event(kind_of(request), worker, seen, now_s, own_s, samples)
         replies = self.server.handle(worker, request)
@@ -211,7 +213,8 @@ class Witness:
         if replies:
             now_s = self._clock()
             for worker, reply in replies:
-                self._own.goes_on(worker, now_s, fresh=isinstance(reply, Released | Done))
+                if isinstance(reply, Answer):  # news come to those who compute, or wait, too
+                    self._own.goes_on(worker, now_s, fresh=isinstance(reply, Released | Done))
         return replies
 
 
@@ -257,19 +260,12 @@ class OwnTime:
         self._since_s[worker] = self._training_s(now_s)
 
 
-def _samples(push: Push) -> float:
-    """What a mini-batch that several optimizers use is counted by the first of them."""
-    if push.optimizer:
-        return 0.0
-    return push.weight if push.samples is None else push.samples
-
-
-def ending(server: Server) -> dict[str, object]:
-    """What a run has come to."""
+def ending(server: Server, version: int = VERSION) -> dict[str, object]:
+    """What a run has come to, for a record of this version."""
     store, updates = server.store, server.optimizers.updates
     return {
         "parameters": None if store is None else print_of_parameters(store),
-        "optimizers": print_of_state([_plain(update.state()) for update in updates]),
+        "optimizers": print_of_state([_plain(x.state()) for x in updates], version),
         "stats": server.ledger.stats(),
     }
 

@@ -13,7 +13,7 @@ from hybridtrain.update.contribution import Contribution
 from hybridtrain.update.driven import Driven
 from hybridtrain.update.flat import FlatUpdate
 from hybridtrain.update.kernels import kernel_for
-from hybridtrain.update.kinds import calls_closure, needs_closure
+from hybridtrain.update.kinds import calls_closure, look_for_no_device, needs_closure
 from hybridtrain.update.lent import LentOptimizer
 from hybridtrain.update.pool import Pool
 from hybridtrain.update.portable import load
@@ -59,6 +59,7 @@ def build_update(
     for group in optimizer.param_groups:
         if group.get("capturable"):
             group["capturable"] = False  # a matter of CUDA graphs; here is host memory
+    look_for_no_device(optimizer)
     if store.lock_free and not needs_closure(optimizer):
         return LentOptimizer(optimizer, numbers, store)
     if (kernel := kernel_for(optimizer)) is not None:

@@ -68,3 +68,17 @@ def _loaded(code: CodeType) -> set[str]:
             names = instruction.argval  # Python 3.13 loads two at once
             found |= set(names) if isinstance(names, tuple) else {str(names)}
     return found
+
+
+def look_for_no_device(optimizer: torch.optim.Optimizer) -> None:
+    """Keep its step from asking for CUDA graphs, which would initialise CUDA in this process.
+
+    The parameters lie in host memory. A context would take some hundred megabytes of a GPU, and
+    workers of a later run could not be forked any more.
+    """
+    for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
+        vars(optimizer)[name] = _nothing
+
+
+def _nothing() -> None:
+    pass

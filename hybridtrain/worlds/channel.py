@@ -29,6 +29,8 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
+from hybridtrain.worlds.pickling import pickled
+
 _HEADER, _INT = struct.Struct("<Q"), struct.Struct("i")
 _READ_BYTES = 1 << 20
 _SEND_BYTES = 1 << 16  # at a time, less than a socket holds: a bell is rung before it is full
@@ -95,7 +97,7 @@ class Channel:
         Raises:
             ChannelClosed: if nobody is there.
         """
-        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        body = pickled(message)
         header = _HEADER.pack(len(body))
         try:
             if fd is not None:
@@ -122,7 +124,7 @@ class Channel:
         Raises:
             ChannelClosed: if nobody is there.
         """
-        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        body = pickled(message)
         self._kept.append((memoryview(_HEADER.pack(len(body)) + body), fd))
         return self.flush()
 

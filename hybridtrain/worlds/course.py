@@ -65,7 +65,7 @@ class Course:
         return self._share(worker) if self._lockstep else self._draw(worker)
 
     def _share(self, worker: int) -> Push | None:
-        """The worker's part of the next global mini-batch; a filler where nothing is left of it."""
+        """The worker's part of the next global mini-batch, if something is left of it."""
         table = self._lesson.timetable
         whole = sum(table.sizes)
         begin = self._step[worker] * whole
@@ -73,7 +73,7 @@ class Course:
             return None
         self._step[worker] += 1
         own = [begin + p for p in self._places[worker] if begin + p < table.length]
-        return self._study(worker, own or range(min(table.sizes[worker], table.length)), bool(own))
+        return self._study(worker, own) if own else None
 
     def _draw(self, worker: int) -> Push | None:
         table, lap = self._lesson.timetable, Lap(0, self._epoch)
@@ -89,12 +89,11 @@ class Course:
             self._ended.add(worker)  # as loaders do, which make mini-batches by counting
         if not n_drawn:
             return None
-        push = self._study(worker, list(positions(ticket.spans)), ticket.counts)
-        return replace(push, covers=(Cover(lap, ticket.spans),)) if ticket.counts else push
+        push = self._study(worker, list(positions(ticket.spans)))
+        return replace(push, covers=(Cover(lap, ticket.spans),))
 
-    def _study(self, worker: int, own: Sequence[int], counts: bool) -> Push:
-        weight = self._lesson.study(worker, self._epoch, own)
-        return Push(0, weight if counts else 0.0)
+    def _study(self, worker: int, own: Sequence[int]) -> Push:
+        return Push(0, self._lesson.study(worker, self._epoch, own))
 
     # ---- epochs ---------------------------------------------------------------------------------
 

@@ -229,7 +229,7 @@ def _judge_states(row: Row, tap: Tap, folder: Path, undisturbed: States | None) 
         row.as_undisturbed = all(same(mine, theirs) for mine, theirs in pairs)
         if not row.error:
             row.as_undisturbed &= len(tap.states) == len(undisturbed)
-    for path in folder.glob("*.ckpt"):
+    for path in folder.rglob("*.ckpt"):
         checkpoint = torch.load(path, weights_only=True)
         state, step = state_in(checkpoint), checkpoint["global_step"]
         row.checkpoints += 1

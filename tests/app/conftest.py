@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,6 +77,19 @@ def command(capfd: pytest.CaptureFixture[str]) -> Command:
         return Result(code, out, err)
 
     return run
+
+
+@contextmanager
+def in_use(directory: str | Path) -> Iterator[None]:
+    """As if another run were in it."""
+    fd = os.open(Path(directory, ".lock"), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    said = {"pid": 1, "host": socket.gethostname(), "since": "2026-11-22 20:00:00+00:00"}
+    os.write(fd, json.dumps(said).encode())
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 def summary(directory: str | Path) -> dict[str, Any]:

@@ -84,6 +84,18 @@ def test_a_mistake_is_one_line_that_names_what_is_allowed(
     assert "Traceback" not in result.out
 
 
+@pytest.mark.parametrize("argument", ["task=own", "model=own task=digits", "-m task=own seed=1,2"])
+def test_own_without_a_class_says_how_to_name_it(command: Command, argument: str) -> None:
+    result = command(*argument.split())
+    assert result.code == 2
+    assert "model._target_=package.Class" in result.complaint
+    assert "data._target_=package.Class" in result.complaint
+
+
+def test_a_group_without_keys_says_so(command: Command) -> None:
+    assert "There are none." in command("task=digits", "data=own", "data.x=1").complaint
+
+
 def test_the_exit_status_reaches_the_shell() -> None:
     line = [sys.executable, "-m", "hybridtrain", "strategy=hybird"]
     done = subprocess.run(line, capture_output=True, text=True, env=_environment(), timeout=60)

@@ -7,16 +7,18 @@ import json
 import os
 import shutil
 import signal
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from hybridtrain.app import kept
+from hybridtrain import files
+from hybridtrain.app import claim, kept
 from hybridtrain.app.compose import complete_overrides
 from hybridtrain.app.resuming import expanded
-from tests.app.conftest import Command, summary
+from tests.app.conftest import Command, in_use, summary
 from tests.app.test_interrupt import _none_left, _start, _wait_for
 from tests.app.tiny import TINY
 from tests.lightning.test_resume import same
@@ -124,10 +126,25 @@ def test_auto_leaves_alone_what_is_another_configuration_or_at_work(ended: Comma
     same_again = complete_overrides([*RUN, "test=false", ELSEWHERE, "resume=auto"])
     new = [x for x in same_again if not x.startswith("resume")]
     assert expanded([*same_again, "++model.lr=0.02"], False) == [*new, "++model.lr=0.02"]
-    lock = kept.occupy(Path("runs/1"))
-    assert expanded(same_again, False) == new
-    kept.vacate(lock)
+    with in_use("runs/1"):
+        assert expanded(same_again, False) == new
     assert "resume='runs/1'" in expanded(same_again, False)
+    claim.release_all()
+
+
+def test_the_checksums_of_a_checkpoint_are_compared_once(
+    ended: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested, test = [], zipfile.ZipFile.testzip
+
+    def count(archive: zipfile.ZipFile) -> str | None:
+        tested.append(archive.filename)
+        return test(archive)
+
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", count)
+    monkeypatch.setattr(files, "SETTLED_S", -1.0)
+    assert ended("resume=old").code == 0
+    assert tested == [str(Path("old/checkpoints/last.ckpt").resolve())]
 
 
 def test_a_run_that_left_no_checkpoint_begins_again_in_its_directory(ended: Command) -> None:
@@ -214,9 +231,8 @@ def test_a_run_that_has_finished_is_running_or_is_of_a_newer_version_is_refused(
     kept.sign(Path("old"))
     Path("old/summary.json").write_text('{"exit": 0}')
     assert "has finished" in command("resume=old").complaint
-    lock = kept.occupy(Path("old"))
-    assert "still running" in command("resume=old").complaint
-    kept.vacate(lock)
+    with in_use("old"):
+        assert "resume=old: this directory is in use by process" in command("resume=old").complaint
     Path("old/run.json").write_text('{"format": 99, "hybridtrain": "9.0"}')
     line = command("resume=old").complaint
     assert "made by hybridtrain 9.0 (format 99)" in line and "update hybridtrain" in line
@@ -234,3 +250,13 @@ def test_a_checkpoint_of_a_newer_version_is_refused_before_anything_starts(
 
 def test_last_without_any_run_says_so(command: Command) -> None:
     assert "no run of this model in outputs" in command("task=digits", "ckpt=last").complaint
+
+
+@pytest.mark.parametrize("place", ["interrupted.ckpt", "checkpoints/interrupted.ckpt"])
+def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(place: str) -> None:
+    for step, name in enumerate(("checkpoints/last.ckpt", place)):
+        path = Path("run") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"global_step": step}, path)
+        os.utime(path, (step, step))
+    assert kept.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 from collections import Counter
@@ -12,6 +13,8 @@ import pytest
 
 from hybridtrain.app import sweep
 from hybridtrain.app.outcome import Outcome
+from hybridtrain.app.sweep import Row
+from hybridtrain.app.sweep_page import _endings
 from tests.app.conftest import Command, summary
 from tests.app.tiny import TINY, N
 
@@ -106,6 +109,18 @@ def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
     assert [int(last[f"{s} fail_at=null"]["samples"]) for s in ("hybrid", "async", "ddp")] == (
         [2 * N] * 3
     )
+
+
+def test_the_endings_of_jobs_are_json_whatever_their_errors_say() -> None:
+    outcomes = [Outcome(1, math.nan, "the loss is NaN"), Outcome(0, math.inf), Outcome(0, 0.5)]
+    rows = [Row(n, [], outcome, Path(f"jobs/{n}")) for n, outcome in enumerate(outcomes)]
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(_endings(rows, Path("jobs")), parse_constant=refuse)
+    assert [found[str(n)]["metric"] for n in range(3)] == [None, None, 0.5]
+    assert found["0"]["error"] == "the loss is NaN"
 
 
 def test_a_page_that_cannot_be_made_does_not_change_how_the_sweep_ends(

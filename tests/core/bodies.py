@@ -11,7 +11,7 @@ import torch
 
 from hybridtrain.client import Client
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import Push
+from hybridtrain.messages import Install, Push
 from hybridtrain.update.portable import dump
 
 
@@ -33,7 +33,7 @@ def descend(client: Client, n_steps: int = 3) -> list[float]:
         store.master(slot).copy_(w.detach())
     client.gather("published", None)
     optimizer = torch.optim.SGD([w], lr=0.25, momentum=0.5)
-    client.install((dump(optimizer, {id(w): 0}),) if client.worker == 0 else ())
+    client.install(Install((dump(optimizer, {id(w): 0}),) if client.worker == 0 else ()))
     for _ in range(n_steps):
         store.gradient(client.worker, slot).copy_(store.master(slot) - client.worker)
         client.push(Push(0, 1.0))

@@ -127,9 +127,9 @@ def functions(path: Path) -> Iterator[tuple[str, int]]:
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def test_files_have_at_most_300_lines() -> None:
+def test_files_have_at_most_400_lines() -> None:
     lengths = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in FILES}
-    assert {name: n for name, n in lengths.items() if n > 300} == {}
+    assert {name: n for name, n in lengths.items() if n > 400} == {}
 
 
 def test_functions_have_at_most_45_lines() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,12 +43,25 @@ def test_everybody_draws_mini_batches_of_its_own_size() -> None:
     assert queue.draw(0, ask) == Ticket(((10, 12),))
 
 
-def test_with_fewer_batches_than_workers_those_left_over_run_one_that_does_not_count() -> None:
-    queue, ask = BatchQueue({0, 1, 2}), draw(3, (4, 4, 2))
-    assert queue.draw(2, ask) == Ticket(((0, 2),))
-    assert queue.draw(0, ask) == Ticket(((2, 3),))
-    assert queue.draw(1, ask) == Ticket(((0, 3),), counts=False)
+@pytest.mark.parametrize("fills", [False, True])
+def test_with_fewer_batches_than_workers_the_first_has_one_and_those_left_over_none(
+    fills: bool,
+) -> None:
+    queue, ask = BatchQueue({0, 1, 2}), replace(draw(3, (4, 4, 2)), fills=fills)
+    filler = Ticket(((0, 2),), counts=False) if fills else Ticket(())
+    assert queue.draw(2, ask) == filler
+    assert queue.draw(0, ask) == Ticket(((0, 3),))
+    filler = Ticket(((0, 3),), counts=False) if fills else Ticket(())
+    assert queue.draw(1, ask) == filler
     assert [queue.draw(w, ask).spans for w in range(3)] == [(), (), ()]
+
+
+def test_nothing_is_kept_for_the_first_while_it_is_away() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(6, (4, 4))
+    assert queue.draw(0, ask).spans == ((0, 4),)
+    assert queue.draw(1, ask).spans == ((4, 6),)
+    queue.lost(0)
+    assert queue.draw(1, replace(ask, begins=True)).spans == ((0, 4),), "nobody waits for it"
 
 
 def test_drop_last_never_hands_out_a_smaller_mini_batch() -> None:
@@ -68,7 +84,7 @@ def test_a_rest_that_is_in_pieces_is_drawn_across_the_gaps() -> None:
 
 
 def test_a_rest_of_nothing_lets_everybody_reach_the_end_of_the_epoch() -> None:
-    queue, ask = BatchQueue({0, 1}), draw(20, (4, 4), spans=())
+    queue, ask = BatchQueue({0, 1}), replace(draw(20, (4, 4), spans=()), fills=True)
     assert [queue.draw(w, ask).counts for w in (0, 1)] == [False, False]
     assert [queue.draw(w, ask).spans for w in (0, 1)] == [(), ()]
 
@@ -123,6 +139,7 @@ def test_a_pass_that_begins_anew_gives_back_what_was_fetched_ahead() -> None:
     drop_last=st.booleans(),
     order=st.lists(st.integers(0, 4), max_size=60),
     losses=st.sets(st.integers(0, 4), max_size=2),
+    fills=st.booleans(),
 )
 def test_every_position_is_done_once_and_everybody_is_served(
     sizes: tuple[int, ...],
@@ -131,12 +148,13 @@ def test_every_position_is_done_once_and_everybody_is_served(
     drop_last: bool,
     order: list[int],
     losses: set[int],
+    fills: bool,
 ) -> None:
     ends = sorted({min(c, length) for c in cuts})
     spans = merged(zip(ends[::2], ends[1::2], strict=False)) if cuts else ((0, length),)
     members = set(range(len(sizes)))
     lost = losses & members if len(losses & members) < len(sizes) else set()
-    ask = draw(length, sizes, spans=spans, drop_last=drop_last)
+    ask = replace(draw(length, sizes, spans=spans, drop_last=drop_last), fills=fills)
     queue, done = BatchQueue(members), set()
     trained: list[int] = []
     served: dict[int, list[Ticket]] = {worker: [] for worker in range(len(sizes))}
@@ -163,8 +181,10 @@ def test_every_position_is_done_once_and_everybody_is_served(
     assert sorted([*trained, *rest]) == list(positions(spans)), "nothing lost"
     if not drop_last and not lost:
         assert not rest, "nothing left out"
-    if length >= (min(sizes) if drop_last else 1):
+    if fills and length >= (min(sizes) if drop_last else 1):
         assert all(served[worker] for worker in members), "everybody takes part"
+    if not drop_last and not lost and total(spans):
+        assert served[0][0].counts, "the first worker before all others"
 
 
 @given(st.lists(st.integers(0, 50), max_size=8), st.integers(-2, 60))

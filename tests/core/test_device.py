@@ -1,9 +1,12 @@
-"""Beside the computation, on a device that does everything as late and as oddly as it may."""
+"""Beside the computation, on a device that does everything as late and as oddly as it may.
+
+For what that is see ``tests/standin``.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -13,11 +16,17 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hybridtrain.device import Incoming, Lane, Outgoing, incoming, outgoing
+from hybridtrain.device import Incoming, Outgoing, incoming, outgoing
+from hybridtrain.device.cuda import CudaStreams
 from hybridtrain.device.incoming import Watch, await_in_forward
 from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.memory import Layout, Store
-from tests.core.fake_device import FakeStreams
+from tests.standin.device import name_it
+from tests.standin.state import NAME, SETTINGS, lazy_init, state
+
+pytestmark = pytest.mark.own_process
+name_it()
+HERE = torch.device(NAME, 0)
 
 SEEDS = range(5)
 
@@ -29,45 +38,28 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers(n: int) -> torch.Tensor:
-    return torch.arange(1.0, n + 1)
+    return torch.arange(1.0, n + 1, device=HERE)
 
 
-# ---- the device of the tests notices what a real one would do at some other time --------------
+def open_streams(seed: int = 0, eagerness: float = 0.3) -> CudaStreams:
+    state().lanes.begin_again(seed, eagerness)
+    state().locked.clear()
+    return CudaStreams(HERE)
 
 
-def test_who_reads_before_its_mark_reads_nothing_sensible() -> None:
-    streams = FakeStreams(eagerness=0.0)
-    row = torch.zeros(3)
-    streams.copy(Lane.OUT, row, numbers(3))
-    mark = streams.record(Lane.OUT)
-    assert row.isnan().all() and not streams.reached(mark)
-    streams.synchronise(mark)
-    assert torch.equal(row, numbers(3))
+def made_there(kind: Callable[[], nn.Module]) -> nn.Module:
+    lazy_init()
+    with HERE:
+        return kind()
 
 
-def test_who_changes_the_source_before_its_mark_changes_what_arrives() -> None:
-    streams = FakeStreams(eagerness=0.0)
-    row, source = torch.zeros(3), numbers(3)
-    streams.copy(Lane.OUT, row, source)
-    source.zero_()
-    streams.synchronise(streams.record(Lane.OUT))
-    assert torch.equal(row, torch.zeros(3))
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.cpu(), other.cpu())
 
 
-def test_a_gradient_that_is_copied_without_waiting_for_it_is_lost() -> None:
-    streams, weight = FakeStreams(), nn.Parameter(numbers(3))
-    streams.observe([weight])
-    before = streams.record(Lane.COMPUTE)
-    weight.square().sum().backward()
-    assert weight.grad is not None
-    rows = [torch.zeros(3), torch.zeros(3)]
-    streams.wait(Lane.OUT, before)
-    streams.copy(Lane.OUT, rows[0], weight.grad)
-    streams.wait(Lane.OUT, streams.record(Lane.COMPUTE))
-    streams.copy(Lane.OUT, rows[1], weight.grad)
-    streams.synchronise(streams.record(Lane.OUT))
-    assert rows[0].isnan().all()
-    assert torch.equal(rows[1], 2 * numbers(3))
+def lock(streams: CudaStreams, tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        assert streams.lock(tensor) == ""
 
 
 # ---- gradients ----------------------------------------------------------------------------------
@@ -75,26 +67,28 @@ def test_a_gradient_that_is_copied_without_waiting_for_it_is_lost() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_buckets_arrive_in_their_order_and_each_is_whole(seed: int) -> None:
-    streams = FakeStreams(seed)
+    streams = open_streams(seed)
     rows = [torch.zeros(10) for _ in range(9)]
+    lock(streams, rows)
     going = Outgoing(streams, rows)
     arrived: list[int] = []
     for number in range(9):
         going.add(number, numbers(10) * number)
         while (bucket := going.arrived()) is not None:
             arrived += bucket.numbers
-            assert all(torch.equal(rows[n], numbers(10) * n) for n in bucket.numbers)
+            assert all(same(rows[n], numbers(10) * n) for n in bucket.numbers)
     going.close()
     while (bucket := going.arrived(wait=True)) is not None:
         arrived += bucket.numbers
-        assert all(torch.equal(rows[n], numbers(10) * n) for n in bucket.numbers)
+        assert all(same(rows[n], numbers(10) * n) for n in bucket.numbers)
     assert arrived == list(range(9))
 
 
 def test_a_narrow_row_gets_what_is_nearest() -> None:
-    streams, row = FakeStreams(), torch.zeros(2, dtype=torch.bfloat16)
+    streams, row = open_streams(), torch.zeros(2, dtype=torch.bfloat16)
+    lock(streams, [row])
     going = Outgoing(streams, [row])
-    going.add(0, torch.tensor([1.0 + 2**-9, 1.0 + 3 * 2**-9]))
+    going.add(0, torch.tensor([1.0 + 2**-9, 1.0 + 3 * 2**-9], device=HERE))
     going.close()
     assert going.arrived(wait=True) is not None
     assert row.tolist() == [1.0, 1.0 + 2**-7]
@@ -174,21 +168,25 @@ def lazily(net: nn.Module, coming: Incoming) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+        coming.settle()  # or the parameters could be freed while they are written
 
 
-def coming_to(net: nn.Module, seed: int) -> tuple[Incoming, list[torch.Tensor], FakeStreams]:
+def coming_to(
+    net: nn.Module, seed: int, eagerness: float = 0.3
+) -> tuple[Incoming, list[torch.Tensor]]:
     parameters = list(net.parameters())
     sources = [torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for p in parameters]
-    streams = FakeStreams(seed)
-    return Incoming(streams, parameters, sources), sources, streams
+    streams = open_streams(seed, eagerness)
+    lock(streams, sources)
+    return Incoming(streams, parameters, sources), sources
 
 
 def as_it_should_be(kind: type[nn.Module], sources: list[torch.Tensor]) -> torch.Tensor:
-    net = kind()
+    net = made_there(kind)
     with torch.no_grad():
         for parameter, source in zip(net.parameters(), sources, strict=True):
             parameter.copy_(source)
-    return net(X)
+    return net(X.to(HERE))
 
 
 @pytest.mark.parametrize("kind", NETS)
@@ -196,12 +194,12 @@ def as_it_should_be(kind: type[nn.Module], sources: list[torch.Tensor]) -> torch
 def test_forward_waits_for_each_parameter_before_it_reads_it(
     kind: type[nn.Module], seed: int
 ) -> None:
-    net = kind()
-    coming, sources, _ = coming_to(net, seed)
+    net, x = made_there(kind), X.to(HERE)
+    coming, sources = coming_to(net, seed)
     with lazily(net, coming):
         for _ in range(3):
             coming.start(range(len(sources)))
-            assert torch.equal(net(X), as_it_should_be(kind, sources))
+            assert same(net(x), as_it_should_be(kind, sources))
             coming.settle()
             for source in sources:
                 source.mul_(0.9)
@@ -224,53 +222,53 @@ def test_whoever_reads_a_parameter_between_steps_waits_for_it(
     read: Callable[[nn.Linear], Any],
 ) -> None:
     for seed in SEEDS:
-        net = nn.Linear(4, 4)
-        coming, sources, _ = coming_to(net, seed)
+        net = made_there(lambda: nn.Linear(4, 4))
+        coming, sources = coming_to(net, seed)
         with lazily(net, coming):
             coming.start(range(2))
             value = read(net)
+        coming.settle()
         for parameter, source in zip(net.parameters(), sources, strict=True):
-            parameter.data = source
-        assert torch.equal(value, read(net))
+            parameter.data = source.to(HERE)
+        assert same(value, read(net))
 
 
 def test_the_first_layer_does_not_wait_for_the_last_and_the_next_time_comes_first() -> None:
-    net = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+    net, x = made_there(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])), X.to(HERE)
     net_in_use = nn.Sequential(*reversed(net))  # used in the other order than laid out
-    coming, _, streams = coming_to(net, 0)
-    streams.eagerness = 0.0
+    coming, _ = coming_to(net, 0, eagerness=0.0)
+    lanes = state().lanes
     with lazily(net, coming):
         coming.start(range(12))
-        net_in_use[0](X)
-        assert streams.n_queued == 0, "it was laid out last"
-        net_in_use[1:](X)
+        net_in_use[0](x)
+        assert lanes.n_queued == 0, "it was laid out last"
+        net_in_use[1:](x)
         coming.start(range(12))
-        net_in_use[0](X)
-        assert streams.n_queued > 12, "now it has come first, and the others are still coming"
+        net_in_use[0](x)
+        assert lanes.n_queued > 12, "now it has come first, and the others are still coming"
         assert coming.pending
-        net_in_use[1:](X)
+        net_in_use[1:](x)
         assert not coming.pending
 
 
 def test_sources_may_change_once_it_has_settled() -> None:
     for seed in SEEDS:
-        net = Deep()
-        coming, sources, streams = coming_to(net, seed)
+        net = made_there(Deep)
+        coming, sources = coming_to(net, seed)
         coming.lazily = True
         coming.start(range(len(sources)))
         values = [source.clone() for source in sources]
         coming.settle()
         for source in sources:
             source.zero_()
-        assert all(map(torch.equal, net.parameters(), values))
-        assert streams.n_queued == 0
+        assert all(map(same, net.parameters(), values))
 
 
 def test_after_a_push_a_worker_reads_what_it_had_though_the_masters_move() -> None:
     for seed in SEEDS:
-        net = Deep()
+        net, streams = made_there(Deep), open_streams(seed, 0.0)
         store = Store(Layout.of(net.named_parameters()), 2, False)
-        exchange = CudaExchange(list(net.parameters()), store, 1, True, FakeStreams(seed, 0.0))
+        exchange = CudaExchange(list(net.parameters()), store, 1, True, streams)
         masters = [store.master(slot) for slot in store.layout.slots]
         for master in masters:
             master.fill_(0.25)
@@ -285,41 +283,37 @@ def test_after_a_push_a_worker_reads_what_it_had_though_the_masters_move() -> No
 # ---- page-locked memory -------------------------------------------------------------------------
 
 
-def open_one(streams: FakeStreams, private: bool = False) -> tuple[CudaExchange, Store, nn.Module]:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+def open_one(private: bool = False) -> tuple[CudaExchange, Store, nn.Module]:
+    streams = open_streams()
+    net = made_there(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()))
     store = Store(Layout.of(net.named_parameters()), 2, private)
     return CudaExchange(list(net.parameters()), store, 1, True, streams), store, net
 
 
-def inside(tensor: torch.Tensor, regions: list[torch.Tensor]) -> bool:
-    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    return any(r.data_ptr() <= begin and end <= r.data_ptr() + r.nbytes for r in regions)
-
-
 @pytest.mark.parametrize("private", [False, True])
 def test_what_crosses_the_bus_is_page_locked_once_and_let_go_at_the_end(private: bool) -> None:
-    streams = FakeStreams()
-    exchange, store, _ = open_one(streams, private)
+    exchange, store, _ = open_one(private)
+    is_locked, locked = state().is_locked, state().locked
     sources = store.copies[1] if private else store.masters
     for flat in (*store.gradients[1].values(), *sources.values()):
-        assert inside(flat, streams.locked)
-    assert not any(inside(flat, streams.locked) for flat in store.gradients[0].values())
-    begins = sorted((r.data_ptr(), r.data_ptr() + r.nbytes) for r in streams.locked)
-    assert all(a[1] <= b[0] for a, b in pairwise(begins)), "none twice"
-    assert len(streams.locked) == 2
+        assert is_locked(flat)
+    assert not any(is_locked(flat) for flat in store.gradients[0].values())
+    assert all(a + locked[a] <= b for a, b in pairwise(sorted(locked))), "none twice"
+    assert len(locked) == 2
     exchange.close()
-    assert streams.locked == []
+    assert locked == {}
     exchange.close()
 
 
 def test_where_memory_cannot_be_page_locked_it_is_said_and_works_all_the_same() -> None:
-    with pytest.warns(UserWarning, match=r"could not be page-locked.*the limit is reached.*ulimit"):
-        exchange, store, net = open_one(FakeStreams(lockable_bytes=1.0))
-    x = torch.ones(1, 4)
+    SETTINGS.lockable_bytes = 1.0
+    with pytest.warns(UserWarning, match=r"could not be page-locked.*CUDA error 2.*ulimit"):
+        exchange, store, net = open_one()
+    x = torch.ones(1, 4, device=HERE)
     net[1](net[0](x).double()).sum().backward()
     assert exchange.collect(range(4)) == ()
     for slot, parameter in zip(store.layout.slots, net.parameters(), strict=True):
-        assert torch.equal(store.gradient(1, slot), parameter.grad)
+        assert same(store.gradient(1, slot), parameter.grad)
     exchange.close()
 
 
@@ -331,31 +325,30 @@ def test_where_memory_cannot_be_page_locked_it_is_said_and_works_all_the_same() 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_many_steps_equal_those_of_one_process(seed: int, set_to_none: bool, lazy: bool) -> None:
     torch.manual_seed(0)
-    net, alone = Tied(), Tied()
+    net, alone = made_there(Tied), Tied()
     alone.load_state_dict(net.state_dict())
     alone.list, alone.view = [alone.spare.bias], alone.spare.weight.data[2]
     store = Store(Layout.of(net.named_parameters()), 1, False)
     for slot, parameter in zip(store.layout.slots, net.parameters(), strict=True):
         store.master(slot).copy_(parameter.detach())
-    streams = FakeStreams(seed)
-    streams.observe(net.parameters())
-    exchange = CudaExchange(list(net.parameters()), store, 0, True, streams)
+    exchange = CudaExchange(list(net.parameters()), store, 0, True, open_streams(seed))
     exchange.writes()
     masters = [store.master(slot) for slot in store.layout.slots]
     rows = [store.gradient(0, slot) for slot in store.layout.slots]
-    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    weights = list(alone.parameters())
 
     def train() -> None:
         for step in range(4):
             for each in (net, alone):
                 each.zero_grad(set_to_none=set_to_none)
-                each(X + step).square().mean().backward()
+                each((X + step).to(each.scale.device)).square().mean().backward()
             assert exchange.collect(range(len(rows))) == ()
             assert exchange.writes() == {}, "nobody has written to a parameter"
-            optimizer.step()
+            gradients = [weight.grad for weight in weights]
+            torch._foreach_add_([weight.data for weight in weights], gradients, alpha=-0.1)
             torch._foreach_add_(masters, rows, alpha=-0.1)
             exchange.refresh()
-            assert all(map(torch.equal, net.parameters(), alone.parameters()))
+            assert all(map(same, net.parameters(), alone.parameters()))
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -9,10 +9,15 @@ import torch
 from torch import nn
 
 from hybridtrain.device import outgoing
+from hybridtrain.device.cuda import CudaStreams
 from hybridtrain.exchange import HostExchange
 from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.memory import Layout, Store, unpack
-from tests.core.fake_device import FakeStreams
+from tests.standin.device import name_it
+from tests.standin.state import NAME, state
+
+pytestmark = pytest.mark.own_process
+name_it()
 
 
 class Net(nn.Module):
@@ -29,8 +34,9 @@ class Net(nn.Module):
 
     def forward(self, seed: int, spare: bool = False) -> torch.Tensor:
         generator = torch.Generator().manual_seed(seed)
-        words = self.embedding(torch.tensor([1, seed % 10, 1])).mean(dim=0)
-        image = torch.randn(2, 2, 5, 5, generator=generator)
+        where = self.frozen.device
+        words = self.embedding(torch.tensor([1, seed % 10, 1], device=where)).mean(dim=0)
+        image = torch.randn(2, 2, 5, 5, generator=generator).to(where)
         hidden = self.conv(image).mean(dim=(2, 3)) + words
         if spare:
             hidden = self.spare(hidden)
@@ -55,9 +61,10 @@ def cuda(eager: bool) -> Make:
     """On a device that copies late, in an order drawn by chance."""
 
     def open(net: Net, store: Store) -> CudaExchange:
-        streams = FakeStreams(seed=int(eager))
-        streams.observe(net.parameters())
-        return CudaExchange(list(net.parameters()), store, 1, eager, streams)
+        state().lanes.begin_again(int(eager), eagerness=0.3)
+        where = torch.device(NAME, 0)
+        net.to(where)
+        return CudaExchange(list(net.parameters()), store, 1, eager, CudaStreams(where))
 
     return open
 
@@ -84,7 +91,7 @@ def rows(store: Store, numbers: list[int] = TRAINED) -> list[torch.Tensor]:
 
 def expected(net: Net, numbers: list[int] = TRAINED) -> list[torch.Tensor]:
     gradients = [list(net.parameters())[n].grad for n in numbers]
-    return [g.to_dense() if g.is_sparse else g for g in gradients if g is not None]
+    return [(g.to_dense() if g.is_sparse else g).cpu() for g in gradients if g is not None]
 
 
 USED = [n for n in TRAINED if n not in SPARE]
@@ -203,7 +210,7 @@ def test_parameters_on_the_host_become_views_of_shared_memory(private: bool) -> 
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().numpy().tobytes()
+    return tensor.detach().cpu().contiguous().numpy().tobytes()
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -224,7 +231,7 @@ def test_what_user_code_writes_to_parameters_is_told_unless_they_do_not_follow(
     assert exchange.writes() == (told if private else {}), "in lock-step worker 0 speaks for all"
     exchange.refresh()
     for number in (first, third):
-        assert torch.equal(parameters[number], store.parameter(1, store.layout.slots[number]))
+        assert torch.equal(parameters[number].cpu(), store.parameter(1, store.layout.slots[number]))
     assert set(parameters[FROZEN].tolist()) == {7.0}
     assert exchange.writes() == {}
 
@@ -248,14 +255,16 @@ def test_buckets_leave_while_backward_runs_and_each_gradient_leaves_once(
     monkeypatch.setattr(outgoing, "BUCKET_BYTES", 64)
     net, store, exchange = set_up(cuda(True))
     assert isinstance(exchange, CudaExchange)
-    log = exchange.streams.log
-    log.clear()
-    net(1, spare=True).backward()
-    assert log.count("out") >= 2
-    assert "synchronise" not in log, "backward is never held up"
+    loss = net(1, spare=True)
+    torch.standin.take_counts()
+    loss.backward()
+    counts = torch.standin.take_counts()
+    assert counts.copies_to_host >= 2
+    assert counts.synchronisations == 0, "backward is never held up"
     exchange.collect(TRAINED)
-    assert log[-1] == "synchronise", "nothing may still be on its way when the server is told"
-    assert log.count("out") == len(TRAINED)
+    n_bytes = counts.bytes_to_host + torch.standin.take_counts().bytes_to_host
+    wanted = sum(gradient.nbytes for gradient in expected(net))
+    assert wanted <= n_bytes <= wanted + 8 * len(TRAINED), "each once, and a number about it"
     assert all(map(torch.equal, rows(store), expected(net)))
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hybridtrain import files
-from hybridtrain.files import fault_of, seal, write_whole
+from hybridtrain.files import fault_of, interrupted_in, seal, write_whole
 
 
 @pytest.mark.parametrize("nameless", [True, False])
@@ -155,3 +155,10 @@ def test_an_archive_of_something_else_is_no_checkpoint(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.ckpt", "w") as archive:
         archive.writestr("readme.txt", "nothing")
     assert fault_of(tmp_path / "a.ckpt") == "it is no checkpoint"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "mine"])
+def test_the_checkpoint_of_an_early_end_is_not_among_the_others(name: str, tmp_path: Path) -> None:
+    path = interrupted_in(tmp_path / name)
+    assert path.parent != tmp_path / name and tmp_path in path.parents
+    assert name == "checkpoints" or tmp_path / name in path.parents, "what is beside is not ours"

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.utils.data import DataLoader, DistributedSampler
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.nursery import Nursery
-from tests.lightning.toys import Regression, fit
+from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 
 @contextmanager
@@ -104,3 +106,49 @@ def test_a_misspelt_option_of_the_strategy_names_the_close_one() -> None:
 def test_an_option_of_ddp_is_said_to_be_needless(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} was given, an option of ddp; leave it out"):
         HybridStrategy(**{name: True})
+
+
+def _in_a_pool(_: int) -> str:
+    try:
+        fit("hybrid", 2, 4, Regression, max_epochs=1)
+    except UserError as error:
+        return str(error)
+    return "trained"
+
+
+def test_inside_a_pool_of_daemonic_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(multiprocessing.current_process()._config, "daemon", True)  # type: ignore
+    with refused(r"daemonic process .*use concurrent\.futures\.ProcessPoolExecutor", monkeypatch):
+        fit("hybrid", 2, 4, Regression)
+
+
+@pytest.mark.slow
+def test_what_is_said_inside_a_pool_is_a_way_out() -> None:
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        assert "ProcessPoolExecutor" in pool.map(_in_a_pool, [0])[0]
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        assert list(executor.map(_in_a_pool, [0])) == ["trained"]
+
+
+@pytest.mark.parametrize("call", [distributed.get_rank, distributed.barrier])
+def test_calls_of_torch_distributed_are_told_what_to_use_instead(call: Any) -> None:
+    class Raw(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            call()
+
+    with pytest.raises(ValueError, match="process group has not been initialized") as caught:
+        fit("hybrid", 1, 4, Raw)
+    notes = "\n".join(caught.value.__notes__)
+    assert "self.all_gather, trainer.strategy.reduce, .broadcast and .barrier" in notes
+
+
+def test_a_distributed_sampler_is_told_to_be_needless() -> None:
+    class Sharing(Regression):
+        def train_dataloader(self) -> Any:
+            data = regression_data()
+            return DataLoader(data, 4, sampler=DistributedSampler(data))
+
+    with pytest.raises(ValueError, match="process group has not been initialized") as caught:
+        make_trainer("hybrid", 1).fit(Sharing())
+    assert "no DistributedSampler" in "\n".join(caught.value.__notes__)

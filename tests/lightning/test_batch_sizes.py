@@ -29,12 +29,15 @@ from tests.lightning.toys import Recorder, Regression, distance, make_trainer, r
 def shares(
     n: int, sizes: tuple[int, ...], drop_last: bool, begun: Begun | None = None
 ) -> list[list[tuple[list[int], float]]]:
-    """Every worker's mini-batches, as a BatchSampler makes them, with their weights."""
+    """Every worker's mini-batches, as a BatchSampler makes them, with their weights.
+
+    Who has nothing in a step gets a filler, so that they can be compared step by step.
+    """
     result = []
     for worker in range(len(sizes)):
         crew = tuple(range(len(sizes)))
         client = cast(Client, type("Line", (), {"worker": worker, "there": crew})())
-        plan = Plan(Seeded(n, 3), n, sizes, drop_last)
+        plan = Plan(Seeded(n, 3), n, sizes, drop_last, fills=lambda: True)
         sampler = ShareSampler(plan, 0, client, begun=begun)
         batches = list(BatchSampler(sampler, sizes[worker], drop_last))
         steps = -(-len(sampler) // sizes[worker])
@@ -77,6 +80,21 @@ def test_what_is_left_of_an_epoch_is_dealt_out_exactly_once(
     seen = sorted(i for batches in every for batch, weight in batches if weight for i in batch)
     left = Seeded(n, 3)(0)[start:]
     assert seen == sorted(left[: len(left) // sum(sizes) * sum(sizes)] if drop_last else left)
+
+
+def test_who_has_nothing_in_the_last_step_is_asked_for_nothing() -> None:
+    for n, sizes, without in ((13, (2, 2, 2), (1, 2)), (11, (4, 4, 1), (2,)), (1, (1, 9), (1,))):
+        crew = tuple(range(len(sizes)))
+        for worker in crew:
+            client = cast(Client, type("Line", (), {"worker": worker, "there": crew})())
+            sampler = ShareSampler(Plan(Seeded(n, 3), n, sizes, False), 0, client)
+            batches = list(BatchSampler(sampler, sizes[worker], False))
+            steps = -(-n // sum(sizes))
+            assert -(-len(sampler) // sizes[worker]) == steps, "all count the same steps"
+            assert len(batches) == steps - (worker in without)
+            for _ in batches:
+                assert not sampler.has_nothing_next and sampler.next_portion() is not None
+            assert sampler.has_nothing_next is (worker in without)
 
 
 def test_equal_sizes_are_every_wth_sample_and_a_remainder_is_shared_in_proportion() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightA
 from torch.utils.data import DataLoader
 
 from hybridtrain.client import Client, StopRequested
-from hybridtrain.lightning.between_steps import holds_any
-from hybridtrain.messages import Done, Gather, Gathered, Push, ReadStats, Released, Stats
+from hybridtrain.lightning import holding
+from hybridtrain.lightning.holding import may_hold
+from hybridtrain.messages import Done, Gather, Gathered, Install, Push, ReadStats, Released, Stats
 from hybridtrain.news import Stop
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
@@ -85,7 +87,7 @@ def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Scr
     assert isinstance(line.sent[-1], Gather)
     assert taken == []
     line.replies.append(Done())
-    client.install(())
+    client.install(Install())
 
 
 def test_what_was_counted_ahead_is_undone_unless_the_release_has_come(line: Script) -> None:
@@ -190,12 +192,28 @@ def test_data_that_hold_the_module_may_look() -> None:
     assert not rests(module, data=loader)
 
 
-HIDDEN = ["attribute", "closure", "default", "list", "bound", "partial"]
+HIDDEN = ["attribute", "closure", "default", "list", "bound", "partial", "slot", "deque", "global"]
+HIDDEN += ["last of many", "deep"]
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+
+def using_a_global() -> Any:
+    return teacher  # type: ignore[name-defined]  # noqa: F821
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
-def test_a_module_is_found_wherever_data_sets_keep_one(hidden: str) -> None:
+def test_a_module_is_found_wherever_data_sets_keep_one(
+    hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = Regression()
+    if hidden == "global":
+        monkeypatch.setitem(globals(), "teacher", module)
 
     class Holder:
         attribute: Any = None
@@ -211,9 +229,14 @@ def test_a_module_is_found_wherever_data_sets_keep_one(hidden: str) -> None:
         "list": [[module.net]],
         "bound": module.forward,
         "partial": partial(print, module),
+        "slot": Slotted(module),
+        "deque": deque([module.net]),
+        "global": using_a_global,
+        "last of many": [*range(20_000), ("a", 1), SimpleNamespace(x=module)],
+        "deep": [[{"x": [[Slotted([[SimpleNamespace(x=module)]])]]}] for _ in range(200)],
     }[hidden]
-    assert holds_any([holder], module.modules())
-    assert not holds_any([holder], Regression().modules())
+    assert may_hold([holder], module.modules())
+    assert not may_hold([holder], Regression().modules())
 
 
 class WithArguments(torch.utils.data.Dataset[Any]):
@@ -225,7 +248,39 @@ class WithArguments(torch.utils.data.Dataset[Any]):
 
 
 def test_ordinary_data_sets_are_looked_through_quietly() -> None:
-    assert not holds_any([WithArguments()], Regression().modules())
+    assert not may_hold([WithArguments()], Regression().modules())
+
+
+@pytest.mark.parametrize("kind", ["pairs", "mappings", "objects", "slots", "tensors"])
+def test_many_samples_of_plain_data_are_known_to_hold_no_module(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "_MOST", 1000)
+    make: Any = {
+        "pairs": lambda n: (f"{n}.png", n % 10),
+        "mappings": lambda n: {"path": f"{n}.wav", "words": ["a", "b"]},
+        "objects": lambda n: SimpleNamespace(path=Path("a"), label=n),
+        "slots": lambda n: Slotted(("a", n)),
+        "tensors": lambda n: torch.ones(1),
+    }[kind]
+    samples = [make(n) for n in range(holding._MOST + 1)]
+    assert not may_hold([SimpleNamespace(samples=samples)], Regression().modules())
+
+
+def test_samples_that_know_their_data_set_are_gone_through_once() -> None:
+    data = SimpleNamespace()
+    data.samples = [SimpleNamespace(data=data, rows=data.__dict__) for _ in range(3000)]
+    assert not may_hold([data], Regression().modules())
+    data.samples[-1].teacher = module = Regression()
+    assert may_hold([data], module.modules())
+
+
+def test_where_the_search_gives_up_a_module_may_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "_MOST", 10)
+    chain: list[Any] = []
+    for _ in range(12):
+        chain = [chain]
+    assert may_hold(chain, Regression().modules())
 
 
 def test_a_data_module_that_collates_knows_its_trainer_and_does_not_look() -> None:

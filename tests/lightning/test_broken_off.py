@@ -83,7 +83,7 @@ def run(
 
 def interrupted(folder: Path) -> dict[str, Any]:
     """The checkpoint of a run that has ended early; it is of one update."""
-    saved: dict[str, Any] = torch.load(folder / "interrupted.ckpt", weights_only=True)
+    saved: dict[str, Any] = torch.load(folder / "interrupted/interrupted.ckpt", weights_only=True)
     states = saved["optimizer_states"][0]["state"].values()
     assert {int(state["step"]) for state in states} == {saved["global_step"]}
     return saved
@@ -173,7 +173,7 @@ def test_who_goes_on_from_a_step_that_was_broken_off_does_it_again(
         run(tmp_path / "broken", partial(make, at), **OPTIONS[options])
     accumulated = OPTIONS[options].get("accumulate_grad_batches", 1)
     assert interrupted(tmp_path / "broken")["global_step"] == at // accumulated
-    path = tmp_path / "broken" / "interrupted.ckpt"
+    path = tmp_path / "broken" / "interrupted/interrupted.ckpt"
     assert_same(run(tmp_path / "resumed", make, path, **OPTIONS[options]), whole)
 
 
@@ -187,7 +187,10 @@ def test_whoever_fails_and_whoever_saves_nothing_is_left_out(
     with pytest.raises((LookupError, WorkerDied)):
         run(tmp_path / "broken", partial(make, at, who=who, dies=dies))
     assert interrupted(tmp_path / "broken")["global_step"] == at
-    assert_same(run(tmp_path / "resumed", make, tmp_path / "broken" / "interrupted.ckpt"), whole)
+    assert_same(
+        run(tmp_path / "resumed", make, tmp_path / "broken" / "interrupted/interrupted.ckpt"),
+        whole,
+    )
 
 
 class Interrupting(Dataset[Any]):
@@ -220,7 +223,10 @@ def test_ctrl_c_while_one_worker_is_ahead_of_another_leaves_nothing_out(
         run(tmp_path / "broken", make, data=Interrupting(regression_data(44), after))
     signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
     assert interrupted(tmp_path / "broken")["global_step"] == after
-    assert_same(run(tmp_path / "resumed", make, tmp_path / "broken" / "interrupted.ckpt"), whole)
+    assert_same(
+        run(tmp_path / "resumed", make, tmp_path / "broken" / "interrupted/interrupted.ckpt"),
+        whole,
+    )
 
 
 def test_no_checkpoint_is_remembered_of_a_step_that_was_broken_off(tmp_path: Path) -> None:
@@ -251,7 +257,7 @@ def test_a_run_that_goes_on_and_ends_before_it_begins_leaves_what_it_has_found(
     tmp_path: Path,
 ) -> None:
     whole = run(tmp_path / "whole", Noisy)
-    path = tmp_path / "broken" / "interrupted.ckpt"
+    path = tmp_path / "broken" / "interrupted/interrupted.ckpt"
     with pytest.raises(LookupError, match="broken off"):
         run(tmp_path / "broken", partial(Noisy, 8))
     first = path.stat().st_mtime_ns
@@ -284,4 +290,4 @@ def test_in_the_middle_of_an_lbfgs_step_none_is_written_and_that_is_said(
     with pytest.raises(LookupError, match="broken off"):
         run(tmp_path, InTheMiddle, warned="always")
     assert "no checkpoint could be written to" in capfd.readouterr().out
-    assert not (tmp_path / "interrupted.ckpt").exists()
+    assert not (tmp_path / "interrupted/interrupted.ckpt").exists()

@@ -4,7 +4,7 @@ one. The same claims hold on both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -13,26 +13,17 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain import HybridStrategy
-from hybridtrain.device import incoming, outgoing
+from hybridtrain.device import KINDS, incoming, outgoing
+from hybridtrain.device.cuda import CudaStreams
 from hybridtrain.errors import UserError
-from hybridtrain.exchange_cuda import CudaExchange
-from hybridtrain.lightning import session, transport
-from hybridtrain.memory import Store
 from hybridtrain.update.early import Early
-from tests.core.fake_device import FakeStreams
 from tests.lightning import toys
 from tests.lightning.test_equality import OPTIMIZERS
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
+from tests.standin.state import NAME
+from tests.standin.training import fit_apart
 
 Fit = Callable[..., tuple[pl.LightningModule, pl.Trainer]]
-
-
-def on_fake_device(
-    parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
-) -> CudaExchange:
-    streams = FakeStreams(seed=worker)
-    streams.observe(parameters)
-    return CudaExchange(parameters, store, worker, eager, streams)
 
 
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -41,11 +32,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     for module in (incoming, outgoing):
         monkeypatch.setattr(module, "BUCKET_BYTES", 64)
     if request.param == "fake":
-        monkeypatch.setattr(session, "open_exchange", on_fake_device)
-        monkeypatch.setattr(transport, "computes_apart", lambda trainer: True)
-        yield lambda workers, *args, strategy=None, **options: fit(
-            HybridStrategy(**(strategy or {})), workers, *args, **options
-        )
+        monkeypatch.setitem(KINDS, NAME, CudaStreams)
+        yield fit_apart
     else:
         assert torch.cuda.device_count() > 0, "no GPU: leave -m gpu out"
         yield lambda workers, *args, strategy=None, **options: fit(

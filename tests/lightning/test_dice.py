@@ -99,6 +99,8 @@ def test_a_mini_batch_that_an_interrupt_cut_short_draws_its_numbers_again(tmp_pa
     with pytest.raises(SystemExit):
         noisy(tmp_path / "a", Interrupting(), max_epochs=4)
     signal.signal(signal.SIGINT, handler)
-    resumed, _ = noisy(tmp_path / "b", ckpt=tmp_path / "a" / "interrupted.ckpt", max_epochs=4)
+    resumed, _ = noisy(
+        tmp_path / "b", ckpt=tmp_path / "a" / "interrupted/interrupted.ckpt", max_epochs=4
+    )
     whole, _ = noisy(tmp_path / "c", max_epochs=4)
     assert torch.equal(resumed, whole)

@@ -223,7 +223,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.wait(30) != 0
     assert wait_until_empty(process.pid) == []
-    checkpoint = torch.load(tmp_path / "interrupted.ckpt", weights_only=True)
+    checkpoint = torch.load(tmp_path / "interrupted/interrupted.ckpt", weights_only=True)
     states = checkpoint["optimizer_states"][0]["state"].values()
     assert {int(state["step"]) for state in states} == {checkpoint["global_step"]}
 
@@ -233,7 +233,7 @@ def test_sigterm_to_the_parent_alone_ends_with_143(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 143
     assert wait_until_empty(process.pid) == []
-    assert (tmp_path / "interrupted.ckpt").is_file()
+    assert (tmp_path / "interrupted/interrupted.ckpt").is_file()
 
 
 def test_sigkill_of_the_parent_leaves_no_worker(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     process = start("hybrid", tmp_path, "training")
     process.send_signal(signal.SIGINT)
     process.wait(30)
-    path = tmp_path / "interrupted.ckpt"
+    path = tmp_path / "interrupted/interrupted.ckpt"
     step = torch.load(path, weights_only=True)["global_step"]
     adam = lambda p: torch.optim.Adam(p, lr=0.01)  # noqa: E731
     _, trainer = fit(

@@ -59,7 +59,7 @@ def test_of_an_epoch_that_was_broken_off(at: int, tmp_path: Path) -> None:
     assert rate(whole) == pytest.approx(0.001), "the last of three epochs counts after it is saved"
     with pytest.raises(LookupError, match="broken off"):
         run(tmp_path / "broken", partial(make, at))
-    path = tmp_path / "broken" / "interrupted.ckpt"
+    path = tmp_path / "broken" / "interrupted/interrupted.ckpt"
     assert_same(run(tmp_path / "resumed", make, path), whole)
 
 
@@ -170,7 +170,7 @@ def test_of_an_epoch_whose_validation_was_broken_off(
         train("broken", when=when, how=how)
     signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
     assert interrupted(tmp_path / "broken")["global_step"] > 0
-    resumed = train("resumed", tmp_path / "broken" / "interrupted.ckpt")
+    resumed = train("resumed", tmp_path / "broken" / "interrupted/interrupted.ckpt")
     assert waits(resumed) == waits(whole)
     assert_same(resumed, whole)
 
@@ -187,7 +187,7 @@ def test_a_step_that_was_under_way_as_a_validation_began_is_made_anew(tmp_path: 
     whole = run(tmp_path / "whole", make, **settings)
     with pytest.raises(LookupError, match="broken off"):
         run(tmp_path / "broken", partial(make, 0), **settings)
-    path = tmp_path / "broken" / "interrupted.ckpt"
+    path = tmp_path / "broken" / "interrupted/interrupted.ckpt"
     assert_same(run(tmp_path / "resumed", make, path, **settings), whole)
 
 
@@ -219,7 +219,7 @@ def test_whose_end_nobody_had_heard_of(tmp_path: Path) -> None:
     signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
     broken = interrupted(tmp_path / "broken")
     assert broken["hybridtrain"]["over"] and waits(broken) == [0]
-    resumed = train("resumed", tmp_path / "broken" / "interrupted.ckpt")
+    resumed = train("resumed", tmp_path / "broken" / "interrupted/interrupted.ckpt")
     assert waits(resumed) == waits(whole) == [2]
     assert_same(resumed, whole)
 

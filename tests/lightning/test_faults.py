@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.spike import TrainingSpikeException
+from pytorch_lightning.callbacks import SpikeDetection
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
@@ -204,6 +208,41 @@ def test_a_gradient_scaler_sees_to_overflows_itself() -> None:
                 assert guard.accepts((0,), ()) is accepted
         else:
             assert guard.accepts((0,), ()) is accepted
+
+
+class Boundless(Net):
+    """The loss is not finite either."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0 * batch["x"].sum()
+
+
+def watcher(folder: Path, finite_only: bool) -> SpikeDetection:
+    return SpikeDetection(
+        rtol=None, atol=1e9, finite_only=finite_only, warmup=0, exclude_batches_path=folder
+    )
+
+
+@pytest.mark.parametrize("finite_only", [True, False])
+def test_by_default_a_callback_that_looks_for_such_losses_decides(
+    finite_only: bool, tmp_path: Path
+) -> None:
+    ends = pytest.raises(TrainingSpikeException) if finite_only else nullcontext()
+    with ends:
+        options = {"on_nonfinite": "auto", "callbacks": [watcher(tmp_path, finite_only)]}
+        module, _ = train(Boundless, **options)
+    if not finite_only:
+        assert flat(module).isfinite().all(), "what is not finite counts for nothing"
+    else:
+        assert (tmp_path / "skip_batches.json").is_file()
+
+
+def test_it_ends_where_no_callback_looks_or_there_is_nothing_to_see(tmp_path: Path) -> None:
+    assert HybridStrategy().on_fault.nonfinite == "auto"
+    for module, callback in ((Boundless, pl.Callback()), (Net, watcher(tmp_path, True))):
+        with pytest.raises(NotFinite):
+            train(module, on_nonfinite="auto", callbacks=[callback])
 
 
 # ---- out of memory ------------------------------------------------------------------------------

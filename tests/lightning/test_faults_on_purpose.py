@@ -65,7 +65,7 @@ def test_a_checkpoint_is_torn_when_its_writer_dies(tmp_path: Path) -> None:
     fault = {"step": 7, "kind": "kill", "phase": "checkpoint", "worker": 0}
     with pytest.raises(WorkerDied, match="worker 0"):
         train(fault, callbacks=[saving], enable_checkpointing=True, checkpoint="background")
-    whole = {path: torch.load(path, weights_only=True) for path in tmp_path.glob("*.ckpt")}
+    whole = {path: torch.load(path, weights_only=True) for path in tmp_path.rglob("*.ckpt")}
     steps = {path.name: content["global_step"] for path, content in whole.items()}
     assert sorted(steps.values()) == [6, 12] and steps["interrupted.ckpt"] == 12, "another wrote it"
 

@@ -86,7 +86,7 @@ def saved(path: Path) -> dict[str, Any]:
 )
 def test_in_lock_step_it_is_of_the_step_before(ways: dict[int, str], tmp_path: Path) -> None:
     fail(tmp_path, ways)
-    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+    assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT
 
 
 @pytest.mark.parametrize("ways", [{0: "die"}, {0: "raise"}, dict.fromkeys(range(3), "raise")])
@@ -94,23 +94,23 @@ def test_where_workers_run_freely_it_is_of_what_was_made(
     ways: dict[int, str], tmp_path: Path
 ) -> None:
     fail(tmp_path, ways, "async")
-    assert saved(tmp_path / "interrupted.ckpt")["global_step"] > 0
+    assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] > 0
 
 
 def test_a_worker_that_is_alone_saves_before_it_says_that_it_has_failed(tmp_path: Path) -> None:
     fail(tmp_path, {0: "raise"}, workers=1)
-    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+    assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT
 
 
 def test_too_few_are_left_and_the_first_of_them_saves(tmp_path: Path) -> None:
     fail(tmp_path, {0: "die"}, on_failure="continue", min_workers=3)
-    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+    assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT
 
 
 @pytest.mark.parametrize("on_failure", ["continue", "restart"])
 def test_it_is_there_too_if_nobody_is_left_to_go_on(on_failure: str, tmp_path: Path) -> None:
     fail(tmp_path, dict.fromkeys(range(3), "raise"), on_failure=on_failure)
-    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+    assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT
 
 
 class FailingOnce(Failing):
@@ -138,7 +138,7 @@ def test_a_worker_that_raises_does_not_end_those_who_go_on(
     trainer.fit(module, DataLoader(regression_data(), batch_size=2, shuffle=True))
     assert module.mark.exists() and trainer.current_epoch == 2
     assert trainer.strategy.run_stats()["samples"] == 2 * 48
-    assert not (tmp_path / "interrupted.ckpt").exists()
+    assert not (tmp_path / "interrupted/interrupted.ckpt").exists()
 
 
 class Broken(Dataset[Any]):
@@ -197,7 +197,7 @@ def test_who_fails_ahead_of_its_release_may_leave_without_it(tmp_path: Path) -> 
 def test_who_fails_ahead_of_its_release_has_not_made_the_step(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="unreadable"):
         read_on(tmp_path, "stop")
-    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT - 1
+    assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT - 1
 
 
 class FailingLate(Failing):
@@ -221,7 +221,7 @@ def test_who_has_not_counted_what_was_made_leaves_it_to_another(
 ) -> None:
     monkeypatch.setitem(globals(), "Failing", FailingLate)
     fail(tmp_path, {})
-    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT + 1
+    assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == AT + 1
 
 
 @pytest.mark.parametrize("ways", [{0: "raise"}, {1: "raise"}, {0: "die"}])
@@ -246,6 +246,27 @@ def test_the_calling_process_has_nothing_to_save_and_says_so(tmp_path: Path) -> 
 def test_the_heir_knows_which_files_are_to_be_deleted_one_day(tmp_path: Path) -> None:
     periodic = PeriodicCheckpoint(tmp_path, every_updates=1, keep=2)
     fail(tmp_path, {0: "die"}, callbacks=[periodic])
-    callbacks = saved(tmp_path / "interrupted.ckpt")["callbacks"]
+    callbacks = saved(tmp_path / "interrupted/interrupted.ckpt")["callbacks"]
     names = {Path(name).name for name in callbacks[periodic.state_key]["files"]}
     assert names == {f"periodic-{AT - 1}.ckpt", f"periodic-{AT}.ckpt"}
+
+
+def test_it_does_not_lie_among_those_of_callbacks(tmp_path: Path) -> None:
+    """Lightning's code and users' lists that folder."""
+    fail(tmp_path / "checkpoints", {1: "raise"}, workers=2)
+    assert saved(tmp_path / "interrupted.ckpt")["global_step"] == AT
+    assert not list((tmp_path / "checkpoints").glob("*"))
+    module = Regression(ADAM)
+    trainer = make_trainer("hybrid", 2)
+    trainer.fit(
+        module, DataLoader(regression_data(), batch_size=2), ckpt_path=tmp_path / "interrupted.ckpt"
+    )
+    assert trainer.global_step == 36
+
+
+def test_the_calling_process_has_no_optimizers_to_give_a_state_to(tmp_path: Path) -> None:
+    fail(tmp_path, {1: "raise"}, workers=2)
+    checkpoint = saved(tmp_path / "interrupted/interrupted.ckpt")
+    strategy = make_trainer("hybrid", 2).strategy
+    assert checkpoint["optimizer_states"]
+    strategy.load_optimizer_state_dict(checkpoint)  # as Lightning's strategies: nothing happens

@@ -437,7 +437,7 @@ def test_after_ctrl_c_each_sample_is_seen_once(
     with pytest.raises(SystemExit):
         fitted(policy, 2, 2, Census(), **options, **saving)
     signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
-    path = tmp_path / "interrupted.ckpt"
+    path = tmp_path / "interrupted/interrupted.ckpt"
     seen = weights_in(path) > 0
     assert int(seen.sum()) > 0
     assert len(left_in(path)) == N - int(seen.sum())
@@ -463,7 +463,7 @@ def test_an_epoch_is_not_over_while_others_are_in_it(tmp_path: Path) -> None:
     saving = {"callbacks": [ModelCheckpoint(tmp_path)], "enable_checkpointing": True}
     with pytest.raises(WorkerDied):
         fitted("async", 3, 4, DyingLast(), limit_val_batches=0, **saving)
-    path = tmp_path / "interrupted.ckpt"
+    path = tmp_path / "interrupted/interrupted.ckpt"
     assert 0 < len(left_in(path)) == N - int((weights_in(path) > 0).sum())
     module = Census()
     fitted("async", 3, 4, module, ckpt_path=path, limit_val_batches=0)

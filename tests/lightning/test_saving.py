@@ -179,6 +179,32 @@ def test_a_full_disk_ends_no_run_and_what_was_missed_is_known_at_the_end(
     assert (tmp_path / "step=4.ckpt").is_file(), "nothing is deleted that nothing has replaced"
 
 
+@pytest.mark.parametrize("root", ["/proc/nope", "full"])
+def test_what_was_never_written_is_no_best_model_and_a_program_can_read_why(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if root == "full":
+        monkeypatch.setattr(saving, "write_whole", writes_until(2, 1000))
+        root = str(tmp_path)
+    callbacks: list[Callback] = [
+        ModelCheckpoint(filename="{step}", monitor="train/loss", save_top_k=2, save_last=True)
+    ]
+    options = {"callbacks": callbacks, "enable_checkpointing": True, "default_root_dir": root}
+    _, trainer = fit(HybridStrategy(), 2, 4, Counting, **options)
+    keep = trainer.checkpoint_callback
+    assert isinstance(keep, ModelCheckpoint)
+    paths = {keep.best_model_path, keep.last_model_path, keep.kth_best_model_path}
+    assert all(Path(path).is_file() for path in {*paths, *keep.best_k_models} - {""})
+    assert bool(keep.best_model_path) == bool(keep.best_k_models)
+    if keep.best_k_models:
+        assert keep.best_model_score == min(keep.best_k_models.values())
+    if root == "/proc/nope":
+        assert (paths, keep.best_k_models) == ({""}, {})
+    unsaved = trainer.strategy.run_stats()["unsaved"]
+    assert unsaved == trainer.strategy.keeping.unsaved.lost and unsaved
+    assert all(isinstance(reason, str) for reason in unsaved.values())
+
+
 def test_when_there_is_room_again_checkpoints_are_written_and_old_ones_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +214,7 @@ def test_when_there_is_room_again_checkpoints_are_written_and_old_ones_deleted(
     fit(strategy, 2, 4, Counting, callbacks=[keep], enable_checkpointing=True)
     assert [path.name for path in tmp_path.iterdir()] == ["step=18.ckpt"]
     assert (strategy.keeping.unsaved.failures, strategy.keeping.unsaved.lost) == (2, {})
+    assert strategy.run_stats()["unsaved"] == {}
 
 
 def test_a_directory_that_is_gone_for_a_while_ends_no_run(tmp_path: Path) -> None:
@@ -234,10 +261,11 @@ def test_an_interrupted_run_leaves_whole_files(
             trained(tmp_path, "background", max_epochs=100)
     finally:
         signal.signal(signal.SIGINT, before)
-    names = {path.name for path in tmp_path.iterdir()}
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    names = {path.name for path in files}
     assert "interrupted.ckpt" in names and not any(name.startswith(".") for name in names)
-    for name in names:
-        assert torch.load(tmp_path / name, weights_only=True)["state_dict"]
+    for path in files:
+        assert torch.load(path, weights_only=True)["state_dict"]
 
 
 def test_whoever_saves_a_checkpoint_himself_finds_it_when_he_goes_on(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +205,19 @@ def test_mini_batches_that_do_not_fit_into_shared_memory_are_warned_of(
     assert not told(startup.check_loader, DataLoader(known, batch_size=4), 4)
     assert "SIGBUS" in told(startup.check_loader, DataLoader(Listed(1), num_workers=2), 4)
     assert not told(startup.check_loader, DataLoader(Listed(1), num_workers=2), 1)
+
+
+def test_a_loader_of_another_kind_may_call_anything_num_workers() -> None:
+    class Stream:
+        num_workers = 2
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(DataLoader(regression_data(), 8))
+
+    assert not told(startup.check_loader, Stream(), 4)
+    trainer = make_trainer("hybrid", 1, max_epochs=1)
+    trainer.fit(Regression(), Stream())
+    assert trainer.global_step == 6
 
 
 def test_workers_that_are_spawned_because_of_cuda_are_explained(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
+import zlib
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,8 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from hybridtrain.messages import Begin, Gather, Gathered, Push, Released, Resumed
+from hybridtrain.news import Gone
 from hybridtrain.policies import make_policy
 from hybridtrain.recording import Record, find_record, read_record, service_times
 from hybridtrain.recording.file import CELL_BYTES, Writer
@@ -42,13 +46,13 @@ def test_a_record_holds_every_push_in_its_order_with_its_time(tmp_path: Path, po
     assert record.whole and record.told["end"]["stats"]["samples"] == 3 * 48
 
 
-def test_an_event_takes_24_bytes_and_a_run_of_a_thousand_pushes_less_than_32_each(
+def test_an_event_takes_28_bytes_and_a_run_of_a_thousand_pushes_less_than_36_each(
     tmp_path: Path,
 ) -> None:
     record = recorded(tmp_path, "async", data=regression_data(400), max_epochs=10)
     assert len(record.of_kind("Push")) == 1000
     assert record.cells.nbytes == CELL_BYTES * len(record.cells)
-    assert record.path.stat().st_size < 32 * len(record.cells)
+    assert record.path.stat().st_size < 36 * len(record.cells)
 
 
 def test_the_record_ends_with_the_parameters_that_training_has_come_to(tmp_path: Path) -> None:
@@ -194,6 +198,29 @@ def test_own_time_leaves_out_waiting_and_validation() -> None:
     assert own.stops(1, 30.0) == 0.0
 
 
+def test_news_that_nobody_has_asked_for_change_no_service_time(tmp_path: Path) -> None:
+    """Who computes goes on computing, and who waits goes on waiting."""
+    server: Any = SimpleNamespace(store=None, ledger=SimpleNamespace(n_workers=2))
+    at_s, writer = [0.0], Writer(tmp_path / "record.bin", KINDS)
+    witness = Witness(server, Stamp(), writer, lambda: at_s[0])
+
+    def happens(now_s: float, worker: int, said: Any, reply: Any = None) -> None:
+        at_s[0], replies = now_s, [] if reply is None else [(0, reply)]
+        server.handle = server.note = lambda worker, said: replies
+        witness.note(worker, said) if isinstance(said, Resumed) else witness.handle(worker, said)
+
+    writer.tell({"header": {"kinds": KINDS, "workers": 2}})
+    happens(1.0, 0, Begin(), Released(0))
+    happens(3.0, 1, Resumed(), Gone(1, 0))
+    happens(5.0, 0, Gather("epoch", b""))
+    happens(7.0, 1, Resumed(), Gone(1, 0))
+    happens(9.0, 1, Gather("epoch", b""), Gathered((), (0,)))
+    happens(10.0, 0, Push(0, 4.0), Released(1))
+    writer.close()
+    pushes = read_record(tmp_path / "record.bin").of_kind("Push")
+    assert pushes["own_s"].tolist() == [(5.0 - 1.0) + (10.0 - 9.0)]
+
+
 # ---- bad input ----------------------------------------------------------------------------------
 
 
@@ -209,7 +236,8 @@ def test_what_is_no_record_is_refused_with_the_reason(tmp_path: Path) -> None:
     assert "no record of a run" in complaint(path)
     path.write_bytes(os.urandom(4096))
     assert "no record of a run" in complaint(path)
-    path.write_bytes(b"hybridtrain record  99\n\n" + bytes(48))
+    title = b"hybridtrain record  99\n\n"
+    path.write_bytes(title + struct.pack("<I", zlib.crc32(title)) + bytes(56))
     assert "version 99" in complaint(path)
     path.unlink()
     Writer(path, KINDS).close()
@@ -225,7 +253,7 @@ def test_a_damaged_record_is_named_and_never_executed(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "x.bin").read_bytes())
     content[2 * CELL_BYTES : 3 * CELL_BYTES] = bytes(CELL_BYTES)
     (tmp_path / "x.bin").write_bytes(content)
-    assert "cannot be read" in complaint(tmp_path / "x.bin")
+    assert f"x.bin: the record is damaged at byte {2 * CELL_BYTES}" in complaint(tmp_path / "x.bin")
 
 
 def test_a_directory_without_a_record_is_named(tmp_path: Path) -> None:

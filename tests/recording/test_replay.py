@@ -129,6 +129,33 @@ def test_a_replay_comes_to_the_same_bits(tmp_path: Path, policy: Any, workers: i
 # ---- other ways to train ------------------------------------------------------------------------
 
 
+class Forgetful(Regression):
+    """An embedding, perhaps with sparse gradients; else user code weakens the momentum at times."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__(partial(torch.optim.SGD, lr=0.01, momentum=0.9))
+        self.sparse = sparse
+        self.table = torch.nn.Embedding(50, 4, sparse=sparse)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        looked_up = self.table((batch[0].abs().sum(1) * 100).long() % 50)
+        return super().training_step([batch[0] + looked_up, batch[1]], batch_idx)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if not self.sparse and self.global_step % 3 == 2:
+            for state in optimizer.state.values():
+                state["momentum_buffer"] = state["momentum_buffer"] / 2
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+def test_sparse_gradients_clipping_and_states_changed_by_user_code_are_replayed(
+    tmp_path: Path, sparse: bool
+) -> None:
+    clip = {} if sparse else {"gradient_clip_val": 0.5}
+    run = Run(tmp_path, "hybrid", module=partial(Forgetful, sparse), trainer=clip)
+    check_equal(run, run.record())
+
+
 class Manual(Rich):
     """Two optimizers, stepped by hand, and a scheduler."""
 

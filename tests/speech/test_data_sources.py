@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.trainer.states import TrainerFn
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
@@ -154,8 +156,35 @@ def test_skip_bad_leaves_out_and_counts(tmp_path: Path, caplog: pytest.LogCaptur
     data.setup("fit")
     assert [u.transcript for u in data.batches("train").utterances] == ["fine"]
     assert len(data.skipped["train"]) == 5 and data.skipped["val"] == []
-    assert "train: skipped 5 of 6 utterances" in caplog.text
+    (line,) = caplog.messages
+    assert line.startswith("train: skipped 5 of 6 utterances")
+    for fragment in ("gone.wav", "cut.wav", "line 4", "line 5", "line 7"):
+        assert fragment in line
     assert "(data.skip_bad=true leaves such files out)" in refused(tmp_path, *rows)
+
+
+def test_of_very_many_skipped_only_some_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    bad = [f"gone{n}.wav,1,lost" for n in range(100)]
+    module(tmp_path, "good.wav,1,fine", *bad, skip_bad=True).setup("fit")
+    assert caplog.text.count("gone") == 20 and "and 80 more" in caplog.text
+
+
+def test_only_the_first_rank_names_what_was_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(rank_zero_only, "rank", 1, raising=False)
+    module(tmp_path, "good.wav,1,fine", "gone.wav,1,lost", skip_bad=True).setup("fit")
+    assert caplog.messages == []
+
+
+def test_each_stage_reads_its_own_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data, read = module(tmp_path, "good.wav,1,fine"), []
+    load = data._load
+    monkeypatch.setattr(data, "_load", lambda split: read.append(split) or load(split))
+    data.setup(TrainerFn.TESTING)  # as Lightning calls it
+    assert read == ["test"]
+    data.setup(TrainerFn.FITTING)
+    assert read == ["test", "train", "val"]
 
 
 def test_skipping_everything_is_an_error(tmp_path: Path):

@@ -56,6 +56,23 @@ def test_several_files_of_any_rate_and_format_are_named(
     assert capsys.readouterr().out == f"{files[0]}: e\n{files[1]}: e\n"
 
 
+def test_a_bad_file_is_a_line_and_the_others_are_transcribed(
+    ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cut = Path(tone(tmp_path / "cut.wav"))
+    cut.write_bytes(cut.read_bytes()[:900])
+    (tmp_path / "noise.wav").write_bytes(os.urandom(2000))
+    good = [tone(tmp_path / "a.wav"), tone(tmp_path / "z.wav")]
+    bad = [str(tmp_path / "gone.wav"), str(cut), str(tmp_path / "noise.wav"), str(tmp_path)]
+    assert transcribe.main([f"ckpt={ckpt}", bad[0], good[0], *bad[1:], good[1]]) == 2
+    said = capsys.readouterr()
+    assert said.out == f"{good[0]}: e\n{good[1]}: e\n"
+    lines = said.err.splitlines()
+    assert len(lines) == len(bad)
+    for line, name in zip(lines, bad, strict=True):
+        assert line.startswith("error: ") and name in line
+
+
 def test_a_language_model_chooses_words(
     ckpt: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

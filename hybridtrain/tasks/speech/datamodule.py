@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
@@ -22,6 +23,7 @@ from hybridtrain.tasks.speech.synth import SpokenDigits
 from hybridtrain.tasks.speech.utterance import SPLITS, Source
 
 log = logging.getLogger(__name__)
+MOST_NAMED = 20  # of the utterances that were skipped
 
 
 class SpeechDataModule(pl.LightningDataModule):
@@ -76,7 +78,7 @@ class SpeechDataModule(pl.LightningDataModule):
         Raises ``UserError`` for an empty training or validation set and for bad utterances.
         """
         needed = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",)}
-        for split in needed.get(str(stage), SPLITS):
+        for split in needed.get(stage or "", SPLITS):
             if split not in self._sets:
                 self._sets[split] = self._load(split)
 
@@ -114,14 +116,7 @@ class SpeechDataModule(pl.LightningDataModule):
         good, self.skipped[split] = check_all(
             found, self.alphabet, self.features, stride, self.skip_bad
         )
-        if bad := self.skipped[split]:
-            log.warning(
-                "%s: skipped %d of %d utterances; the first: %s",
-                split,
-                len(bad),
-                len(found),
-                bad[0],
-            )
+        _tell_skipped(split, self.skipped[split], len(found))
         train = split == "train"
         return SpeechBatches(
             good,
@@ -142,6 +137,15 @@ class SpeechDataModule(pl.LightningDataModule):
 
     def _epoch(self) -> int:
         return self.trainer.current_epoch if self.trainer is not None else 0
+
+
+@rank_zero_only
+def _tell_skipped(split: str, bad: list[str], n_found: int) -> None:
+    """Once: all workers look at the same files."""
+    if bad:
+        more = f"\n  and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
+        names = "".join(f"\n  {line}" for line in bad[:MOST_NAMED])
+        log.warning("%s: skipped %d of %d utterances:%s%s", split, len(bad), n_found, names, more)
 
 
 def spoken_digits(**options: Any) -> SpeechDataModule:

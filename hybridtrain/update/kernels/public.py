@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hybridtrain.update.kernels.kernel import Figures, Group, Kernel, StepChunk, Tensors
+from hybridtrain.update.kinds import look_for_no_device
 
 
 class PublicClass(Kernel):
@@ -27,7 +28,9 @@ class PublicClass(Kernel):
         alone = torch.nn.Parameter(torch.zeros(1))
         alone.grad = torch.zeros(1)
         try:
-            self._kind([alone], fused=True).step()  # type: ignore[call-arg]
+            optimizer = self._kind([alone], fused=True)  # type: ignore[call-arg]
+            look_for_no_device(optimizer)
+            optimizer.step()
         except (AttributeError, RuntimeError, TypeError):
             return False
         return True
@@ -59,6 +62,7 @@ class PublicClass(Kernel):
         parameter = torch.nn.Parameter(tensors[0])
         parameter.grad = tensors[1]
         optimizer = self._kind([parameter])  # type: ignore[call-arg]
+        look_for_no_device(optimizer)
         optimizer.param_groups[0].update(group | self._engine)
         kept: dict[str, Any] = dict(zip(names, tensors[2:], strict=True))
         optimizer.state[parameter] = (

@@ -1,0 +1,115 @@
+"""A batch sampler that no sampler can be put into: its mini-batches are dealt out whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.utils.data import BatchSampler, DataLoader
+
+from hybridtrain.errors import UserError
+from tests.lightning.toys import Recorder, Regression, make_trainer, regression_data
+
+SIZES = (3, 5, 2, 6, 4, 1, 7)  # of mini-batches
+N = sum(SIZES)
+
+
+class Buckets:
+    """Mini-batches of several sizes, in an order that changes by chance."""
+
+    def _made(self) -> list[list[int]]:
+        return [part.tolist() for part in torch.arange(N).split(SIZES)]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = self._made()
+        return (batches[n] for n in torch.randperm(len(batches)).tolist())
+
+    def __len__(self) -> int:
+        return len(SIZES)
+
+
+class Own(BatchSampler):
+    """Takes no sampler."""
+
+    def __init__(self) -> None:
+        self.buckets = Buckets()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.buckets)
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+
+class Unsized:
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(Buckets())
+
+
+class Seen(Regression):
+    """Every mini-batch must be one of those that were made."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        assert len(batch[0]) in SIZES
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", float(len(batch[0])), reduce_fx="sum", sync_dist=True, on_epoch=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return batch[0]
+
+
+@pytest.mark.parametrize("make", [Buckets, Own])
+@pytest.mark.parametrize(("strategy", "workers"), [("hybrid", 2), ("async", 2), ("hybrid", 1)])
+def test_every_sample_is_trained_on_once_in_the_mini_batches_that_were_made(
+    strategy: str, workers: int, make: Any
+) -> None:
+    data = Recorder(regression_data(N))
+    trainer = make_trainer(strategy, workers, max_epochs=2)
+    trainer.fit(Seen(), DataLoader(data, batch_sampler=make()))  # type: ignore[arg-type]
+    stats = trainer.strategy.run_stats()  # type: ignore[attr-defined]
+    assert stats["samples"] == 2 * N
+    assert stats["updates"] == 2 * -(-len(SIZES) // (workers if strategy == "hybrid" else 1))
+    assert (data.counts >= 2).all()
+
+
+@pytest.mark.parametrize("make", [Buckets, Own])
+def test_every_sample_is_evaluated_and_predicted_once(make: Any) -> None:
+    loader = DataLoader(regression_data(N), batch_sampler=make())
+    trainer = make_trainer("hybrid", 2)
+    (found,) = trainer.validate(Seen(), loader, verbose=False)
+    assert found["seen"] == N
+    pl.seed_everything(3, verbose=False)
+    predicted = trainer.predict(Seen(), loader)
+    assert sorted(map(len, predicted or ())) == sorted(SIZES)  # type: ignore[arg-type]
+    rows = torch.cat(predicted).sort(0).values  # type: ignore[arg-type]
+    assert torch.equal(rows, regression_data(N).tensors[0].sort(0).values)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_a_run_goes_on_in_the_midst_of_an_epoch(strategy: str, tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    options: dict[str, Any] = {"max_epochs": 1}
+    first = make_trainer(strategy, 2, callbacks=[keep], enable_checkpointing=True, **options)
+    first.fit(Seen(), DataLoader(regression_data(N), batch_sampler=Buckets()))
+    path = min(tmp_path.glob("*.ckpt"), key=lambda p: p.stat().st_mtime_ns)
+    begun = torch.load(path, weights_only=True)["hybridtrain"]["loaders"][0]
+    left = len(begun["indices"])
+    assert 0 < left < N and sum(begun["sizes"]) == left
+    second = make_trainer(strategy, 2, **options)
+    second.fit(Seen(), DataLoader(regression_data(N), batch_sampler=Buckets()), ckpt_path=path)
+    assert second.strategy.run_stats()["samples"] == left  # type: ignore[attr-defined]
+
+
+def test_one_without_a_length_is_refused_with_a_way_out() -> None:
+    with pytest.raises(UserError, match=r"batch sampler \(Unsized\) without a length.*__len__"):
+        make_trainer("hybrid", 2).fit(
+            Seen(),
+            DataLoader(regression_data(N), batch_sampler=Unsized()),  # type: ignore[arg-type]
+        )

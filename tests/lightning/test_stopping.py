@@ -1,0 +1,75 @@
+"""``trainer.should_stop`` in one worker is that of all, and ends where no sample is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback
+from torch.utils.data import DataLoader
+
+from hybridtrain import HybridStrategy
+from tests.lightning.toys import Recorder, Regression, make_trainer, regression_data
+
+
+class Stops(Callback):
+    """Some workers want to stop at the end of a mini-batch."""
+
+    def __init__(self, at: int, *workers: int, early: bool = False) -> None:
+        self.at, self.workers, self.early = at, workers, early
+
+    def look(self, trainer: pl.Trainer) -> None:
+        if trainer.global_step == self.at and trainer.global_rank in self.workers:
+            trainer.should_stop = True
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if self.early:
+            self.look(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not self.early:
+            self.look(trainer)
+
+
+def stopped(policy: Any, stops: Stops, **options: Any) -> tuple[pl.Trainer, Recorder]:
+    data = Recorder(regression_data(240))
+    trainer = make_trainer(HybridStrategy(policy=policy), 3, callbacks=[stops], **options)
+    training = DataLoader(data, 8, shuffle=True)
+    trainer.fit(Regression(), training, DataLoader(regression_data(6), 2))
+    return trainer, data
+
+
+@pytest.mark.parametrize(
+    ("stops", "steps"),
+    [
+        (Stops(4, 0, 1, 2), 4),  # all at once: there, as in one process
+        (Stops(4, 1), 5),  # the others are a step ahead when they hear of it
+        (Stops(4, 0, 2), 5),
+        (Stops(4, 1, early=True), 6),  # known at the end of step 5
+        (Stops(10, 2), 10),  # the last of the epoch
+    ],
+)
+def test_in_lock_step_all_stop_behind_the_same_step(stops: Stops, steps: int) -> None:
+    trainer, data = stopped("hybrid", stops)
+    assert trainer.global_step == steps and trainer.should_stop
+    assert trainer.strategy.run_stats()["samples"] == 24 * steps
+    assert int(data.counts.max()) == 1
+
+
+def test_a_wish_counts_when_training_may_end() -> None:
+    trainer, _ = stopped("hybrid", Stops(4, 1), min_epochs=2)
+    assert trainer.current_epoch == 2
+
+
+def test_accumulated_mini_batches_are_stepped_first() -> None:
+    trainer, _ = stopped("hybrid", Stops(2, 1), accumulate_grad_batches=2)
+    assert trainer.global_step in (3, 4)
+    assert trainer.strategy.run_stats()["samples"] == 48 * trainer.global_step
+
+
+@pytest.mark.parametrize("policy", ["async", "synchronous"])
+def test_workers_that_run_freely_stop_soon(policy: str) -> None:
+    trainer, _ = stopped(policy, Stops(4, 0, 1, 2))
+    assert 4 <= trainer.global_step <= 12 and trainer.should_stop
+    assert trainer.strategy.run_stats()["samples"] == 8 * trainer.global_step

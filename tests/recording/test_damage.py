@@ -1,0 +1,156 @@
+"""Whatever has happened to a record, reading it is right or one line that says where."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hybridtrain import replay
+from hybridtrain.errors import UserError
+from hybridtrain.recording import Record, read_record
+from hybridtrain.recording.file import CELL_BYTES, NOBODY, Writer
+from hybridtrain.recording.times import times_of
+from hybridtrain.recording.witness import KINDS
+
+HEADER = {"kinds": KINDS, "workers": 2, "threads": 1, "server_threads": 1, "about": {}}
+Event = tuple[str, int, int, float, float, float]
+
+
+def events(n: int = 24) -> Iterator[Event]:
+    chance = random.Random(0)
+    for number in range(n):
+        print = chance.getrandbits(32)
+        yield ("Push", number % 2, print, 0.25 * number, chance.random(), 16.0)
+    yield ("Woke", NOBODY, 0, 0.25 * n, 0.0, 0.0)
+
+
+def written(path: Path) -> bytes:
+    """A record as it is written now."""
+    writer = Writer(path, KINDS)
+    writer.tell({"header": HEADER})
+    for event in events():
+        writer.event(*event)
+    writer.tell({"end": {"parameters": "f" * 32}})
+    writer.close()
+    return path.read_bytes()
+
+
+def former(header: Any = HEADER) -> bytes:
+    """The same by version 1, which had no checksums."""
+    content = b"hybridtrain record   1\n\n"
+    cell = struct.Struct("<BxHIdff")
+    for told in ({"header": header}, {"end": {"parameters": "f" * 32}}):
+        text = told if isinstance(told, bytes) else json.dumps(told).encode()
+        text = zlib.compress(text, 9)
+        content += cell.pack(255, NOBODY, len(text), 0.0, 0.0, 0.0) + text + bytes(-len(text) % 24)
+        if "header" in told:
+            for kind, *rest in events():
+                content += cell.pack(KINDS.index(kind), *rest)
+    return content
+
+
+def reading(path: Path, content: bytes) -> Record | str:
+    """The record, or the line."""
+    path.write_bytes(content)
+    try:
+        record = read_record(path)
+    except UserError as error:
+        assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+        return str(error)
+    assert all(event.worker < 2 or event.kind == "Woke" for event in record.events())
+    with suppress(UserError):  # of a worker that has pushed nothing
+        times_of(record)
+    return record
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def test_every_bit_that_flips_is_damage_and_its_place_is_named(tmp_path: Path) -> None:
+    content = written(tmp_path / "x.bin")
+    for bit in range(0, 8 * len(content), 11):
+        line = reading(tmp_path / "x.bin", flipped(content, bit))
+        assert isinstance(line, str), f"bit {bit} may flip"
+        assert "the record is damaged at byte" in line
+        at = int(line.partition("at byte ")[2].partition(":")[0])
+        assert at <= bit // 8, "what lies before it is as it was written"
+
+
+def test_cells_that_are_lost_repeated_or_exchanged_are_damage(tmp_path: Path) -> None:
+    content = written(tmp_path / "x.bin")
+    cells = [content[at : at + CELL_BYTES] for at in range(0, len(content), CELL_BYTES)]
+    half = len(cells) // 2
+    for changed in (
+        [*cells[:half], *cells[half + 1 :]],
+        [*cells[:half], cells[half], *cells[half:]],
+        [*cells[:half], cells[half + 1], cells[half], *cells[half + 2 :]],
+        [*cells[:half], bytes(CELL_BYTES), *cells[half + 1 :]],
+    ):
+        line = reading(tmp_path / "x.bin", b"".join(changed))
+        assert isinstance(line, str) and "damaged at byte" in line
+
+
+def test_what_is_cut_short_is_still_a_record_of_the_beginning(tmp_path: Path) -> None:
+    content = written(tmp_path / "x.bin")
+    for length in range(1, len(content), 3):
+        found = reading(tmp_path / "x.bin", content[:length])
+        assert isinstance(found, Record) or "ends before it has said" in found
+
+
+def test_records_of_version_1_are_read_as_before(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.bin", tmp_path / "new.bin"
+    found = reading(old, former())
+    written(new)
+    now = read_record(new)
+    assert isinstance(found, Record)
+    assert (found.version, found.whole) == (1, True)
+    assert list(found.events()) == list(now.events())
+    assert times_of(found) == times_of(now)
+
+
+def test_no_damage_to_a_record_of_version_1_is_more_than_a_line(tmp_path: Path) -> None:
+    content, path, chance = former(), tmp_path / "x.bin", random.Random(0)
+    for bit in range(0, 8 * len(content), 11):
+        reading(path, flipped(content, bit))
+    for _ in range(150):
+        changed = content
+        for _ in range(chance.randint(1, 200)):
+            changed = flipped(changed, chance.randrange(8 * len(content)))
+        reading(path, changed)
+
+
+@pytest.mark.parametrize(
+    ("header", "what"),
+    [
+        ([1], "what was run"),
+        (HEADER | {"workers": 10**9}, "1000000000 workers"),
+        (HEADER | {"workers": 1}, "a worker that there was not"),
+        (HEADER | {"kinds": "Push"}, "kinds of events"),
+        (HEADER | {"kinds": ["Push"]}, "unknown kind"),
+        (HEADER | {"about": None}, "about"),
+        (HEADER | {"server_threads": "many"}, "server_threads"),
+    ],
+)
+def test_a_record_that_makes_no_sense_is_damaged(tmp_path: Path, header: Any, what: str) -> None:
+    line = reading(tmp_path / "x.bin", former(header))
+    assert isinstance(line, str) and "damaged at byte" in line and what in line
+
+
+def test_deeply_nested_json_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = zlib.compress(b'{"header": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
+    cell = struct.pack("<BxHIdff", 255, NOBODY, len(text), 0.0, 0.0, 0.0)
+    line = reading(tmp_path / "x.bin", b"hybridtrain record   1\n\n" + cell + text)
+    assert isinstance(line, str) and "damaged at byte 24" in line
+    assert replay.main([f"run={tmp_path / 'x.bin'}"]) == 2
+    assert capsys.readouterr().err.strip().endswith(line)
