@@ -16,7 +16,8 @@ this tells what a checkpoint has *not* seen, what a lost worker leaves undone, a
 done again by somebody because it came too late.
 
 Where workers take turns, mini-batches are dealt instead: each worker's are known beforehand, so
-that they are trained on in the order of the epoch.
+that they are trained on in the order of the epoch. It gets of them what nobody has drawn yet, so
+that one who comes back goes on where it was lost, and does not repeat what others have made up for.
 """
 
 from __future__ import annotations
@@ -26,37 +27,46 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from hybridtrain.messages import Cover, Draw, Lap, Push, Ticket
-from hybridtrain.spans import Span, Spans, merged, split, total, without
+from hybridtrain.spans import Span, Spans, common, merged, split, total, without
 
 
 @dataclass
 class _Pass:
     """One pass over one loader."""
 
-    left: Spans
+    spans: Spans  # all of it
     served: set[int] = field(default_factory=set)
     drawn: dict[int, list[Spans]] = field(default_factory=dict)  # and not trained on yet
     ended: set[int] = field(default_factory=set)  # who will not draw again
-    dealt: Counter[int] = field(default_factory=Counter)  # mini-batches, where workers take turns
+    dealt: Counter[int] = field(default_factory=Counter)  # mini-batches that are behind a worker
     done: Counter[int] = field(default_factory=Counter)  # positions that are part of an update
     n_done: int = 0  # by all
 
-    def take(self, worker: int, request: Draw, n: int) -> Spans:
-        """The worker's next ``n`` positions: those it is dealt, or the next ones."""
-        if request.turn:
-            todo = split(request.spans, _place(worker, request, self.dealt[worker]))[1]
-            drawn = split(todo, n)[0]
-            self.dealt[worker] += 1
-            self.left = without(self.left, drawn)
-            return drawn
-        drawn, self.left = split(self.left, n)
-        return drawn
+    def __post_init__(self) -> None:
+        self.left = self.spans  # that nobody has drawn
 
-    def available(self, worker: int, request: Draw) -> int:
-        """How many positions :meth:`take` could give the worker."""
-        if request.turn:
-            return total(request.spans) - _place(worker, request, self.dealt[worker])
-        return total(self.left)
+    def offer(self, worker: int, request: Draw) -> Spans:
+        """What the worker could draw from, the next positions first."""
+        return self._dealt_to(worker, request) if request.turn else self.left
+
+    def _dealt_to(self, worker: int, request: Draw) -> Spans:
+        """Of what the worker is dealt and nobody has drawn, enough for a mini-batch, or all."""
+        size, found = request.sizes[worker], list[Span]()
+        while total(found) < size:
+            rest = split(self.spans, _place(worker, request, self.dealt[worker]))[1]
+            if not rest:
+                break
+            found += common(split(rest, size)[0], self.left)
+            # Of the last one something may remain; the next draw looks at it again.
+            self.dealt[worker] += total(found) <= size
+        return tuple(found)
+
+    def take(self, worker: int, offered: Spans, n: int) -> Spans:
+        """The first ``n`` positions of what the worker was offered."""
+        drawn, rest = split(offered, n)
+        self.left = rest if offered is self.left else without(self.left, drawn)
+        self.drawn.setdefault(worker, []).append(drawn)
+        return drawn
 
     def near_its_end(self, worker: int, n: int) -> bool:
         """Whether the others might be sooner: if all were as fast together, they would.
@@ -86,6 +96,7 @@ class _Pass:
         """What the worker has drawn is to be done by somebody."""
         undone = [span for spans in self.drawn.pop(worker, []) for span in spans]
         self.left = merged([*self.left, *undone])
+        self.dealt.pop(worker, None)
         self.served.discard(worker)
         self.ended.discard(worker)
 
@@ -121,21 +132,18 @@ class BatchQueue:
         self._away.discard(worker)
         if request.begins:
             one.give_back(worker)
-            one.dealt.pop(worker, None)
         fresh = worker not in one.served
         one.served.add(worker)
         kept = 0 if request.turn else self._kept(one, request, fresh, worker)
-        size = request.sizes[worker]
-        n = min(size, one.available(worker, request) - kept)
+        size, offered = request.sizes[worker], one.offer(worker, request)
+        n = min(size, total(offered) - kept)
         if not request.turn and one.near_its_end(worker, n):
             others = self.members - one.ended - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n
         if n < size:
             one.ended.add(worker)  # for loaders, a smaller one is the last
         if n == size or (n > 0 and not request.drop_last):
-            drawn = one.take(worker, request, n)
-            one.drawn.setdefault(worker, []).append(drawn)
-            return Ticket(drawn)
+            return Ticket(one.take(worker, offered, n))
         if fresh and request.fills and _has_batches(request):
             return Ticket(((0, min(size, request.length)),), counts=False)
         return Ticket(())
@@ -151,7 +159,10 @@ class BatchQueue:
         epoch = request.lap.epoch
         for lap in [lap for lap in self._passes if lap.epoch < epoch]:
             del self._passes[lap]  # everybody has met since
-        return self._passes.setdefault(request.lap, _Pass(request.spans))
+        if request.lap not in self._passes:
+            over = any(lap.epoch > epoch for lap in self._passes)  # so nothing of this is left
+            self._passes[request.lap] = _Pass(() if over else request.spans)
+        return self._passes[request.lap]
 
     def settle(self, worker: int, covers: tuple[Cover, ...]) -> None:
         """What the worker has drawn there is part of an update: it is done."""

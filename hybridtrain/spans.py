@@ -40,6 +40,13 @@ def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
     return tuple(left)
 
 
+def common(spans: Iterable[Span], others: Iterable[Span]) -> Spans:
+    """What of ``spans``, in their order, is in the ``others``, too; these are in order."""
+    known = tuple(others)
+    pairs = ((max(start, begin), min(stop, end)) for start, stop in spans for begin, end in known)
+    return tuple((start, stop) for start, stop in pairs if stop > start)
+
+
 def merged(spans: Iterable[Span]) -> Spans:
     """In order, neighbours joined."""
     joined: list[Span] = []

@@ -103,7 +103,7 @@ class Whereabouts:
             checkpoint = _CheckpointConnector.dump_checkpoint(trainer._checkpoint_connector, False)
         finally:
             del strategy.optimizer_state, strategy.lightning_module_state_dict
-        checkpoint = self._loaders.write(checkpoint)
+        checkpoint = self._loaders.write(checkpoint, for_now=True)
         loggers = [identity(logger) for logger in trainer.loggers]
         checkpoint[_OURS] = {
             "generators": self._generators,

@@ -222,13 +222,17 @@ class Loaders:
 
     # ---- going on in the middle of an epoch -----------------------------------------------------
 
-    def write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """The checkpoint, with what is left of the epoch."""
+    def write(self, checkpoint: dict[str, Any], for_now: bool = False) -> dict[str, Any]:
+        """The checkpoint, with what is left of the epoch.
+
+        ``for_now``: for a worker of this run, whose shared queue knows what is left.
+        """
         if self._trainer.state.fn != "fit" or "optimizer_states" not in checkpoint:
             return checkpoint
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
         loops, batches = checkpoint["loops"]["fit_loop"], 0
-        unseen = self._client.unseen if not self._regime.lockstep else {}
+        # Of the shared queue; what was unseen at the last checkpoint is no longer what is left.
+        unseen = {} if self._regime.lockstep or for_now else self._client.unseen
         ending: bool = self._trainer.strategy.ending_epoch
         over = ending and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
         if over:

@@ -157,7 +157,8 @@ class Roster:
     def started(self, worker: int) -> None:
         """Another process has been started as this worker."""
         self._refused.pop(worker, None)
-        self._asked.pop(worker, None)
+        # What its former process was asked the new one has not heard.
+        self._asked = {w: asked for w, asked in self._asked.items() if worker not in (w, asked[0])}
         self._bodies.add(worker)
         self.on(worker, E.START)
 

@@ -94,6 +94,22 @@ def test_if_all_are_lost_one_begins_where_training_was_and_answers() -> None:
     assert made.advance(1.2) == [Ask(1, 0, 1), Ask(1, 2, 2)]
 
 
+def test_what_a_lost_process_was_asked_its_successor_is_asked_anew() -> None:
+    made = roster(2)
+    made.told(0, None, 0, b"kept")
+    lose(made, 0)
+    assert made.advance(1.0) == [Ask(1, 0, 1)]
+    lose(made, 1, at_s=1.0)
+    assert made.advance(1.0) == [Start(0, b"kept")]
+    made.refused(0, OSError("no process"), 1.0)
+    assert made.advance(1.5) == [Start(0, b"kept")]
+    made.refused(0, OSError("no process"), 1.5)
+    assert made.advance(1.6) == [Start(1, b"kept")]
+    made.started(1)
+    made.on(1, E.PUSHES)
+    assert made.advance(3.0) == [Ask(1, 0, 2)]
+
+
 def test_if_nobody_is_left_who_knows_the_run_ends_and_says_so() -> None:
     made = roster(2)
     lose(made, 0)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Timer
+from pytorch_lightning.callbacks import ModelCheckpoint, Timer
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.app.monitor import RunMonitor
@@ -180,3 +180,52 @@ def test_where_training_is_is_told_once_an_epoch_if_at_all(
     (tmp_path / "dumps").touch()
     run("hybrid", "restart", module=kind())
     assert len((tmp_path / "dumps").read_text()) == expected
+
+
+class Own(Sampler[int]):
+    """An order that only the user knows."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __iter__(self) -> Any:
+        return iter([(5 * n) % N for n in range(N)])
+
+
+class Counting(pl.LightningModule):
+    """Its parameters are how often each sample was in an update."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.w, self.folder = torch.nn.Parameter(torch.zeros(N)), folder
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        began = (self.folder / "began").exists()
+        if self.global_rank == 0 and not began:
+            time.sleep(0.3 if (self.folder / "died").exists() else 0.02)
+        elif (self.folder / "died").exists():
+            (self.folder / "began").touch()  # the other process
+        elif self.global_rank == 1:
+            until = time.monotonic() + 30
+            while not any(self.folder.glob("*.ckpt")) and time.monotonic() < until:
+                time.sleep(0.01)
+            (self.folder / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return -self.w[batch[0]].sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.w], lr=1.0)
+
+
+@pytest.mark.parametrize("policy", ["async", "synchronous"])
+def test_who_comes_back_after_a_checkpoint_in_the_epoch_knows_the_users_order(
+    tmp_path: Path, policy: str
+) -> None:
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    strategy = HybridStrategy(policy, on_failure="restart")
+    options: dict[str, Any] = {"enable_checkpointing": True, "callbacks": [saving]}
+    trainer = make_trainer(strategy, 2, max_epochs=1, **options)
+    module = Counting(tmp_path)
+    trainer.fit(module, DataLoader(TensorDataset(torch.arange(N)), SIZE, sampler=Own()))
+    assert (tmp_path / "began").exists()
+    assert module.w.tolist() == [1.0] * N
