@@ -42,14 +42,20 @@ class Incoming:
     ) -> None:
         self._streams, self._sources = streams, sources
         self.lazily = False
-        self._parameters = [p.detach() for p in parameters]
+        self._originals = list(parameters)
         self._order = list(range(len(parameters)))  # in which the last forward has needed them
         self._needed: list[int] = []
         self._coming: list[Any] = []  # marks of buckets, of which the first ``_waited`` are there
         self._waited = 0
         self._bucket_of: dict[int, int] = {}  # of those that nobody has needed yet
-        places = [(p.data_ptr(), n) for n, p in enumerate(self._parameters) if p.numel()]
-        self._places = sorted(places)  # by address
+        self._find_places()
+
+    def _find_places(self) -> None:
+        """Where the parameters lie: what is copied goes there."""
+        self._addresses = [p.data_ptr() for p in self._originals]
+        self._parameters = [p.detach() for p in self._originals]
+        places = [(self._addresses[n], n) for n, p in enumerate(self._parameters) if p.numel()]
+        self._places = sorted(places)
 
     @property
     def pending(self) -> bool:
@@ -64,6 +70,9 @@ class Incoming:
             self.need_all()
 
     def _start(self, chosen: set[int], after: Callable[[list[int]], Any]) -> None:
+        if [p.data_ptr() for p in self._originals] != self._addresses:  # ``.data`` was replaced
+            self.need_all()  # or who gets the old memory would race with a copy to it
+            self._find_places()
         self._settle_order()
         self._streams.wait(Lane.BACK, self._streams.record(Lane.COMPUTE))  # the old are in use
         self._coming, self._waited, self._bucket_of = [], 0, {}

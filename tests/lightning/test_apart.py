@@ -202,6 +202,20 @@ def test_who_writes_nothing_is_told_to_have_written_nothing(make: Callable[[], n
     assert list(exchange.writes()) == [0]
 
 
+@in_a_process_of_its_own
+def test_a_parameter_whose_data_is_replaced_is_refreshed_in_its_new_place() -> None:
+    state()
+    net = nn.Linear(4, 4)
+    exchange = open_exchange(net)
+    for factor in (0.5, 3.0):
+        net.weight.data = net.weight.data * factor  # as pruning and the tying of weights do
+        assert list(exchange.writes()) == [0]
+        exchange.incoming._sources[0].fill_(factor)
+        exchange.refresh()
+        assert (net.weight == factor).all()
+        assert exchange.writes() == {}
+
+
 # ---- what a step costs ---------------------------------------------------------------------------
 
 

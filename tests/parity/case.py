@@ -58,6 +58,7 @@ class Case:
         wide: also run with three workers by default, not only among the slow tests.
         batch: mini-batch of one worker.
         gpu: needs CUDA.
+        on_cpu: a CPU would compute the same, so that DDP on one is a reference for others.
         raises: the error that every strategy must end with; none, unless said otherwise.
         limit_s: after so many seconds a run counts as hung.
     """
@@ -78,6 +79,7 @@ class Case:
     wide: bool = False
     batch: int = 4
     gpu: bool = False
+    on_cpu: bool = True
     raises: str = ""
     limit_s: float = 30.0
 

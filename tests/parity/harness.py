@@ -28,15 +28,24 @@ _FOLDER = "<folder>"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One case under one strategy: ``ddp``, ``union``, or one of ours."""
+    """One case under one strategy: ``ddp``, ``union``, or one of ours.
+
+    ``where`` it computes: as the case says, unless something else is said here.
+    """
 
     case: Case
     strategy: str
     workers: int
+    where: str = ""
+
+    @property
+    def place(self) -> str:
+        return self.where or ("cuda" if self.case.gpu else "cpu")
 
     @property
     def name(self) -> str:
-        return f"{self.case.id.replace('/', '-')}-{self.strategy}-{self.workers}"
+        what = f"{self.case.id.replace('/', '-')}-{self.strategy}-{self.workers}"
+        return f"{what}-{self.where}" if self.where else what
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +119,7 @@ class Harness:
             "case": job.case.id,
             "strategy": job.strategy,
             "workers": job.workers,
+            "where": job.place,
             "folder": str(self._folder / job.name),
             "limit_s": min(job.case.limit_s, HANG_S) if for_the_table_only else job.case.limit_s,
         }
@@ -138,12 +148,15 @@ class Harness:
 
     def verdict(self, case: Case, strategy: str, workers: int, versus: str) -> Verdict:
         """Compare a strategy with a reference."""
-        ours = self.outcome(Job(case, strategy, workers))
-        theirs = self.outcome(Job(case, versus, workers))
-        facets, ignore = case.facets, case.ignore
-        if versus == "union":
+        return self.verdict_on(Job(case, strategy, workers), Job(case, versus, workers))
+
+    def verdict_on(self, ours: Job, theirs: Job) -> Verdict:
+        """Compare two runs of a case, the second of them the reference."""
+        case, facets = ours.case, ours.case.facets
+        if theirs.strategy == "union":
             facets = _UNION_FACETS if facets == ("*",) else facets
-        return compare(ours.seen, theirs.seen, facets, (*_NEVER, *ignore), case.rtol)
+        seen = self.outcome(ours).seen, self.outcome(theirs).seen
+        return compare(*seen, facets, (*_NEVER, *case.ignore), case.rtol)
 
 
 # What one worker that sees the union can be asked for: the losses of a mini-batch are others.

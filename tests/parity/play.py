@@ -19,6 +19,7 @@ import torch
 import hybridtrain  # noqa: F401  (registers the strategies)
 from tests.parity.case import Case
 from tests.parity.files import contents
+from tests.parity.places import APART, on_the_stand_in
 from tests.parity.record import MemoryLogger, Recorder, detached, flatten
 
 SEED = 7
@@ -27,10 +28,11 @@ UNION = "union"  # one worker, no strategy, mini-batches of all workers together
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Which strategy with how many workers."""
+    """Which strategy with how many workers, and where they compute."""
 
     strategy: str
     workers: int
+    where: str = "cpu"
 
 
 def play(case: Case, run: Run, folder: Path) -> None:
@@ -66,7 +68,7 @@ def _act(case: Case, run: Run, files: Path, seen: dict[str, Any]) -> Any:
 
 def make_trainer(case: Case, run: Run, files: Path) -> pl.Trainer:
     options: dict[str, Any] = {
-        "accelerator": "cuda" if case.gpu else "cpu",
+        "accelerator": run.where,
         "devices": run.workers,
         "strategy": case.ddp if run.strategy == "ddp" else run.strategy,
         "default_root_dir": files,
@@ -81,7 +83,8 @@ def make_trainer(case: Case, run: Run, files: Path) -> pl.Trainer:
     if run.strategy == UNION:
         options |= {"devices": 1, "strategy": "auto"}
     mine: Mapping[str, Any] = case.trainer(files)
-    return pl.Trainer(**(options | dict(mine)))
+    options |= dict(mine)
+    return pl.Trainer(**(on_the_stand_in(options) if run.where == APART else options))
 
 
 def quiet() -> None:

@@ -79,7 +79,8 @@ def _run(request: dict[str, Any]) -> NoReturn:
         os.dup2(log, 1)
         os.dup2(log, 2)
         faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-        play(CASES[request["case"]], Run(request["strategy"], request["workers"]), folder)
+        run = Run(request["strategy"], request["workers"], request["where"])
+        play(CASES[request["case"]], run, folder)
         status = 0
     except BaseException:
         traceback.print_exc()

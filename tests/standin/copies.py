@@ -147,8 +147,9 @@ def _foreach_norm(tensors: Sequence[torch.Tensor], order: Any = 2, dtype: Any = 
     alike = len({tensor.dtype for tensor in tensors}) == 1
     if not (alike and all(is_dense(tensor) for tensor in tensors)):
         return [norm(tensor, order, dtype=dtype) for tensor in tensors]
-    halves = [tensor.flatten().tensor_split(2) for tensor in tensors]
-    parts = [torch.stack([norm(h, order, dtype=dtype) for h in two if len(h)]) for two in halves]
+    flat = [tensor.flatten() for tensor in tensors]
+    halves = [[h for h in each.tensor_split(2) if len(h)] or [each] for each in flat]
+    parts = [torch.stack([norm(h, order, dtype=dtype) for h in two]) for two in halves]
     return [norm(each, order) for each in parts]
 
 

@@ -53,7 +53,8 @@ class Block:
 
     def spoil(self) -> None:
         """As if somebody else had written there: NaN as a float of any width, else nonsense."""
-        self.content.fill_(0xFF)
+        with torch.inference_mode(self.content.is_inference()):
+            self.content.fill_(0xFF)
 
 
 class Allocator:

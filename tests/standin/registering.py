@@ -11,7 +11,7 @@ import torch
 from tests.standin import autocast, copies, pinned, recurrent  # noqa: F401  (what is special)
 from tests.standin.engine import count_devices, start_threads
 from tests.standin.kernels import INSTEAD, run
-from tests.standin.state import N_DEVICES
+from tests.standin.state import N_DEVICES, NAME
 
 _kept: list[Any] = []  # torch keeps no reference of its own
 
@@ -40,6 +40,7 @@ def register() -> None:
     """
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.utils.generate_methods_for_privateuse1_backend()
+    torch.UntypedStorage.clone = _clone  # type: ignore[method-assign]
     hooks, guard = _Hooks(), _Guard()
     with torch.enable_grad():
         torch.ones((), requires_grad=True).backward()  # Autograd counts devices, and finds none
@@ -57,6 +58,17 @@ def register() -> None:
     autocast.register(everything, some)
     pinned.register()
     _kept.extend([hooks, guard, everything, some])
+
+
+_clone_elsewhere = torch.UntypedStorage.clone
+
+
+def _clone(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """As a tensor: torch would ask an allocator that no device type in Python can have."""
+    if storage.device.type != NAME:
+        return _clone_elsewhere(storage)
+    content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return content.clone().untyped_storage()
 
 
 def _one_kernel() -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import os
@@ -321,3 +322,25 @@ def test_random_numbers_are_the_devices_own() -> None:
     torch.manual_seed(3)
     assert torch.equal(torch.randn(4, device=HERE), one)
     assert not torch.equal(torch.randn(4, device=HERE), one)
+
+
+def test_what_is_copied_deeply_lies_where_it_lay() -> None:
+    x = torch.arange(4.0, device=THERE)
+    found = copy.deepcopy({"x": x[1:], "y": x})
+    assert found["x"].device == THERE and found["x"].tolist() == [1, 2, 3]
+    assert found["x"].untyped_storage().data_ptr() == found["y"].untyped_storage().data_ptr()
+    x.zero_()
+    assert found["y"].tolist() == [0, 1, 2, 3]
+
+
+def test_memory_of_inference_is_spoilt_outside() -> None:
+    with torch.inference_mode():
+        x = torch.ones(4, device=HERE)
+    del x
+    assert torch.empty(4, device=HERE).isnan().all()
+
+
+def test_norms_of_what_has_no_elements_are_none() -> None:
+    nothing, one = torch.ones(0, device=HERE), torch.ones(1, device=HERE)
+    assert [float(norm) for norm in torch._foreach_norm([nothing, one], 2.0)] == [0.0, 1.0]
+    assert [float(norm) for norm in torch._foreach_norm([one], float("inf"))] == [1.0]

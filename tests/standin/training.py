@@ -19,7 +19,7 @@ def fit_apart(
     share = 1 if workers <= N_DEVICES else workers
     return fit(
         HybridStrategy(workers_per_device=share, **(strategy or {})),
-        workers // share,
+        options.pop("devices", workers // share),
         *args,
         **{"accelerator": StandInAccelerator()} | options,
     )

@@ -289,7 +289,7 @@ class Embedding(nn.Module):
         self.head = nn.Linear(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        powers = torch.tensor([1, 2, 4, 8])
+        powers = torch.tensor([1, 2, 4, 8], device=x.device)
         return self.head(self.table(((x > 0) * powers).sum(1)))
 
 
