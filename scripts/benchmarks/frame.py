@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,6 +15,13 @@ from benchmarks.runs import Job, RunFailed, Runner
 from hybridtrain.errors import UserError
 
 Against = tuple[Job, Goal]
+# What a job has returned -> the seconds that are compared, and what is told beside them.
+Read = Callable[[Any], tuple[float, str]]
+
+
+def seconds(found: Any) -> tuple[float, str]:
+    """Of a job that returns nothing else."""
+    return float(found), ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +73,21 @@ class Frame:
         per: float = 1e3,
         note: str = "",
         repeats: int | None = None,
+        read: Read = seconds,
     ) -> Iterator[Row | Skipped]:
         """Ours and the baselines in turn, forwards and backwards; a row for each two of them.
 
         Args:
             unit: of the figures shown, which are ``per`` times those that the jobs return.
             repeats: if not those of the command line.
+            read: where a job returns more than seconds.
         """
         if not self.options.wants(work):
             return
         own = [ours] if isinstance(ours, Job) else list(ours)
         jobs = [*own, *(job for job, _ in against)]
-        figures, failed = self._in_turn(work, jobs, per, repeats or self.options.repeats)
+        times = repeats or self.options.repeats
+        figures, failed, beside = self._in_turn(work, jobs, per, times, read)
         for one, (other, goal) in product(own, against):
             reason = failed.get(one.label) or failed.get(other.label)
             if reason is not None:
@@ -85,23 +95,30 @@ class Frame:
                 continue
             names = (self.part, work, one.label, other.label)
             asked = NOTHING_ASKED if self.options.quick else goal
-            yield compare(names, figures[one.label], figures[other.label], unit, asked, note)
+            told = [
+                note,
+                *(f"{j.label}: {beside[j.label]}" for j in (one, other) if beside[j.label]),
+            ]
+            text = "; ".join(filter(None, told))
+            yield compare(names, figures[one.label], figures[other.label], unit, asked, text)
 
     def _in_turn(
-        self, work: str, jobs: Sequence[Job], per: float, repeats: int
-    ) -> tuple[dict[str, list[float]], dict[str, str]]:
-        """By label: the figures, and why there are none."""
+        self, work: str, jobs: Sequence[Job], per: float, repeats: int, read: Read
+    ) -> tuple[dict[str, list[float]], dict[str, str], dict[str, str]]:
+        """By label: the figures, why there are none, and what is told beside them."""
         figures: dict[str, list[float]] = {job.label: [] for job in jobs}
         failed: dict[str, str] = {}
+        beside = dict.fromkeys(figures, "")
         for repeat in range(repeats):
             for job in jobs[:: 1 if repeat % 2 == 0 else -1]:
                 if job.label in failed:
                     continue
                 try:
-                    figures[job.label].append(per * float(self.run(job, work)))
+                    found, beside[job.label] = read(self.run(job, work))
+                    figures[job.label].append(per * found)
                 except (UserError, RunFailed) as error:
                     failed[job.label] = str(error)
-        return figures, failed
+        return figures, failed, beside
 
     def alone(
         self,

@@ -1,14 +1,15 @@
 """One GPU: parameters in host memory against plain fused AdamW on the device, and against those who
 offload the optimizer as we do.
 
-A language model of 1.2 G parameters (less where the host has not the memory), float32 parameters
-and bf16 arithmetic, except for DeepSpeed, whose parameters on the device are bf16. Before anything
-is timed it is shown that two workers on the GPU train to what one does with a doubled mini-batch.
-From the bus, the update and the model's own times, measured alone, follows the mini-batch from
-which on the update is hidden (:mod:`hybridtrain.device.crossover`).
+Language models of 25 M, 170 M and 1.2 G parameters (where the host has the memory), float32
+parameters and bf16 arithmetic, except for DeepSpeed, whose parameters on the device are bf16. All
+may use all cores of the host. Before anything is timed it is shown that two workers on the GPU
+train to what one does with a doubled mini-batch. From the bus, the update and the model's own
+times, measured alone, follows the mini-batch from which on the update is hidden
+(:mod:`hybridtrain.device.crossover`).
 
 A step's bytes on the host, per parameter: masters 4, two moments 8, a row 4 (2 as bf16); on the
-device: parameter 4, gradient 4; plain AdamW 16 there.
+device: parameter 4, gradient 4; plain AdamW 16 there. ``--only "170 M"`` measures one size.
 """
 
 from __future__ import annotations
@@ -20,14 +21,12 @@ import torch
 
 from benchmarks.exchange import room_for
 from benchmarks.frame import Against, Frame
+from benchmarks.gpu_models import SIZES, TINY, parameters_of
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
 from benchmarks.runs import Job, RunFailed
 from hybridtrain.device.crossover import Costs, Line, crossover
 from hybridtrain.errors import UserError
 
-LARGE = {"width": 2048, "depth": 24, "length": 512}  # 1.2 G parameters
-SMALL = {"width": 1024, "depth": 12, "length": 256}  # 170 M
-TINY = {"width": 32, "depth": 1, "length": 8}
 SAMPLES = 8
 _HOST_BYTES = 4 * 4 + 4  # a parameter: masters, moments, a row; a copy while the model is made
 _PEERS = Goal(1.0)
@@ -39,22 +38,17 @@ def rows(frame: Frame) -> Iterator[Row | Skipped]:
         yield frame.skip("one GPU", "torch sees no CUDA device")
         return
     yield from is_right(frame)
-    try:
-        room_for(_HOST_BYTES * parameters_of(LARGE))
-        model, name = LARGE, "1.2 G parameters"
-    except UserError as error:
-        model, name = SMALL, "170 M parameters"
-        yield frame.skip("1.2 G parameters", str(error))
-    if frame.options.quick:
-        model, name = TINY, "a tiny model"
-    work = f"{name}, {SAMPLES} × {model['length']} tokens, 1 worker"
-    yield from against_others(frame, model, work)
-    yield from hidden_from(frame, model, name)
-
-
-def parameters_of(model: dict[str, int]) -> int:
-    """About so many."""
-    return model["depth"] * 12 * model["width"] ** 2 + 2 * 8192 * model["width"]
+    sizes = {"a tiny model": TINY} if frame.options.quick else SIZES
+    for size, model in sizes.items():
+        name = f"{size} parameters" if model is not TINY else size
+        try:
+            room_for(_HOST_BYTES * parameters_of(model))
+        except UserError as error:
+            yield frame.skip(name, str(error))
+            continue
+        work = f"{name}, {SAMPLES} × {model['length']} tokens, 1 worker"
+        yield from against_others(frame, model, work)
+        yield from hidden_from(frame, model, name)
 
 
 def is_right(frame: Frame) -> Iterator[Row | Skipped]:
@@ -88,10 +82,18 @@ def against_others(frame: Frame, model: dict[str, int], work: str) -> Iterator[R
     ]
     against: list[Against] = [
         (_job("plain fused AdamW on the GPU", "plain", model), NOTHING_ASKED),
+        (_job("Lightning ddp, fused AdamW on the GPU", "ddp", model), NOTHING_ASKED),
         (_job("torchao CPUOffloadOptimizer", "torchao", model), _PEERS),
         (_job("DeepSpeed ZeRO-Offload", "deepspeed", model), _PEERS),
     ]
-    yield from frame.alternate(work, ours, against, repeats=min(frame.options.repeats, 2))
+    repeats = min(frame.options.repeats, 2)
+    yield from frame.alternate(work, ours, against, repeats=repeats, read=read)
+
+
+def read(figures: dict[str, float]) -> tuple[float, str]:
+    """What is compared, and what is told beside it."""
+    rate, peak = figures["samples_per_s"], figures["peak_bytes"] / 2**30
+    return figures["step_s"], f"{rate:.3g} samples/s, {peak:.1f} GiB of the device at most"
 
 
 def _job(label: str, way: str, model: dict[str, int], **options: Any) -> Job:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from benchmarks.exchange import room_for
-from benchmarks.gpu_loops import Language, words
+from benchmarks.gpu_models import Language, words
 from hybridtrain.memory import Layout, Store
 from hybridtrain.update import Contribution, build_update
 from hybridtrain.update.pool import Pool

@@ -1,84 +1,47 @@
-"""Ways to train a language model on one GPU, each a job: seconds of a step after the first ones.
+"""Ways to train a language model on one GPU, each a job: what a step takes after the first ones.
 
-Legend: B samples of a mini-batch, T tokens of a sample.
+Each may use all cores of the host, whatever it does with them.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.strategies import SingleDeviceStrategy
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from benchmarks.loops import Timer, noted
+from benchmarks.gpu_models import Homeless, Language, Trained, words
+from benchmarks.loops import Timer
 from benchmarks.models import InMemory
 from benchmarks.peers import optional
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 
-WORDS = 8192
 STEPS, FIRST = 11, 3
 _LIMIT = 1e-4  # of the largest parameter: float32 in another order of summation
+_FILE = "figures.json"
+
+Figures = dict[str, float]  # step_s, samples_per_s, peak_bytes (of the device, in one worker)
 
 
-class Block(nn.Module):
-    """Attention and a dense layer behind norms; 12 · width² parameters."""
+class OneWay(HybridStrategy):
+    """Brings no state of optimizers home, for the same reason."""
 
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.heads = max(1, width // 128)
-        self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in range(2)])
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def before_checkpoint(self) -> None:
+        """Nothing is asked of the server."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, T, width) to the same."""
-        b, t, width = x.shape
-        parts = self.qkv(self.norms[0](x)).view(b, t, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = scaled_dot_product_attention(*parts.unbind(), is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(b, t, width))
-        return x + self.down(torch.relu(self.up(self.norms[1](x))))
-
-
-class Language(nn.Module):
-    """Words in, the loss of the next word out."""
-
-    def __init__(self, width: int, depth: int, length: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(WORDS, width)
-        self.places = nn.Parameter(torch.zeros(length, width))
-        self.blocks = nn.Sequential(*[Block(width) for _ in range(depth)])
-        self.head = nn.Linear(width, WORDS)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        """The loss of (B, T) words and the words behind them."""
-        scores = self.head(self.blocks(self.words(x) + self.places))
-        return cross_entropy(scores.flatten(0, 1).float(), y.flatten())
-
-
-class Trained(pl.LightningModule):
-    """The model with an optimizer."""
-
-    def __init__(self, model: dict[str, int], make: Callable[[Any], torch.optim.Optimizer]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.net, self.make = Language(**model), make
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The loss."""
-        return self.net(*batch)
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Over all parameters."""
-        return self.make(self.parameters())
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Nothing."""
+        return {}
 
 
 class DeviceTimer(Timer):
@@ -89,12 +52,26 @@ class DeviceTimer(Timer):
             torch.cuda.synchronize()
         super().on_train_batch_start()
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Worker 0 leaves the figures to the process that has started it."""
+        if trainer.global_rank == 0:
+            step_s = (self.ended - self.began) / (self.count - self.first)
+            Path(_FILE).write_text(json.dumps({"step_s": step_s, "peak_bytes": peak_bytes()}))
 
-def words(model: dict[str, int], n: int) -> tuple[Tensor, Tensor]:
-    """Samples, the same in every run."""
-    draw = torch.Generator().manual_seed(1)
-    drawn = torch.randint(WORDS, (n, model["length"] + 1), generator=draw)
-    return drawn[:, :-1], drawn[:, 1:]
+
+def peak_bytes() -> int:
+    """The most that this process has had of the device at a time."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+
+
+def use_all_cores() -> None:
+    """Of the host: in this process, and in whatever it starts or loads (DeepSpeed's own kernels).
+
+    The benchmark's other parts have one thread in each process.
+    """
+    cores = len(os.sched_getaffinity(0))
+    os.environ |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(cores))
+    torch.set_num_threads(cores)
 
 
 # ---- Lightning's loop ---------------------------------------------------------------------------
@@ -102,17 +79,33 @@ def words(model: dict[str, int], n: int) -> tuple[Tensor, Tensor]:
 
 def hybrid(
     model: dict[str, int], samples: int, options: dict[str, Any], accelerator: str = "cuda"
-) -> float:
-    """Ours, one worker."""
-    fit(model, samples, HybridStrategy(**options), _adamw, accelerator)
-    return noted()
+) -> Figures:
+    """Ours; ``samples`` for each worker, of which there is one unless ``options`` say more."""
+    return _in_lightning(model, samples, OneWay(**options), _adamw, accelerator)
 
 
-def plain(model: dict[str, int], samples: int, accelerator: str = "cuda") -> float:
+def plain(model: dict[str, int], samples: int, accelerator: str = "cuda") -> Figures:
     """Lightning's single device, everything on it."""
-    strategy = SingleDeviceStrategy(f"{accelerator}:0" if accelerator == "cuda" else accelerator)
-    fit(model, samples, strategy, _fused, accelerator)
-    return noted()
+    return _in_lightning(model, samples, _alone(accelerator), _fused, accelerator)
+
+
+def ddp(model: dict[str, int], samples: int, accelerator: str = "cuda") -> Figures:
+    """Lightning's ``ddp`` with one process, everything on the device."""
+    return _in_lightning(model, samples, DDPStrategy(), _fused, accelerator)
+
+
+def _alone(accelerator: str) -> SingleDeviceStrategy:
+    return SingleDeviceStrategy(f"{accelerator}:0" if accelerator == "cuda" else accelerator)
+
+
+def _in_lightning(
+    model: dict[str, int], samples: int, strategy: Any, make: Any, accelerator: str
+) -> Figures:
+    use_all_cores()
+    fit(model, samples, strategy, make, accelerator, kind=Homeless)
+    found: Figures = json.loads(Path(_FILE).read_text())
+    together = samples * getattr(strategy, "workers_per_device", 1)
+    return found | {"samples_per_s": together / found["step_s"]}
 
 
 def _adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -130,21 +123,22 @@ def fit(
 
     In several ``epochs`` each is one step, of the same samples, so that their order is no matter.
     """
-    module = Trained(model, make)
+    module = options.pop("kind", Trained)(model, make)
     workers = getattr(strategy, "workers_per_device", 1)
     epochs = options.pop("epochs", 1)
     data = InMemory(*words(model, STEPS // epochs * samples * workers))
+    timers = [DeviceTimer(FIRST)] if epochs == 1 else []
+    usual: dict[str, Any] = {"precision": "bf16-mixed", "callbacks": timers}
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator=accelerator,
         devices=1,
         max_epochs=epochs,
-        callbacks=[DeviceTimer(FIRST)] if epochs == 1 else [],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        **{"precision": "bf16-mixed"} | options,
+        **usual | options,
     )
     pinned = accelerator == "cuda"
     trainer.fit(module, DataLoader(data, samples, collate_fn=_as_it_is, pin_memory=pinned))
@@ -169,8 +163,7 @@ def difference(workers: int, options: dict[str, Any], accelerator: str = "cuda")
     ours = HybridStrategy(workers_per_device=workers, **options)
     same = {"precision": "32-true", "epochs": STEPS}
     found = fit(model, 8 // workers, ours, sgd, accelerator, **same)
-    alone = SingleDeviceStrategy(f"{accelerator}:0" if accelerator == "cuda" else accelerator)
-    wanted = fit(model, 8, alone, sgd, accelerator, **same)
+    wanted = fit(model, 8, _alone(accelerator), sgd, accelerator, **same)
     pairs = zip(found.parameters(), wanted.parameters(), strict=True)
     largest = max(float(p.detach().abs().max()) for p in wanted.parameters())
     relative = max(float((a.cpu() - b.cpu()).detach().abs().max()) for a, b in pairs) / largest
@@ -183,8 +176,9 @@ def difference(workers: int, options: dict[str, Any], accelerator: str = "cuda")
 # ---- torch alone --------------------------------------------------------------------------------
 
 
-def torchao(model: dict[str, int], samples: int) -> float:
+def torchao(model: dict[str, int], samples: int) -> Figures:
     """Its optimizer in host memory, in the loop one writes by hand."""
+    use_all_cores()
     kind = optional("torchao.optim").CPUOffloadOptimizer
     net = Language(**model).cuda()
     optimizer = kind(net.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
@@ -199,8 +193,9 @@ def torchao(model: dict[str, int], samples: int) -> float:
     return _timed(model, samples, step)
 
 
-def deepspeed(model: dict[str, int], samples: int) -> float:
+def deepspeed(model: dict[str, int], samples: int) -> Figures:
     """ZeRO stage 2 with the optimizer in host memory; its parameters on the device are bf16."""
+    use_all_cores()  # before its kernels are loaded, which have an OpenMP of their own
     engine_of = optional("deepspeed").initialize
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -224,7 +219,7 @@ def deepspeed(model: dict[str, int], samples: int) -> float:
     return _timed(model, samples, step)
 
 
-def _timed(model: dict[str, int], samples: int, step: Callable[[Tensor, Tensor], None]) -> float:
+def _timed(model: dict[str, int], samples: int, step: Callable[[Tensor, Tensor], None]) -> Figures:
     x, y = (each.pin_memory() for each in words(model, STEPS * samples))
     began = 0.0
     for number in range(STEPS):
@@ -234,4 +229,5 @@ def _timed(model: dict[str, int], samples: int, step: Callable[[Tensor, Tensor],
         part = slice(number * samples, (number + 1) * samples)
         step(x[part].cuda(non_blocking=True), y[part].cuda(non_blocking=True))
     torch.cuda.synchronize()
-    return (time.perf_counter() - began) / (STEPS - FIRST)
+    step_s = (time.perf_counter() - began) / (STEPS - FIRST)
+    return {"step_s": step_s, "samples_per_s": samples / step_s, "peak_bytes": peak_bytes()}

@@ -1,0 +1,218 @@
+"""Short fits of what has gone wrong before, or may, only where there is a GPU.
+
+All are run in one process, each in a fork of it, so that none begins with what another has left.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from gpu_check.check import Found
+from hybridtrain import HybridStrategy
+
+Fit = Callable[[str], str]
+OVERLAP = {"overlap_update": True}
+
+
+class Net(pl.LightningModule):
+    """A regression; ``make`` gets the parameters and returns an optimizer."""
+
+    def __init__(self, net: nn.Module | None = None, make: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = net or nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.make = make or partial(torch.optim.SGD, lr=0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        """The mean squared error."""
+        x, y = batch
+        loss = nn.functional.mse_loss(self.predict(x).float(), y)
+        self.log("loss", loss)
+        return loss
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """(B, 16) to (B, 1)."""
+        return self.net(x)
+
+    def configure_optimizers(self) -> Any:
+        """One."""
+        return self.make(self.parameters())
+
+
+class Recurrent(Net):
+    """An LSTM, whose weights lie in one storage on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.out = nn.LSTM(4, 32, batch_first=True), nn.Linear(32, 1)
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """Four words of four numbers each."""
+        return self.out(self.net(x.view(-1, 4, 4))[0][:, -1])
+
+
+class Half(Net):
+    """Parameters in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = self.net.bfloat16()
+
+    def predict(self, x: torch.Tensor) -> torch.Tensor:
+        """In bf16."""
+        return self.net(x.bfloat16())
+
+
+def fit(
+    module: pl.LightningModule, device: str, strategy: dict[str, Any] | None = None, **options: Any
+) -> pl.Trainer:
+    """Two workers on the one device; the parameters must be finite in the end."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(64, 16, generator=draw)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(
+        strategy=HybridStrategy(workers_per_device=2, **(strategy or {})),
+        accelerator=device,
+        devices=1,
+        max_epochs=2,
+        **{"enable_checkpointing": False} | quiet | options,
+    )
+    trainer.fit(module, DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), 8))
+    assert trainer.global_step == 8, f"{trainer.global_step} steps, not 8"
+    assert all(p.isfinite().all() for p in module.parameters()), "parameters are not finite"
+    assert all(p.device.type == "cpu" for p in module.parameters()), "parameters are not at home"
+    return trainer
+
+
+def gap(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference between parameters."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return max(float((a - b).detach().abs().max()) for a, b in pairs)
+
+
+def monitored(device: str) -> str:
+    """A ModelCheckpoint with a score, then a second fit: nothing initialises CUDA here."""
+    for _ in range(2):
+        callback = ModelCheckpoint("checkpoints", monitor="loss")
+        fit(Net(), device, enable_checkpointing=True, callbacks=[callback])
+        assert not torch.cuda.is_initialized(), "CUDA is initialised in the calling process"
+        assert callback.best_model_score is not None, "no score came home"
+    return "two fits, CUDA not initialised in the calling process"
+
+
+def fused_half(device: str) -> str:
+    """Gradients are unscaled, whoever would have done it."""
+    precision = "16-mixed" if device == "cuda" else "bf16-mixed"
+    found = [Net(make=partial(torch.optim.SGD, lr=0.01, fused=fused)) for fused in (False, True)]
+    for module in found:
+        fit(module, device, precision=precision)
+    apart = gap(*found)
+    assert apart < 1e-5, f"fused and plain differ by {apart:.2g}"
+    return f"fused and plain differ by {apart:.1g}"
+
+
+def recurrent(device: str) -> str:
+    """With and without overlap: the same bits, but for what the device's library may choose."""
+    return _overlapped(Recurrent, device)
+
+
+def half_model(device: str) -> str:
+    """The same of a model in bf16."""
+    return _overlapped(Half, device)
+
+
+def _overlapped(kind: Callable[[], Net], device: str) -> str:
+    plain, overlapped = kind(), kind()
+    fit(plain, device)
+    fit(overlapped, device, OVERLAP if device == "cuda" else None)
+    apart = gap(plain, overlapped)
+    assert apart < 1e-2, f"overlap differs by {apart:.2g}"
+    return f"overlap differs by {apart:.1g}"
+
+
+def compiled(device: str) -> str:
+    """``torch.compile`` of the net; the workers compile."""
+    module = Net()
+    module.predict = torch.compile(module.net)  # type: ignore[method-assign]
+    plain = Net()
+    fit(plain, device)
+    fit(module, device, OVERLAP if device == "cuda" else None)
+    apart = gap(plain, module)
+    assert apart < 1e-3, f"compiled differs by {apart:.2g}"
+    return f"compiled differs by {apart:.1g}"
+
+
+def backward_before(device: str) -> str:
+    """A backward on the CPU in the calling process, whose threads a fork does not have."""
+    module = Net()
+    module.net(torch.ones(2, 16)).sum().backward()
+    module.zero_grad()
+    fit(module, device)
+    return "a backward on the CPU before fit does no harm"
+
+
+def asked_before(device: str) -> str:
+    """CUDA's availability asked before."""
+    there = torch.cuda.is_available()
+    fit(Net(), device)
+    return f"is_available() said {there} before fit"
+
+
+FITS: dict[str, Fit] = {
+    "ModelCheckpoint(monitor)": monitored,
+    "is_available() before": asked_before,
+    "CPU backward before": backward_before,
+    "half precision, fused SGD": fused_half,
+    "LSTM, overlap_update": recurrent,
+    "bf16 model, overlap_update": half_model,
+    "torch.compile, overlap_update": compiled,
+}
+
+
+def run(device: str = "cuda", limit_s: float = 60.0, only: tuple[str, ...] = ()) -> Found:
+    """Each in a fork."""
+    said: dict[str, str] = {}
+    wrong: list[str] = []
+    for name, one in FITS.items():
+        if only and name not in only:
+            continue
+        right, said[name] = _in_a_fork(one, device, limit_s)
+        print(f"{name}: {said[name]}", flush=True)
+        if not right:
+            wrong.append(name)
+    text = f"{len(said) - len(wrong)} of {len(said)} as they should be"
+    first = "; ".join(f"{name}: {said[name].splitlines()[-1]}" for name in wrong)
+    return Found(f"{text}; {first}" if wrong else text, not wrong, said)
+
+
+def _in_a_fork(one: Fit, device: str, limit_s: float) -> tuple[bool, str]:
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=_tell, args=(one, device, there))
+    process.start()
+    there.close()
+    try:
+        return here.recv() if here.poll(limit_s) else (False, f"took more than {limit_s:.0f} s")
+    except EOFError:
+        return False, "its process died"
+    finally:
+        process.join(5.0)
+        process.kill()
+        process.join()
+
+
+def _tell(one: Fit, device: str, there: Any) -> None:
+    try:
+        there.send((True, one(device)))
+    except BaseException:
+        there.send((False, traceback.format_exc(limit=-3)))

@@ -1,0 +1,62 @@
+"""Which checks there are, the cheapest first; a later one tells less for its time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from gpu_check.check import Check
+
+PYTEST = ("torch", "pytorch_lightning", "pytest")
+SIZE = "170 M"
+# Of the benchmark: a label, the way, options of the strategy.
+WAYS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
+    ("plain AdamW on the GPU", "plain", None),
+    ("hybrid", "hybrid", {}),
+    ("hybrid, overlap_update", "hybrid", {"overlap_update": True}),
+    ("hybrid, bf16 transport", "hybrid", {"transport_dtype": "bf16"}),
+    ("hybrid, threads_per_worker=1", "hybrid", {"threads_per_worker": 1}),
+    ("hybrid, two workers", "hybrid", {"workers_per_device": 2}),
+    ("torchao CPUOffloadOptimizer", "torchao", None),
+)
+
+
+def checks(size: str = SIZE) -> Iterator[Check]:
+    """All of them."""
+    yield Check("machine", "gpu_check.machine:facts", 30, needs=(), on_gpu=False)
+    yield Check("private names", "gpu_check.machine:private_names", 60, on_gpu=False)
+    yield Check("bus", "gpu_check.bus:probe", 40)
+    yield from _right()
+    yield _tests("tests on the GPU", ["tests/lightning/test_devices.py"], "gpu", 120)
+    yield from _timed(size)
+    yield Check("fits", "gpu_check.fits:run", 180)
+    yield from (
+        Check(f"profile, {label}", "gpu_check.steps:profiled", 60, {"size": size, "options": given})
+        for label, given in (("default", {}), ("overlap_update", {"overlap_update": True}))
+    )
+    apart = ["tests/lightning/test_apart.py"]
+    yield _tests("tests on the stand-in", apart, "not slow", 120, on_gpu=False)
+    parity = ["tests/parity/test_traps.py", "tests/parity/test_parity.py"]
+    yield _tests("parity on the GPU", parity, "gpu", 150)
+
+
+def _right() -> Iterator[Check]:
+    for workers, given in ((1, {}), (2, {}), (2, {"overlap_update": True})):
+        label = ", ".join([f"{workers} worker{'s' * (workers > 1)}", *given])
+        arguments = {"workers": workers, "options": given}
+        yield Check(f"equal to one process, {label}", "gpu_check.steps:difference", 60, arguments)
+
+
+def _timed(size: str) -> Iterator[Check]:
+    for label, way, given in WAYS:
+        arguments: dict[str, Any] = {"way": way, "size": size}
+        if given is not None:
+            arguments["options"] = given
+        needs = ("torch", "pytorch_lightning", *(("torchao",) if way == "torchao" else ()))
+        name = f"step of {size} parameters, {label}"
+        yield Check(name, "gpu_check.steps:measured", 60, arguments, needs)
+
+
+def _tests(name: str, files: list[str], only: str, limit_s: float, on_gpu: bool = True) -> Check:
+    arguments = {"files": files, "only": only}
+    return Check(name, "gpu_check.testing:run", limit_s, arguments, PYTEST, on_gpu)
