@@ -183,6 +183,9 @@ def name_it() -> None:
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _Module)
         torch.serialization.register_package(5, _where, _bring)
+        # It asks for an interface that only C++ can give, also in a process that computes on its
+        # CPU alone (a barrier of torch.distributed).
+        torch._C._get_accelerator = lambda: torch.device("cpu")  # type: ignore[attr-defined]
 
 
 def _where(storage: Any) -> str | None:
