@@ -52,14 +52,15 @@ class _Pass:
 
     def _dealt_to(self, worker: int, request: Draw) -> Spans:
         """Of what the worker is dealt and nobody has drawn, enough for a mini-batch, or all."""
-        size, found = request.sizes[worker], list[Span]()
-        while total(found) < size:
+        size, found, n = request.sizes[worker], list[Span](), 0
+        while n < size:
             rest = split(self.spans, _place(worker, request, self.dealt[worker]))[1]
             if not rest:
                 break
-            found += common(split(rest, size)[0], self.left)
+            fresh = common(split(rest, size)[0], self.left)
+            found, n = [*found, *fresh], n + total(fresh)
             # Of the last one something may remain; the next draw looks at it again.
-            self.dealt[worker] += total(found) <= size
+            self.dealt[worker] += n <= size
         return tuple(found)
 
     def take(self, worker: int, offered: Spans, n: int) -> Spans:
