@@ -35,6 +35,7 @@ class _Pass:
     """One pass over one loader."""
 
     spans: Spans  # all of it
+    least: tuple[int, ...]  # how much of it each worker can draw
     served: set[int] = field(default_factory=set)
     drawn: dict[int, list[Spans]] = field(default_factory=dict)  # and not trained on yet
     ended: set[int] = field(default_factory=set)  # who will not draw again
@@ -51,14 +52,15 @@ class _Pass:
 
     def _dealt_to(self, worker: int, request: Draw) -> Spans:
         """Of what the worker is dealt and nobody has drawn, enough for a mini-batch, or all."""
-        size, found = request.sizes[worker], list[Span]()
-        while total(found) < size:
+        size, found, n = request.sizes[worker], list[Span](), 0
+        while n < size:
             rest = split(self.spans, _place(worker, request, self.dealt[worker]))[1]
             if not rest:
                 break
-            found += common(split(rest, size)[0], self.left)
+            fresh = common(split(rest, size)[0], self.left)
+            found, n = [*found, *fresh], n + total(fresh)
             # Of the last one something may remain; the next draw looks at it again.
-            self.dealt[worker] += total(found) <= size
+            self.dealt[worker] += n <= size
         return tuple(found)
 
     def take(self, worker: int, offered: Spans, n: int) -> Spans:
@@ -87,6 +89,10 @@ class _Pass:
         last = max(request.sizes[other] / self.done[other] for other in others)
         rest = total(self.left) + sum(map(self.held, others))
         return own > rest / sum(speeds) + last
+
+    def suffices(self, worker: int) -> bool:
+        """Whether the worker can draw of what is left."""
+        return total(self.left) >= self.least[worker]
 
     def held(self, worker: int) -> int:
         """Positions that the worker has drawn and that are not part of an update yet."""
@@ -138,7 +144,7 @@ class BatchQueue:
         size, offered = request.sizes[worker], one.offer(worker, request)
         n = min(size, total(offered) - kept)
         if not request.turn and one.near_its_end(worker, n):
-            others = self.members - one.ended - {worker}
+            others = {each for each in self.members - one.ended if one.suffices(each)} - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n
         if n < size:
             one.ended.add(worker)  # for loaders, a smaller one is the last
@@ -161,7 +167,8 @@ class BatchQueue:
             del self._passes[lap]  # everybody has met since
         if request.lap not in self._passes:
             over = any(lap.epoch > epoch for lap in self._passes)  # so nothing of this is left
-            self._passes[request.lap] = _Pass(() if over else request.spans)
+            least = request.sizes if request.drop_last else (1,) * len(request.sizes)
+            self._passes[request.lap] = _Pass(() if over else request.spans, least)
         return self._passes[request.lap]
 
     def settle(self, worker: int, covers: tuple[Cover, ...]) -> None:
@@ -217,8 +224,8 @@ class BatchQueue:
         return samples
 
     def has_left(self) -> bool:
-        """Whether there is something that nobody has drawn."""
-        return any(one.left for one in self._passes.values())
+        """Whether there is something that nobody has drawn, and somebody can."""
+        return any(one.suffices(each) for one in self._passes.values() for each in self.members)
 
     def unseen(self) -> dict[Lap, Spans]:
         """What of each pass is not behind the parameters yet."""

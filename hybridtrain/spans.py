@@ -42,9 +42,12 @@ def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
 
 def common(spans: Iterable[Span], others: Iterable[Span]) -> Spans:
     """What of ``spans``, in their order, is in the ``others``, too; these are in order."""
-    known = tuple(others)
-    pairs = ((max(start, begin), min(stop, end)) for start, stop in spans for begin, end in known)
-    return tuple((start, stop) for start, stop in pairs if stop > start)
+    known, found = tuple(others), list[Span]()
+    for start, stop in spans:
+        for begin, end in known:
+            if begin < stop and start < end:
+                found.append((max(start, begin), min(stop, end)))
+    return tuple(found)
 
 
 def merged(spans: Iterable[Span]) -> Spans:

@@ -131,6 +131,24 @@ def test_a_pass_that_begins_anew_gives_back_what_was_fetched_ahead() -> None:
     assert queue.draw(0, draw(4, (2,))).spans == ((2, 4),)
 
 
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 2)])
+def test_what_drop_last_leaves_over_is_not_left_to_be_made_up_for(
+    sizes: tuple[int, ...], turn: int
+) -> None:
+    members = {0, 1}
+    ask = replace(draw(sum(sizes) + 6, sizes, drop_last=True), turn=turn)
+    queue = BatchQueue(members)
+    for worker in (0, 1):
+        queue.settle(worker, (Cover(FIRST, queue.draw(worker, ask).spans),))
+    members.discard(1)
+    queue.lost(1)
+    assert queue.has_left()
+    queue.settle(0, (Cover(FIRST, queue.draw(0, ask).spans),))
+    assert queue.draw(0, ask) == Ticket(())
+    assert total(queue.unseen()[FIRST]) == 2 and not queue.has_left()
+
+
 @settings(max_examples=300, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
