@@ -230,7 +230,7 @@ def _judge_states(row: Row, tap: Tap, folder: Path, undisturbed: States | None) 
         if not row.error:
             row.as_undisturbed &= len(tap.states) == len(undisturbed)
     for path in folder.rglob("*.ckpt"):
-        checkpoint = torch.load(path, weights_only=True)
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         state, step = state_in(checkpoint), checkpoint["global_step"]
         row.checkpoints += 1
         known = not tap.keeps or (step < len(tap.states) and same(state, tap.states[step]))

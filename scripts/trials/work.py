@@ -101,6 +101,8 @@ def train(
     ``seconds``: end with the epoch in which they are over.
     """
     warnings.simplefilter("ignore")
+    place = dict(PLACE)
+    options |= place.pop("strategy", {})
     strategy: Any = "ddp_fork" if policy == "ddp" else HybridStrategy(policy, **options)
     saving = ModelCheckpoint(
         folder, save_top_k=keep, save_on_train_epoch_end=True, filename="{epoch}", monitor=None
@@ -108,8 +110,7 @@ def train(
     clock = [] if seconds is None else [Timer({"seconds": seconds}, interval="epoch")]
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
-        devices=size.workers,
+        **{"accelerator": "cpu", "devices": size.workers} | place,
         max_epochs=size.epochs if seconds is None else -1,
         logger=False,
         callbacks=[saving, *clock],
@@ -137,5 +138,6 @@ class Observed:
     module: Work
 
 
+PLACE: dict[str, Any] = {}  # where workers compute, if not on CPUs: arguments of the trainer
 OBSERVED: list[Observed] = []
 LISTENERS: list[Callable[[torch.Tensor], object]] = []  # are given the diary before a run begins

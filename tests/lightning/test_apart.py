@@ -78,8 +78,9 @@ def sgd(fused: bool) -> Callable[[Any], torch.optim.Optimizer]:
 
 
 def test_a_fused_optimizer_unscales_as_any_other() -> None:
-    plain, _ = fit_apart(2, 6, lambda: Regression(sgd(False)), **half_precision())
-    fused, _ = fit_apart(2, 6, lambda: Regression(sgd(True)), **half_precision())
+    two_steps = {"max_epochs": 1, "limit_train_batches": 2}
+    plain, _ = fit_apart(2, 6, lambda: Regression(sgd(False)), **half_precision(), **two_steps)
+    fused, _ = fit_apart(2, 6, lambda: Regression(sgd(True)), **half_precision(), **two_steps)
     assert torch.allclose(flat(fused), flat(plain), atol=1e-6)
 
 
@@ -140,7 +141,8 @@ def test_a_packed_sequence_is_moved_ahead_of_its_turn(monkeypatch: pytest.Monkey
 
 @in_a_process_of_its_own
 def test_a_fit_initialises_no_device_in_the_calling_process() -> None:
-    _, trainer = fit_apart(2, 6, Regression, callbacks=[EarlyStopping("train/loss", patience=9)])
+    stopping = EarlyStopping("train/loss", patience=9)
+    _, trainer = fit_apart(2, 6, Regression, max_epochs=1, callbacks=[stopping])
     assert not torch.standin.is_initialized()
     assert trainer.callbacks[0].best_score < 100
 
@@ -250,15 +252,15 @@ class Deep(Counted):
 
 
 def blocking(module: Counted, **options: Any) -> int:
-    return fit_apart(2, 6, module, max_epochs=1, **options)[0].blocking
+    return fit_apart(2, 6, module, max_epochs=1, limit_train_batches=2, **options)[0].blocking
 
 
 def test_the_host_waits_for_no_more_copies_where_there_are_more_buffers() -> None:
-    assert blocking(Normed(1)) == blocking(Normed(4))
+    assert blocking(Normed(1)) == blocking(Normed(3))
 
 
 def test_the_host_waits_for_no_more_means_where_there_are_more_parameters() -> None:
-    assert blocking(Deep(1), **half_precision()) == blocking(Deep(4), **half_precision())
+    assert blocking(Deep(1), **half_precision()) == blocking(Deep(2), **half_precision())
 
 
 @in_a_process_of_its_own

@@ -47,6 +47,9 @@ def register() -> None:
     count_devices(guard, N_DEVICES)
     torch._C._acc.register_python_privateuseone_hook(hooks)
     torch._C._acc.register_python_privateuseone_device_guard(guard)
+    # After a fork torch replaces its pool of threads at the first use; Autograd's threads, one for
+    # each device, would do that at the same time, and one of them would find none.
+    torch.set_num_threads(torch.get_num_threads())
     start_threads()
     everything, some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
     for key in ("PrivateUse1", "SparsePrivateUse1"):
