@@ -231,8 +231,9 @@ def _lock(streams: Streams, store: Store, worker: int) -> list[torch.Tensor]:
     if refused:
         warnings.warn(
             f"{refused / 2**20:,.0f} MiB of host memory could not be page-locked for worker "
-            f"{worker} ({reason}), so copies to and from its device will hold it up; raise the "
-            "limit of locked memory (ulimit -l), or use fewer workers or a smaller model",
+            f"{worker} ({reason}), so copies to and from its device hold it up and take several "
+            "times as long; raise the limit of locked memory (ulimit -l), or use fewer workers or "
+            "a smaller model",
             stacklevel=2,
         )
     return locked

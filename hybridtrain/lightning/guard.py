@@ -24,6 +24,7 @@ from pytorch_lightning.utilities.memory import is_oom_error
 
 from hybridtrain.errors import UserError
 from hybridtrain.finite import FiniteCheck
+from hybridtrain.lightning.device_memory import out_of_memory
 from hybridtrain.memory import Layout, Packed
 
 CHOICES = ("raise", "drop", "skip_step")
@@ -132,8 +133,8 @@ class Guard:
             return False
         if self._on_fault.oom == "raise":
             error.add_note(
-                f"This happened in {self._where()}. Use smaller mini-batches, or go on without "
-                "this one with strategy.on_oom=drop or skip_step."
+                f"This happened in {self._where()}. {out_of_memory(error, self._trainer.strategy)}"
+                " Or go on without this mini-batch with strategy.on_oom=drop or skip_step."
             )
             return False
         self._note(OUT_OF_MEMORY, self._on_fault.oom, f"{self._where()} ran out of memory")

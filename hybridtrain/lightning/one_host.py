@@ -11,6 +11,7 @@ from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.ahead import Ahead
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
 from hybridtrain.lightning.keeping import Keeping
 from hybridtrain.lightning.startup import check_loader
 
@@ -21,6 +22,8 @@ class OneHost:
     strategy_name: str
     parallel_devices: list[torch.device] | None
     keeping: Keeping
+    device_memory: DeviceMemory
+    workers_per_device: int
     _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
@@ -51,6 +54,16 @@ class OneHost:
     @property
     def global_rank(self) -> int:
         return 0 if self._client is None else self._client.worker
+
+    def model_to_device(self) -> None:
+        """Wherever the user's module lies; no worker takes more of the device than its share."""
+        module = self.lightning_module  # type: ignore[attr-defined]
+        try:
+            self.device_memory.hold(self.root_device, self.workers_per_device)
+            module.to(self.root_device)
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"The parameters do not fit. {out_of_memory(error, self)}")
+            raise
 
     def remember_training(self, parts: dict[str, Any]) -> None:
         """The calling process has no optimizers of its own; its checkpoints have their states."""

@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from hybridtrain.device import KINDS
 from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.devices import check_devices
 from hybridtrain.lightning.keeping import check_whole
 from hybridtrain.lightning.sending import Load, check_sending, load_of
 from hybridtrain.memory.available import available_bytes
@@ -40,6 +41,7 @@ def check_startup(strategy: Any, start_method: str, threads: int, cores: int, jo
         check_memory(module, n_workers, copies)
     if on_device:
         check_device_memory(module, strategy.workers_per_device)
+        check_devices(strategy)
     else:
         check_threads(n_workers, threads, cores, strategy.threads_per_worker == "auto")
     check_descriptors(n_workers)

@@ -30,6 +30,7 @@ from hybridtrain.lightning.batch_norm import synchronise
 from hybridtrain.lightning.boundary import Boundary
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.coming_back import ComingBack
+from hybridtrain.lightning.device_memory import DeviceMemory
 from hybridtrain.lightning.disturbing import Faults
 from hybridtrain.lightning.generator_pages import GeneratorPages
 from hybridtrain.lightning.guard import OnFault
@@ -78,6 +79,8 @@ class HybridStrategy(Together, ParallelStrategy):
         correction: what is done about late gradients: nothing, or one of
             ``hybridtrain.update.corrections.CORRECTIONS``, given like a policy.
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
+        device_memory_fraction: of its GPU, for each worker, above 0 and up to 1; ``None``: an equal
+            share where several workers have one, and no limit for one alone.
         overlap_update: on GPUs, update what has arrived while backward still runs.
         checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
         on_failure: when a worker fails or dies: ``"stop"`` all, ``"continue"`` without it, or
@@ -127,6 +130,7 @@ class HybridStrategy(Together, ParallelStrategy):
         max_restarts: int | None = 3,
         faults: Sequence[Any] = (),
         hang_timeout_s: float | Literal["auto"] | None = "auto",
+        device_memory_fraction: float | None = None,
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
@@ -134,10 +138,9 @@ class HybridStrategy(Together, ParallelStrategy):
         self.policy, self.correction = make_policy(policy), make_correction(correction)
         self.regime = Regime(lockstep=True)  # the policy's, once the number of workers is known
         self.workers_per_device = positive("workers_per_device", workers_per_device)
-        self.start_method = start_method
-        self.threads_per_worker = threads_per_worker
-        self.stop_grace_s = stop_grace_s
-        self.on_fault = OnFault(on_nonfinite, on_oom)
+        self.start_method, self.threads_per_worker = start_method, threads_per_worker
+        self.device_memory = DeviceMemory.of(device_memory_fraction)
+        self.stop_grace_s, self.on_fault = stop_grace_s, OnFault(on_nonfinite, on_oom)
         self.transport = Transport.of(transport_dtype, overlap_update)
         self.data_options = DataOptions.of(
             num_samples_key, batch_size_per_worker, iterable, keep_order
@@ -190,10 +193,6 @@ class HybridStrategy(Together, ParallelStrategy):
             )
             take_over(self._session, self.precision_plugin)
             self._ahead = ahead(self._session.exchange, trainer)
-
-    def model_to_device(self) -> None:
-        assert self.lightning_module is not None
-        self.lightning_module.to(self.root_device)
 
     def on_train_start(self) -> None:
         if self._session is not None and self._loaders is not None:

@@ -9,6 +9,7 @@ import ctypes
 import os
 import resource
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _SHARED = Path("/dev/shm")
@@ -53,26 +54,41 @@ class _Memory(ctypes.Structure):
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """All memory of one, and its compute capability; 0 where it is not told."""
+
+    n_bytes: int
+    major: int
+
+
 def largest_device_bytes() -> int | None:
-    """All memory of this machine's largest GPU, by NVIDIA's management library, if it is there."""
+    """All memory of this machine's largest GPU, if that is known."""
+    return max((gpu.n_bytes for gpu in gpus() if gpu.n_bytes), default=None)
+
+
+def gpus() -> list[Gpu]:
+    """This machine's, by NVIDIA's management library, in its order; none where it is not there."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return None
+        return []
     if library.nvmlInit_v2() != 0:
-        return None
+        return []
     try:
         count = ctypes.c_uint()
         library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        return max(filter(None, (_total(library, n) for n in range(count.value))), default=None)
+        return [_gpu(library, number) for number in range(count.value)]
     finally:
         library.nvmlShutdown()
 
 
-def _total(library: ctypes.CDLL, number: int) -> int:
+def _gpu(library: ctypes.CDLL, number: int) -> Gpu:
     device, memory = ctypes.c_void_p(), _Memory()
     if library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
-        return 0
-    if library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) != 0:
-        return 0
-    return int(memory.total)
+        return Gpu(0, 0)
+    told = library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    capability = library.nvmlDeviceGetCudaComputeCapability
+    known = capability(device, ctypes.byref(major), ctypes.byref(minor)) == 0
+    return Gpu(int(memory.total) if told else 0, major.value if known else 0)

@@ -126,6 +126,11 @@ def manual_seed_all(seed: int) -> None:
             generator.manual_seed(seed)
 
 
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    """Noted, and nobody is held to it."""
+    state().fractions[index_of(device)] = fraction
+
+
 def empty_cache() -> None:
     """Nothing is kept from the system."""
 
@@ -160,6 +165,7 @@ class _Module:
     set_rng_state_all = staticmethod(set_rng_state_all)
     manual_seed_all = staticmethod(manual_seed_all)
     current_device, set_device = staticmethod(current_device), staticmethod(set_device)
+    set_per_process_memory_fraction = staticmethod(set_per_process_memory_fraction)
     empty_cache, device = staticmethod(empty_cache), staticmethod(device)
     is_initialized, _lazy_init = staticmethod(is_initialized), staticmethod(lazy_init)
     _is_in_bad_fork, cudart = staticmethod(is_in_bad_fork), Runtime

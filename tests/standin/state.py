@@ -53,6 +53,7 @@ class State:
         self.counts = Counts()
         self.locked: dict[int, int] = {}  # page-locked host memory: address -> bytes
         self.device = 0
+        self.fractions: dict[int, float] = {}  # of a device's memory, that this process may have
         self.generators = [
             torch.Generator().manual_seed(SETTINGS.random_seed) for _ in range(N_DEVICES)
         ]
