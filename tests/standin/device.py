@@ -189,9 +189,10 @@ def name_it() -> None:
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, _Module)
         torch.serialization.register_package(5, _where, _bring)
-        # It asks for an interface that only C++ can give, also in a process that computes on its
-        # CPU alone (a barrier of torch.distributed).
+        # These ask for an interface that only C++ can give, also in a process that computes on its
+        # CPU alone (a barrier of torch.distributed, a DataLoader with pin_memory).
         torch._C._get_accelerator = lambda: torch.device("cpu")  # type: ignore[attr-defined]
+        torch.accelerator.is_available = is_initialized
 
 
 def _where(storage: Any) -> str | None:
