@@ -138,7 +138,7 @@ def test_a_collective_meanwhile_is_refused_by_the_checkpoints_name(
     keep = PeriodicCheckpoint(tmp_path / "p", every_updates=4)
     with pytest.raises(UserError, match=r"'all_gather'.*the periodic checkpoint.*periodic=null"):
         fit(policy, 2, 4, **saving(keep, Together(), ModelCheckpoint(tmp_path)))
-    last = torch.load(tmp_path / "p" / "interrupted.ckpt", weights_only=True)
+    last = torch.load(tmp_path / "p" / "interrupted" / "interrupted.ckpt", weights_only=True)
     assert last["global_step"] >= 4 and last["all"].numel() == 2
 
 

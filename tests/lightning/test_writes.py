@@ -90,7 +90,8 @@ def train(
     """The union of the workers' mini-batches is the same for every number of workers."""
     pl.seed_everything(7, verbose=False)
     made, trainer = module(), make_trainer(strategy, workers, **options)
-    loader = DataLoader(regression_data(), batch // workers)
+    shuffle = options.get("use_distributed_sampler", True)  # one worker alone would keep the order
+    loader = DataLoader(regression_data(), batch // workers, shuffle=shuffle)
     trainer.fit(made, loader, DataLoader(regression_data(12), 6))
     return made, trainer
 
