@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy, failures
 from hybridtrain.failures import Replace
-from hybridtrain.lightning.farewell import INTERRUPTED_CHECKPOINT
+from hybridtrain.files import interrupted_in
 from hybridtrain.rounds import Rounds
 from hybridtrain.worlds.lives import LAST, THERE
 from hybridtrain.worlds.roster import Roster
@@ -305,9 +305,10 @@ def _judge(seen: Seen, tap: Tap, states: list[torch.Tensor], folder: Path) -> No
     used = tap.used()
     seen.missing, seen.twice = (wanted - used).total(), (used - wanted).total()
     seen.updates = max(0, len(states) - 1)
-    for path in folder.glob("*.ckpt"):
+    interrupted = interrupted_in(folder)
+    for path in (*folder.glob("*.ckpt"), *interrupted.parent.glob(interrupted.name)):
         checkpoint = torch.load(path, weights_only=True)
         step, made = checkpoint["global_step"], checkpoint["state_dict"]["counts"]
         seen.torn |= not (step < len(states) and torch.equal(made, states[step]))
-        if seen.outcome == "finished" or path.name == INTERRUPTED_CHECKPOINT:
+        if seen.outcome == "finished" or path == interrupted:
             seen.saved_at = max(step, seen.saved_at or 0)
