@@ -44,16 +44,11 @@ def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> Load:
     """
     if start_method == "fork":
         return Load()
-    way_out = (
-        "let nothing touch CUDA before trainer.fit, so that workers can be forked"
-        if forbids_fork()
-        else "use start_method=fork"
-    )
     if (line := unguarded_line()) is not None:
         raise UserError(
             f"workers are started by {start_method}, which imports the script anew in each of "
             f"them, and {line} would train there again; put what follows the imports under "
-            f"if __name__ == '__main__':, or {way_out}"
+            f"if __name__ == '__main__':, or {_way_out()}"
         )
     main = sys.modules.get("__main__")
     lost = () if _can_be_imported(main) else ("__main__",)
@@ -65,12 +60,19 @@ def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> Load:
             raise UserError(
                 f"workers are started by {start_method}, but {found[0]} is {found[1]}, which "
                 "cannot be sent to them; define it at the top level of a module (a file), or "
-                f"{way_out}"
+                f"{_way_out()}"
             )
     raise UserError(
         f"workers are started by {start_method}, but what they need cannot be sent to them: "
-        f"{_fails(job, lost)}; {way_out}"
+        f"{_fails(job, lost)}; {_way_out()}"
     )
+
+
+def _way_out() -> str:
+    """How workers could be forked instead. Asked only where something is refused: it may fork."""
+    if forbids_fork():
+        return "let nothing touch CUDA before trainer.fit, so that workers can be forked"
+    return "use start_method=fork"
 
 
 # ---- the script ---------------------------------------------------------------------------------
