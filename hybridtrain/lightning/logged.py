@@ -65,6 +65,19 @@ def _made(trainer: Any, entry: Entry) -> _ResultMetric:
     return made
 
 
+def metrics_of(trainer: Any) -> dict[str, dict[str, Any]]:
+    """What callbacks, loggers and the progress bar see now, in host memory."""
+    connector = trainer._logger_connector
+    metrics = {name: dict(getattr(connector, name)) for name in _METRICS}
+    return tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), metrics)
+
+
+def take_metrics(trainer: Any, metrics: dict[str, dict[str, Any]]) -> None:
+    """Let them see that of another worker, too."""
+    for name, values in metrics.items():
+        getattr(trainer._logger_connector, name).update(values)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a mini-batch has brought about in a worker that had one: metrics and decisions."""
@@ -76,16 +89,13 @@ class Outcome:
     @classmethod
     def of(cls, trainer: Any) -> Outcome:
         """Of this worker."""
-        connector, module = trainer._logger_connector, trainer.lightning_module
-        metrics = {name: dict(getattr(connector, name)) for name in _METRICS}
-        found = tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), metrics)
+        module = trainer.lightning_module
         standing = [standing_of(each, module) for each in checkpoints_of(trainer)]
-        return cls(found, bool(trainer.should_stop), standing)
+        return cls(metrics_of(trainer), bool(trainer.should_stop), standing)
 
     def give(self, trainer: Any) -> None:
         """To this worker."""
-        for name, values in self.metrics.items():
-            getattr(trainer._logger_connector, name).update(values)
+        take_metrics(trainer, self.metrics)
         trainer.should_stop = self.should_stop
         for callback, state in zip(checkpoints_of(trainer), self.checkpoints, strict=True):
             give_state(callback, trainer.lightning_module, state)

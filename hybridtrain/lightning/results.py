@@ -27,6 +27,7 @@ from hybridtrain.lightning.belongings import (
     pairs,
     standing_of,
 )
+from hybridtrain.lightning.logged import metrics_of, take_metrics
 from hybridtrain.lightning.logs import give_to_logger, of_logger
 from hybridtrain.lightning.predictions import Outputs, collect, in_order
 from hybridtrain.memory.scratch import Scratch, fill
@@ -176,15 +177,12 @@ def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) ->
 
 # ---- workers that have rested -------------------------------------------------------------------
 
-_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-
 
 def portrait(trainer: Any) -> dict[str, Any]:
     """What an evaluation brings about in a worker that takes part."""
-    connector = trainer._logger_connector
     _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # collects
     return {
-        "metrics": _save({name: dict(getattr(connector, name)) for name in _METRICS}),
+        "metrics": metrics_of(trainer),
         "should_stop": trainer.should_stop,
         "callbacks": [standing_of(c, trainer.lightning_module) for c in _users(trainer)],
     }
@@ -192,8 +190,7 @@ def portrait(trainer: Any) -> dict[str, Any]:
 
 def mirror(trainer: Any, other: dict[str, Any]) -> None:
     """Become as a worker that has taken part."""
-    for name, metrics in _load(other["metrics"]).items():
-        getattr(trainer._logger_connector, name).update(metrics)
+    take_metrics(trainer, other["metrics"])
     trainer.should_stop = other["should_stop"]
     for callback, state in zip(_users(trainer), other["callbacks"], strict=True):
         give_state(callback, trainer.lightning_module, state)

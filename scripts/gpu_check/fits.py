@@ -132,24 +132,23 @@ def half_model(device: str) -> str:
 
 
 def _overlapped(kind: Callable[[], Net], device: str) -> str:
-    plain, overlapped = kind(), kind()
+    return _both(kind(), kind(), device, "overlap", 1e-2)
+
+
+def _both(plain: Net, other: Net, device: str, what: str, limit: float) -> str:
+    """Fit one as usual and the other overlapped; what they differ by."""
     fit(plain, device)
-    fit(overlapped, device, OVERLAP if device == "cuda" else None)
-    apart = gap(plain, overlapped)
-    assert apart < 1e-2, f"overlap differs by {apart:.2g}"
-    return f"overlap differs by {apart:.1g}"
+    fit(other, device, OVERLAP if device == "cuda" else None)
+    apart = gap(plain, other)
+    assert apart < limit, f"{what} differs by {apart:.2g}"
+    return f"{what} differs by {apart:.1g}"
 
 
 def compiled(device: str) -> str:
     """``torch.compile`` of the net; the workers compile."""
     module = Net()
     module.predict = torch.compile(module.net)  # type: ignore[method-assign]
-    plain = Net()
-    fit(plain, device)
-    fit(module, device, OVERLAP if device == "cuda" else None)
-    apart = gap(plain, module)
-    assert apart < 1e-3, f"compiled differs by {apart:.2g}"
-    return f"compiled differs by {apart:.1g}"
+    return _both(Net(), module, device, "compiled", 1e-3)
 
 
 def backward_before(device: str) -> str:
