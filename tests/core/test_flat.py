@@ -329,3 +329,16 @@ def test_a_frozen_parameter_between_two_groups_stays_what_it_is() -> None:
     assert torch.equal(store.master(store.layout.slots[1]), tensors[1])
     assert not torch.equal(store.master(store.layout.slots[2]), tensors[2])
     assert not isinstance(update, WholeParameters)
+
+
+@pytest.mark.parametrize(("lanes", "elements"), [(1, 16), (2, 16), (8, 64), (16, 64), (64, 16)])
+def test_many_threads_get_longer_chunks_as_long_as_there_are_two_for_each(
+    lanes: int, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FusedAdam, "chunk", 16)
+    pair = pair_of(lanes=lanes, shapes=[[(2048,)]])
+    run(pair, steps=1)
+    assert isinstance(pair.update, FlatUpdate)
+    (plan,) = pair.update._plans.values()
+    assert max(chunk.size for chunk in plan.chunks) == elements
+    pair.assert_equal()

@@ -155,3 +155,18 @@ def test_merging_never_changes_a_row() -> None:
     assert merge(rows, [0.25, 0.75], torch.empty(3)).tolist() == [2.5] * 3
     assert rows[0].tolist() == [1.0] * 3
     assert rows[1].tolist() == [3.0] * 3
+
+
+@pytest.mark.parametrize("name", ["Adadelta", "foreach AdamW"])
+def test_no_optimizer_here_asks_for_a_device(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look for CUDA graphs initialises CUDA in the calling process, and nothing can be forked."""
+
+    def asked(*_: object) -> None:
+        raise AssertionError("asked")
+
+    pair = make_pair(lambda groups: KINDS[name]([p for group in groups for p in group]), SHAPES)
+    looks = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
+    for look in looks:
+        monkeypatch.setattr(torch.optim.Optimizer, look, asked, raising=False)
+    with torch.no_grad():
+        pair.update.step([Contribution(worker, 0.5) for worker in range(2)], None)
