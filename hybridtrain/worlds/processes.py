@@ -109,6 +109,7 @@ class ProcessWorld:
             finally:
                 self._crew.kill()
                 self._crew.close()
+                self.server.staff.queue.made = None  # it knows this world, which knows the server
                 self.server.close()
         if self._failure is not None:
             raise self._failure
