@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.loggers import Logger
 
 from hybridtrain.app import kept
+from hybridtrain.app.claim import started_by_a_run
 from hybridtrain.app.machine import refusal_of
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.keeping import Keeping
@@ -21,7 +21,7 @@ from hybridtrain.lightning.keeping import Keeping
 
 def begin(cfg: DictConfig) -> None:
     """Sign the directory, and take away the summary of an earlier time: it has not ended now."""
-    if "LOCAL_RANK" in os.environ:
+    if started_by_a_run():
         return
     directory = Path(cfg.run_dir)
     try:

@@ -90,13 +90,21 @@ def claim(directory: Path, asked: str, way_out: str) -> None:
         raise UserError(f"{asked}: this directory is in use {holder}; {way_out}")
 
 
+def started_by_a_run() -> bool:
+    """Whether this process is a further rank of Lightning's, with the command line of the first.
+
+    A launcher (torchrun, a scheduler) may have numbered the first one, too.
+    """
+    return os.environ.get("LOCAL_RANK", "0") != "0"
+
+
 def attempt(directory: Path, asked: str) -> Holder | None:
     """Claim the directory, or say who has it. One that was just killed is given a moment.
 
     Raises:
         UserError: if it cannot be written.
     """
-    if "LOCAL_RANK" in os.environ:  # a rank of Lightning's: the run that has started it holds it
+    if started_by_a_run():  # which holds it
         return None
     directory = directory.resolve()
     if any(each.directory == directory for each in _held):

@@ -9,7 +9,6 @@ touched.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
 from hybridtrain.app import compose, kept
-from hybridtrain.app.claim import attempt, claim, release
+from hybridtrain.app.claim import attempt, claim, release, started_by_a_run
 from hybridtrain.app.configured import changed_keys, portable
 from hybridtrain.errors import UserError
 
@@ -43,8 +42,7 @@ def expanded(overrides: Sequence[str], sweeps: bool) -> list[str]:
         return list(overrides)
     values = {x.key_or_group: None if x.is_delete() else _value(x) for x in parsed}
     resume = values.get("resume")
-    started_by_another = "LOCAL_RANK" in os.environ  # a rank of Lightning's, with our command line
-    if started_by_another or (resume is None and values.get("ckpt") != LAST):
+    if started_by_a_run() or (resume is None and values.get("ckpt") != LAST):
         return list(overrides)
     typed = dict(zip((x.key_or_group for x in parsed), overrides, strict=True))
     if resume is None:

@@ -237,3 +237,16 @@ def test_a_directory_is_claimed_before_anything_heavy_is_imported() -> None:
             check=True,
         )
     assert done.stdout.strip() == "2 set()" and "in use" in done.stderr
+
+
+@pytest.mark.parametrize(("rank", "claims"), [(None, True), ("0", True), ("1", False)])
+def test_only_further_ranks_leave_the_claim_to_the_run_that_has_started_them(
+    rank: str | None, claims: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    assert claim.attempt(tmp_path, "run") is None
+    try:
+        assert (tmp_path / claim.LOCK_FILE).exists() == claims
+    finally:
+        claim.release(tmp_path)
