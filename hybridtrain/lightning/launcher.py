@@ -21,36 +21,36 @@ from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateS
 from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import _TunerExitException
 
-from hybridtrain.client import Client, StopRequested
-from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
-from hybridtrain.failures import Judge
-from hybridtrain.lightning.checks import check_parameters, check_trainer
-from hybridtrain.lightning.coming_back import ComingBack
-from hybridtrain.lightning.correcting import check_correction
-from hybridtrain.lightning.disturbing import interrupt_updates
-from hybridtrain.lightning.farewell import confess, say_goodbye, take_turn_saving
-from hybridtrain.lightning.generator_pages import pages_of
-from hybridtrain.lightning.inherited import forget_process_group, stop_sharing
-from hybridtrain.lightning.injection import inject
-from hybridtrain.lightning.lean import be_lean
-from hybridtrain.lightning.lock_free import check_lock_free
-from hybridtrain.lightning.logs import logger_states, logs_open
-from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
-from hybridtrain.lightning.recording import serving
-from hybridtrain.lightning.requeue import Warned, listen, warnings_noted
-from hybridtrain.lightning.results import pack, unpack
-from hybridtrain.lightning.startup import check_startup
-from hybridtrain.memory.scratch import Scratch
-from hybridtrain.messages import Stopped
-from hybridtrain.slowness import SlowReport
-from hybridtrain.vanishing import vanishing_sockets
-from hybridtrain.worlds.processes import ProcessWorld
-from hybridtrain.worlds.signals import Interrupted
-from hybridtrain.worlds.watchman import Watchman, to_stderr
+from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
+from hybridtrain.lightning.failover.rejoin import Rejoin
+from hybridtrain.lightning.failover.rng_mailbox import pages_of
+from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
+from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
+from hybridtrain.lightning.fault_injection.in_worker import inject
+from hybridtrain.lightning.forked_state import forget_process_group, stop_sharing
+from hybridtrain.lightning.lean_hooks import be_lean
+from hybridtrain.lightning.preflight.correction_checks import check_correction
+from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
+from hybridtrain.lightning.preflight.machine_checks import check_startup
+from hybridtrain.lightning.preflight.trainer_checks import check_parameters, check_trainer
+from hybridtrain.lightning.replay.run_record import serving
+from hybridtrain.lightning.results.logger_state import logger_states, logs_open
+from hybridtrain.lightning.results.worker_result import pack, unpack
+from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
+from hybridtrain.memory.scratch_file import Scratch
+from hybridtrain.monitoring.stragglers import SlowReport
+from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
+from hybridtrain.protocol.messages import Stopped
+from hybridtrain.recovery.failure_policy import Judge
+from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.worker.device.cuda import forbids_fork
+from hybridtrain.worlds.local.cleanup import vanishing_sockets
+from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.worlds.local.signals import Interrupted
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.instead import Instead
+    from hybridtrain.lightning.in_process_runner import InProcessRunner
     from hybridtrain.lightning.strategy import HybridStrategy
 
 
@@ -95,7 +95,7 @@ class HybridLauncher(_Launcher):
         in_update = usable_cores() if strategy.regime.lockstep else 1
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)
-        watch = Watch.of(trainer, server, n_workers)
+        watch = WorkerWatch.of(trainer, server, n_workers)
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
@@ -109,12 +109,12 @@ class HybridLauncher(_Launcher):
             raise KeyboardInterrupt from None
         finally:
             faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
-            strategy.remember_stats(server.ledger.stats() | faults | strategy.keeping.figures())
+            strategy.remember_stats(server.statistics.stats() | faults | strategy.keeping.figures())
             if watch is not None:
                 watch.conclude()
         return unpack(trainer, results, scratch)
 
-    def _play(self, instead: Instead[Any], job: _Job) -> Any:
+    def _play(self, instead: InProcessRunner[Any], job: _Job) -> Any:
         """Run the workers in this process."""
         self._strategy.keeping.broken_since_s = None
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
@@ -140,11 +140,11 @@ def world_of(
     strategy: HybridStrategy, server: Any, start_method: str, threads: int
 ) -> ProcessWorld:
     """Where workers run, with somebody who looks for those that hang, and for slow ones."""
-    watchman = Watchman(strategy.patience, also=SlowReport(server.ledger.stats, to_stderr))
+    watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))
     judge, size, grace_s = Judge(strategy.on_failure), strategy.world_size, strategy.stop_grace_s
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
     places = [devices[number % len(devices)] for number in range(size)]
-    return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchman, places)
+    return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchdog, places)
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
@@ -248,7 +248,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
-    back = ComingBack(job.told, job.version, trainer, client) if job.told else None
+    back = Rejoin(job.told, job.version, trainer, client) if job.told else None
     trainer.strategy.enter_worker(client, trainer, back)
     inject(trainer, client, trainer.strategy.faults)
     listen(trainer, job.warned)
@@ -267,17 +267,17 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         client.note(Stopped())
         client.solo = True
         take_turn_saving(trainer)
-        say_goodbye(trainer, stop)
+        end_worker(trainer, stop)
         raise
     except BaseException as error:
-        confess(trainer, error)
-        say_goodbye(trainer, error)
+        report_failure(trainer, error)
+        end_worker(trainer, error)
         raise
     finally:
         leave_profile(trainer, client.worker)
 
 
-def arguments(job: _Job, back: ComingBack | None) -> dict[str, Any]:
+def arguments(job: _Job, back: Rejoin | None) -> dict[str, Any]:
     """Of the trainer's function."""
     if back is not None:
         return back.arguments(job.function, job.args, job.kwargs)

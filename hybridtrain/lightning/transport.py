@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from hybridtrain.device import KINDS
 from hybridtrain.errors import UserError
-from hybridtrain.policies import Regime
+from hybridtrain.policies import Requirements
+from hybridtrain.worker.device import KINDS
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
 
@@ -40,7 +40,7 @@ class Transport:
             raise UserError(f"overlap_update={overlap!r} was given; it must be true or false")
         return cls(_DTYPES[dtype], overlap)
 
-    def check(self, strategy: Any, trainer: Any, regime: Regime) -> None:
+    def check(self, strategy: Any, trainer: Any, regime: Requirements) -> None:
         """See that it goes with what else was asked for.
 
         Raises:
@@ -60,7 +60,7 @@ class Transport:
             _check_overlap(strategy, trainer, regime)
 
 
-def _check_overlap(strategy: Any, trainer: Any, regime: Regime) -> None:
+def _check_overlap(strategy: Any, trainer: Any, regime: Requirements) -> None:
     if not computes_apart(trainer):
         raise UserError(
             "overlap_update=true was given, but workers on a CPU read the parameters in place, "

@@ -1,28 +1,28 @@
 """When does a contribution count, and who may go on? One small state machine for each answer."""
 
-from hybridtrain.policies.asynchronous import LockFree, OnArrival
+from hybridtrain.policies.bounded_staleness import BoundedStaleness
+from hybridtrain.policies.deadline import Deadline
 from hybridtrain.policies.first_k import FirstK, Softsync
-from hybridtrain.policies.hybrid import All
-from hybridtrain.policies.in_time import InTime
-from hybridtrain.policies.known import POLICIES, Spec, make_policy
-from hybridtrain.policies.policy import Policy, Regime
-from hybridtrain.policies.ssp import Ssp
+from hybridtrain.policies.on_arrival import LockFree, OnArrival
+from hybridtrain.policies.policy import Policy, Requirements
+from hybridtrain.policies.registry import POLICIES, Spec, make_policy
+from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
-from hybridtrain.policies.turns import Turns
+from hybridtrain.policies.wait_for_all import WaitForAll
 
 __all__ = [
     "POLICIES",
-    "All",
+    "BoundedStaleness",
+    "Deadline",
     "FirstK",
-    "InTime",
     "LockFree",
     "OnArrival",
     "Policy",
-    "Regime",
+    "Requirements",
+    "RoundRobin",
     "Softsync",
     "Spec",
-    "Ssp",
     "Switch",
-    "Turns",
+    "WaitForAll",
     "make_policy",
 ]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from hybridtrain.events import Fact, Order
+from hybridtrain.protocol.facts import Fact, Order
 
 
 @dataclass(frozen=True, slots=True)
-class Regime:
+class Requirements:
     """What the rest of the system may rely on, and has to provide.
 
     ``lockstep``: nobody computes while an update is applied, and all workers step equally often; so
@@ -34,7 +34,7 @@ class Regime:
 class Policy(Protocol):
     """A pure state machine: facts in, orders out, in the order in which they are to be done."""
 
-    def begin(self, n_workers: int) -> Regime:
+    def begin(self, n_workers: int) -> Requirements:
         """Forget everything; this many workers, numbered from 0, will join.
 
         Raises:

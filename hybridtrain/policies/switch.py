@@ -11,8 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridtrain.errors import UserError
-from hybridtrain.events import Apply, Began, Fact, Joined, Left, Order, Parked, Pushed, Release
-from hybridtrain.policies.policy import Policy, Regime
+from hybridtrain.policies.policy import Policy, Requirements
+from hybridtrain.protocol.facts import (
+    Apply,
+    Began,
+    Fact,
+    Joined,
+    Left,
+    Order,
+    Pushed,
+    Release,
+    Waiting,
+)
 
 
 @dataclass
@@ -84,7 +94,7 @@ class Switch:
             raise UserError(f"switch: min_delta={self.min_delta!r} was given; it must be from 0 on")
         self._now = self.first
 
-    def begin(self, n_workers: int) -> Regime:
+    def begin(self, n_workers: int) -> Requirements:
         parts = {"first": self.first.begin(n_workers), "then": self.then.begin(n_workers)}
         for name, part in parts.items():
             if part.turns or part.lock_free or isinstance(getattr(self, name), Switch):
@@ -95,7 +105,7 @@ class Switch:
         self._now, self._n, self._updates, self._due = self.first, n_workers, 0, False
         self._plateau = Plateau(self.patience, self.min_delta) if self.patience else None
         self._active, self._waiting = set(), {}
-        return Regime(
+        return Requirements(
             lockstep=all(part.lockstep for part in parts.values()),
             holds=any(part.holds for part in parts.values()),
             drops_late=any(part.drops_late for part in parts.values()),
@@ -121,7 +131,7 @@ class Switch:
                 self._waiting[worker] = fact
                 if self._plateau is not None and loss is not None:
                     self._due = self._due or self._plateau.reached(loss)
-            case Parked(worker) | Left(worker):
+            case Waiting(worker) | Left(worker):
                 self._active.discard(worker)
                 self._waiting.pop(worker, None)
         for order in orders:

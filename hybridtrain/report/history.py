@@ -123,7 +123,7 @@ def _cell(value: float | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunCurve:
     """What was read: columns of equal length, nan: not known. ``bad``: rows that were left out."""
 
     columns: dict[str, list[float]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Course:
         return [name for name in self.columns if name not in KNOWN]
 
 
-def read_history(folder: Path) -> Course:
+def read_history(folder: Path) -> RunCurve:
     """The history that lies in a run's folder; empty if there is none.
 
     Rows that are cut short or no numbers are left out and counted: a run may have been killed, or
@@ -150,15 +150,15 @@ def read_history(folder: Path) -> Course:
     try:
         text = (folder / HISTORY_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return Course()
+        return RunCurve()
     whole, _, cut = text.rpartition("\n")
     lines = list(csv.reader(io.StringIO(whole.replace("\0", "�"))))
     names = lines[0] if lines else []
     if not set(ALWAYS) <= set(names):
-        return Course(bad=max(len(lines), 1))
+        return RunCurve(bad=max(len(lines), 1))
     rows = [values for line in lines[1:] if (values := _numbers(line, len(names))) is not None]
     columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
-    return Course(columns, bad=len(lines) - 1 - len(rows) + bool(cut))
+    return RunCurve(columns, bad=len(lines) - 1 - len(rows) + bool(cut))
 
 
 def _numbers(line: Sequence[str], n: int) -> list[float] | None:

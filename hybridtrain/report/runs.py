@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import shortened
-from hybridtrain.report.history import HISTORY_FILE, Course, read_history
+from hybridtrain.report.history import HISTORY_FILE, RunCurve, read_history
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
 CONFIG_FILE, OVERRIDES_FILE = ".hydra/config.yaml", ".hydra/overrides.yaml"
@@ -38,7 +38,7 @@ class Run:
     overrides: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    course: Course = field(default_factory=Course)
+    course: RunCurve = field(default_factory=RunCurve)
     exit: int | None = None
     error: str = ""
     broken: tuple[str, ...] = ()

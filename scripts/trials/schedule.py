@@ -22,12 +22,13 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain import HybridStrategy, failures
-from hybridtrain.failures import Replace
-from hybridtrain.files import interrupted_in
-from hybridtrain.rounds import Rounds
-from hybridtrain.worlds.lives import LAST, THERE
-from hybridtrain.worlds.roster import Roster
+from hybridtrain import HybridStrategy
+from hybridtrain.recovery import failure_policy
+from hybridtrain.recovery.failure_policy import Replace
+from hybridtrain.recovery.lifecycle import LAST, THERE
+from hybridtrain.recovery.roster import Roster
+from hybridtrain.server.rounds import Rounds
+from hybridtrain.util.files import interrupted_in
 from trials import work
 from trials.apart import Ending, members, run_apart
 from trials.tap import Tap, tapped
@@ -223,7 +224,7 @@ class _Hand:
 def _trial(plan: Plan, seed: int, folder: Path) -> Seen:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    failures._FIRST_DELAY_S, failures._LONGEST_DELAY_S = plan.back_off_s, 1.0
+    failure_policy._FIRST_DELAY_S, failure_policy._LONGEST_DELAY_S = plan.back_off_s, 1.0
     seen, diary = Seen(plan), work.blank_diary(WORKERS)
     tap = tapped(plan.policy == "hybrid", diary, keeps=False)
     states = _listen(seen, folder)

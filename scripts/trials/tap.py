@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from hybridtrain.failures import Judge
-from hybridtrain.rounds import Rounds
-from hybridtrain.worlds.crew import WorkerProcess
-from hybridtrain.worlds.outcome import Failed
+from hybridtrain.recovery.failure_policy import Judge
+from hybridtrain.server.rounds import Rounds
+from hybridtrain.worlds.local.worker_exit import Failed
+from hybridtrain.worlds.local.worker_process import WorkerProcess
 from trials.work import LR, loss_of, network, numbers
 
 

@@ -68,7 +68,7 @@ def zygote(zygotes: list[Zygote]) -> Zygote:
 @pytest.fixture
 def command(capfd: pytest.CaptureFixture[str]) -> Command:
     """``command("task=digits", ...)`` runs the command line and returns what came of it."""
-    from hybridtrain.app.cli import main
+    from hybridtrain.cli.entry import main
 
     def run(*arguments: str) -> Result:
         capfd.readouterr()

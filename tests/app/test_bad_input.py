@@ -113,7 +113,7 @@ def _environment() -> dict[str, str]:
 def test_more_gpus_than_exist_names_the_choices(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridtrain.app.machine.count_gpus", lambda: 1)
+    monkeypatch.setattr("hybridtrain.cli.validation.host_checks.count_gpus", lambda: 1)
     line = command("task=digits", "trainer.devices=4").complaint
     assert "this machine has 1 GPU;" in line
     assert "at most 1" in line
@@ -127,7 +127,7 @@ def test_more_gpus_than_exist_names_the_choices(
 def test_a_gpu_that_does_not_exist_is_refused(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridtrain.app.machine.count_gpus", lambda: 0)
+    monkeypatch.setattr("hybridtrain.cli.validation.host_checks.count_gpus", lambda: 0)
     line = command("task=digits", "trainer.accelerator=gpu").complaint
     assert "no usable CUDA device" in line
     assert "auto" in line

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.app import claim
+from hybridtrain.cli import claim
 from hybridtrain.errors import UserError
 from tests.app.conftest import Command, in_use
 from tests.app.tiny import TINY
@@ -226,7 +226,7 @@ def test_a_sweep_leaves_directories_in_use_alone(command: Command) -> None:
 def test_a_directory_is_claimed_before_anything_heavy_is_imported() -> None:
     Path("here").mkdir()
     code = (
-        "import sys; from hybridtrain.app.cli import main; status = main(sys.argv[1:]);"
+        "import sys; from hybridtrain.cli.entry import main; status = main(sys.argv[1:]);"
         "print(status, {'torch', 'pytorch_lightning'} & set(sys.modules))"
     )
     with in_use("here"):

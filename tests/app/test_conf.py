@@ -13,8 +13,8 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
-from hybridtrain.app.compose import complete_overrides, compose_config, conf_dir, groups
-from hybridtrain.app.targets import check_targets
+from hybridtrain.cli.hydra_config import complete_overrides, compose_config, conf_dir, groups
+from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.registration import DESCRIPTIONS
 
@@ -116,7 +116,7 @@ def test_the_command_line_beats_the_task_and_the_experiment() -> None:
 
 def test_help_is_readable_and_needs_no_torch() -> None:
     code = (
-        "import sys; from hybridtrain.app.cli import main; code = main(['--help']); "
+        "import sys; from hybridtrain.cli.entry import main; code = main(['--help']); "
         "assert 'torch' not in sys.modules and 'pytorch_lightning' not in sys.modules; "
         "sys.exit(code)"
     )
@@ -131,7 +131,7 @@ def test_help_is_readable_and_needs_no_torch() -> None:
 
 def test_a_mistyped_option_is_refused_without_importing_torch() -> None:
     code = (
-        "import sys; from hybridtrain.app.cli import main; code = main(['strategy=hybird']); "
+        "import sys; from hybridtrain.cli.entry import main; code = main(['strategy=hybird']); "
         "assert 'torch' not in sys.modules; sys.exit(code)"
     )
     root = Path(__file__).parents[2]

@@ -8,8 +8,8 @@ from typing import Any
 
 from pytorch_lightning.loggers import CSVLogger
 
-from hybridtrain.app.continued import go_on
-from hybridtrain.lightning.succession import keep_rows
+from hybridtrain.cli.resume.continued_logs import go_on
+from hybridtrain.lightning.failover.leader_failover import keep_rows
 
 ODD = 'a "name", with everything'
 

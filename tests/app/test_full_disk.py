@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.files import fault_of
+from hybridtrain.util.files import fault_of
 from tests.app.conftest import summary
 from tests.app.tiny import TINY
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hybridtrain.files import fault_of
+from hybridtrain.util.files import fault_of
 from tests.app.conftest import summary
 from tests.app.tiny import TINY
 

@@ -10,7 +10,7 @@ import pytest
 
 from hybridtrain import HybridStrategy
 from hybridtrain.recording import read_record
-from hybridtrain.recording.file import CELL_BYTES
+from hybridtrain.recording.record_file import CELL_BYTES
 from tests.app.conftest import Command, Result
 from tests.app.tiny import TINY
 from tests.lightning.toys import fit

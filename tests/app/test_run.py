@@ -182,8 +182,8 @@ def test_without_a_terminal_progress_is_plain_lines(command: Command) -> None:
 def test_the_live_bar_shows_loss_speed_and_workers() -> None:
     import pytorch_lightning as pl
 
-    from hybridtrain.app.monitor import RunMonitor
-    from hybridtrain.app.progress import LiveProgress
+    from hybridtrain.cli.telemetry.monitor import RunMonitor
+    from hybridtrain.cli.telemetry.progress import LiveProgress
     from tests.app.tiny import TinyData, TinyModule
 
     shown: list[dict[str, Any]] = []

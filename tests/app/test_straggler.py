@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.app.straggler import Straggler
+from hybridtrain.cli.straggler import Straggler
 from hybridtrain.errors import UserError
 from tests.app.conftest import Command, summary
 from tests.app.tiny import TINY

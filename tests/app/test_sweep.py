@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.app import sweep
-from hybridtrain.app.outcome import Outcome
-from hybridtrain.app.sweep import Row
-from hybridtrain.app.sweep_page import _endings
+from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.sweep import job_launcher
+from hybridtrain.cli.sweep.job_launcher import JobRow
+from hybridtrain.cli.sweep.sweep_page import _endings
 from tests.app.conftest import Command, summary
 from tests.app.tiny import TINY, N
 
@@ -63,14 +63,14 @@ def test_the_sweeper_is_told_each_jobs_metric(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = []
-    launch = sweep.ProcessLauncher.launch
+    launch = job_launcher.ProcessLauncher.launch
 
-    def listen(self: sweep.ProcessLauncher, jobs: object, initial_job_idx: int) -> object:
+    def listen(self: job_launcher.ProcessLauncher, jobs: object, initial_job_idx: int) -> object:
         returned = launch(self, jobs, initial_job_idx)  # type: ignore[arg-type]
         told.extend(x.return_value for x in returned)
         return returned
 
-    monkeypatch.setattr(sweep.ProcessLauncher, "launch", listen)
+    monkeypatch.setattr(job_launcher.ProcessLauncher, "launch", listen)
     options = ["model.fail_at=null,2", "task.metric=train/loss", "hydra.sweep.dir=jobs"]
     assert command("-m", *TINY, *options).code == 1
     assert told[0] == pytest.approx(summary("jobs/0")["metrics"]["train/loss"])
@@ -112,8 +112,12 @@ def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
 
 
 def test_the_endings_of_jobs_are_json_whatever_their_errors_say() -> None:
-    outcomes = [Outcome(1, math.nan, "the loss is NaN"), Outcome(0, math.inf), Outcome(0, 0.5)]
-    rows = [Row(n, [], outcome, Path(f"jobs/{n}")) for n, outcome in enumerate(outcomes)]
+    outcomes = [
+        CommandOutcome(1, math.nan, "the loss is NaN"),
+        CommandOutcome(0, math.inf),
+        CommandOutcome(0, 0.5),
+    ]
+    rows = [JobRow(n, [], outcome, Path(f"jobs/{n}")) for n, outcome in enumerate(outcomes)]
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
@@ -129,7 +133,7 @@ def test_a_page_that_cannot_be_made_does_not_change_how_the_sweep_ends(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr("hybridtrain.app.sweep_page.compare", fail)
+    monkeypatch.setattr("hybridtrain.cli.sweep.sweep_page.compare", fail)
     result = command("-m", *TINY, "model.width=1,2", "hydra.sweep.dir=jobs")
     assert result.code == 0 and "side by side" not in result.out
     assert "python -m hybridtrain.compare jobs" in result.complaint
@@ -168,13 +172,13 @@ def test_flags_may_follow_the_overrides(command: Command) -> None:
 
 def test_the_table_says_why_a_job_failed_and_hides_what_all_jobs_share() -> None:
     rows = [
-        sweep.Row(0, ["task=x", "lr=1"], Outcome(metric=0.25, directory="a")),
-        sweep.Row(1, ["task=x", "lr=2"], Outcome(exit=1, error="boom")),
+        job_launcher.JobRow(0, ["task=x", "lr=1"], CommandOutcome(metric=0.25, directory="a")),
+        job_launcher.JobRow(1, ["task=x", "lr=2"], CommandOutcome(exit=1, error="boom")),
     ]
-    lines = sweep.table(rows).splitlines()
+    lines = job_launcher.table(rows).splitlines()
     assert lines[1].split() == ["0", "lr=1", "0.25", "a"]
     assert "failed (1): boom" in lines[2]
-    assert "task=x" not in sweep.table(rows)
+    assert "task=x" not in job_launcher.table(rows)
 
 
 @pytest.mark.slow

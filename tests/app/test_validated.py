@@ -11,7 +11,7 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from hybridtrain.app import sweep
+from hybridtrain.cli.sweep import job_launcher
 from hybridtrain.report.runs import read_run
 from tests.app.conftest import Command, summary
 from tests.app.tiny import TinyData, TinyModule
@@ -98,8 +98,10 @@ def test_a_run_that_goes_on_knows_the_validation_of_its_best_checkpoint(command:
 
 def test_a_sweep_compares_and_returns_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
-    made = sweep._job_return
-    monkeypatch.setattr(sweep, "_job_return", lambda job, x: told.append(x.metric) or made(job, x))
+    made = job_launcher._job_return
+    monkeypatch.setattr(
+        job_launcher, "_job_return", lambda job, x: told.append(x.metric) or made(job, x)
+    )
     options = [*OWN[:3], *OWN[4:], "task.monitor=my_val", "hydra.sweep.dir=jobs"]
     done = command("-m", *options, "model.offset=1.5,0.5")
     assert done.code == 0, done.err

@@ -177,8 +177,8 @@ def _kill(pid: int) -> None:
 
 def main() -> int:
     """Fork what is asked for on standard input."""
-    import hybridtrain.app.run  # noqa: F401
-    from hybridtrain.app.cli import main as command
+    import hybridtrain.cli.run  # noqa: F401
+    from hybridtrain.cli.entry import main as command
 
     if len(sys.argv) > 1:  # a rank of ddp, started by a run as "this command"
         return command()

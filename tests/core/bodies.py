@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
-from hybridtrain.client import Client
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import Install, Push
-from hybridtrain.update.portable import dump
+from hybridtrain.protocol.messages import Install, Push
+from hybridtrain.updates.serialize import dump
+from hybridtrain.worker.client import Client
 
 
 def number(client: Client) -> int:

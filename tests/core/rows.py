@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import Clip
-from hybridtrain.update import Contribution, Update, build_update
-from hybridtrain.update.pool import Pool
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates import Contribution, Update, build_update
+from hybridtrain.updates.thread_pool import Pool
 
 Make = Callable[[list[list[torch.nn.Parameter]]], torch.optim.Optimizer]
 Gradients = list[list[torch.Tensor | None]]  # worker × parameter

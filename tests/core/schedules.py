@@ -9,12 +9,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hybridtrain.failures import End, Judge, OnFailure, Replace
-from hybridtrain.worlds.duties import Ask, BreakOff, GiveUp, Kill, KillAll, Name, Say, Start
-from hybridtrain.worlds.lives import THERE, Event, State
-from hybridtrain.worlds.roster import Roster
+from hybridtrain.recovery.actions import Ask, BreakOff, GiveUp, Kill, KillAll, Name, Say, Start
+from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
+from hybridtrain.recovery.lifecycle import THERE, LifecycleEvent, WorkerState
+from hybridtrain.recovery.roster import Roster
 
-E = Event
+E = LifecycleEvent
 STEPS, MEET_EVERY = 6, 3
 GRACE_S = 30.0
 ERROR = RuntimeError("a failure")
@@ -205,7 +205,7 @@ class Schedule:
         process, training = self.processes[worker], self.step > 0
         verdict = self.roster.failed(worker, ERROR, self.now_s, training, waits=True)
         self._follow(worker, verdict)
-        process.mode = "stopped" if self.roster.states[worker] is State.STOPPED else "exit"
+        process.mode = "stopped" if self.roster.states[worker] is WorkerState.STOPPED else "exit"
 
     def _reap(self, worker: int) -> None:
         self.processes[worker].mode = "dying"
@@ -253,7 +253,7 @@ class Schedule:
             match act:
                 case Ask(teller, worker, question):
                     assert self.processes[teller].mode in ("wait", "compute")
-                    assert self.roster.states[worker] is State.CALLED
+                    assert self.roster.states[worker] is WorkerState.CALLED
                     assert worker not in self.rows
                     self.processes[teller].asked[worker] = question
                 case Start(worker, told):

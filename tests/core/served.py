@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from hybridtrain.memory import Layout
-from hybridtrain.messages import (
+from hybridtrain.policies import Policy, WaitForAll
+from hybridtrain.protocol.messages import (
     Done,
     Gather,
     Gathered,
@@ -20,12 +21,11 @@ from hybridtrain.messages import (
     Share,
     Shared,
 )
-from hybridtrain.news import Stop
-from hybridtrain.policies import All, Policy
-from hybridtrain.rounds import Replies
-from hybridtrain.server import Server
-from hybridtrain.update.corrections import Correction
-from hybridtrain.update.portable import dump
+from hybridtrain.protocol.notices import Stop
+from hybridtrain.server.rounds import Replies
+from hybridtrain.server.server import Server
+from hybridtrain.updates.serialize import dump
+from hybridtrain.updates.staleness import Correction
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -56,7 +56,7 @@ class Served:
         self.now_s = 0.0
         self.n_workers = n_workers
         clock = lambda: self.now_s  # noqa: E731
-        self.server = Server(policy or All(), n_workers, clock=clock, correction=correction)
+        self.server = Server(policy or WaitForAll(), n_workers, clock=clock, correction=correction)
         self.parameters = [torch.nn.Parameter(p.clone()) for p in parameters]
         self.layout = Layout.of((f"p{n}", p) for n, p in enumerate(self.parameters))
         self._optimizers = optimizers

@@ -65,7 +65,7 @@ def test_policies_and_events_know_no_tensors_processes_or_clocks() -> None:
 
 def test_the_core_knows_no_lightning() -> None:
     files = files_of("policies", "events.py", "messages.py", "meeting.py", "batch_queue.py", *CORE)
-    assert not offenders(files, *LIGHTNING, "hybridtrain.lightning", "hybridtrain.app", "hydra")
+    assert not offenders(files, *LIGHTNING, "hybridtrain.lightning", "hybridtrain.cli", "hydra")
 
 
 def test_only_the_glue_the_tasks_and_the_app_know_lightning() -> None:
@@ -76,18 +76,21 @@ def test_only_the_glue_the_tasks_and_the_app_know_lightning() -> None:
 
 def test_memory_and_update_know_no_workers_and_the_server_no_world() -> None:
     assert not offenders(
-        files_of("memory"), "hybridtrain.update", "hybridtrain.server", "hybridtrain.worlds"
+        files_of("memory"), "hybridtrain.updates", "hybridtrain.server.server", "hybridtrain.worlds"
     )
     assert not offenders(
-        files_of("update"), "hybridtrain.policies", "hybridtrain.server", "hybridtrain.worlds"
+        files_of("update"),
+        "hybridtrain.policies",
+        "hybridtrain.server.server",
+        "hybridtrain.worlds",
     )
-    assert not offenders(files_of("policies"), "hybridtrain.server", "hybridtrain.update")
+    assert not offenders(files_of("policies"), "hybridtrain.server.server", "hybridtrain.updates")
     assert not offenders(
         files_of("server.py", "rounds.py", "client.py", "exchange"),
         "hybridtrain.worlds",
         "multiprocessing",
     )
-    assert not offenders(files_of("lightning"), "hybridtrain.app", "hybridtrain.tasks", "hydra")
+    assert not offenders(files_of("lightning"), "hybridtrain.cli", "hybridtrain.tasks", "hydra")
 
 
 def test_tasks_are_ordinary_lightning_code_that_knows_no_strategy() -> None:
@@ -188,7 +191,7 @@ def fresh():
     return {name.partition(".")[0] for name in set(sys.modules) - before} - {"hybridtrain"}
 import hybridtrain.lightning.strategy
 print(sorted(fresh() - sys.stdlib_module_names))
-import hybridtrain.app.cli, hybridtrain.app.run
+import hybridtrain.cli.entry, hybridtrain.cli.run
 print(sorted(fresh() & {"matplotlib", "tensorboard", "scipy", "sklearn", "soundfile", "jiwer"}))
 """
     assert python(code).splitlines() == ["[]", "[]"]

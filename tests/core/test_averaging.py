@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtrain import averaging
-from hybridtrain.averaging import average
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import Average, Averaged
-from hybridtrain.update.pool import Pool
+from hybridtrain.protocol.messages import Average, Averaged
+from hybridtrain.server import mean_round
+from hybridtrain.server.mean_round import average
+from hybridtrain.updates.thread_pool import Pool
 
 F32, F64 = torch.float32, torch.float64
 
@@ -30,7 +30,7 @@ def store_of(n_workers: int) -> Store:
 def test_it_is_summed_in_the_order_of_workers_whoever_does_it(
     monkeypatch: pytest.MonkeyPatch, weights: tuple[float, ...], lanes: int
 ) -> None:
-    monkeypatch.setattr(averaging, "_CHUNK", 32)
+    monkeypatch.setattr(mean_round, "_CHUNK", 32)
     store, pool = store_of(len(weights)), Pool(lanes)
     rows = [{dtype: flat.clone() for dtype, flat in row.items()} for row in store.gradients]
     asked = {worker: Average(weight, ()) for worker, weight in enumerate(weights)}

@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.batch_queue import BatchQueue
-from hybridtrain.messages import Cover, Draw, Lap, Push, Ticket
-from hybridtrain.spans import Spans, merged, positions, split, total
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
+from hybridtrain.protocol.spans import Spans, merged, positions, split, total
+from hybridtrain.server.batch_queue import BatchQueue
 
-FIRST = Lap(0, 0)
+FIRST = LoaderPass(0, 0)
 
 
 def draw(
     length: int,
     sizes: tuple[int, ...],
-    lap: Lap = FIRST,
+    lap: LoaderPass = FIRST,
     spans: Spans | None = None,
     drop_last: bool = False,
     begins: bool = False,
@@ -91,7 +91,7 @@ def test_a_rest_of_nothing_lets_everybody_reach_the_end_of_the_epoch() -> None:
 
 def test_epochs_laps_and_loaders_are_counted_apart() -> None:
     queue = BatchQueue({0})
-    for lap in (Lap(0, 0), Lap(0, 0, 1), Lap(1, 0), Lap(0, 1)):
+    for lap in (LoaderPass(0, 0), LoaderPass(0, 0, 1), LoaderPass(1, 0), LoaderPass(0, 1)):
         ask = draw(2, (2,), lap)
         assert [queue.draw(0, ask).spans for _ in range(2)] == [((0, 2),), ()]
 
@@ -108,17 +108,17 @@ def test_no_batch_is_kept_for_a_lost_worker() -> None:
 def test_what_is_drawn_is_unseen_until_the_push_that_covers_it_is_answered() -> None:
     queue, ask = BatchQueue({0}), draw(6, (2,))
     first, _ = queue.draw(0, ask), queue.draw(0, ask)
-    assert queue.unseen() == {Lap(0, 0): ((0, 6),)}
-    assert queue.unseen() == {Lap(0, 0): ((0, 6),)}
-    queue.settle(0, (Cover(Lap(0, 0), first.spans),))
-    assert queue.unseen() == {Lap(0, 0): ((2, 6),)}
+    assert queue.unseen() == {LoaderPass(0, 0): ((0, 6),)}
+    assert queue.unseen() == {LoaderPass(0, 0): ((0, 6),)}
+    queue.settle(0, (DrawnBatch(LoaderPass(0, 0), first.spans),))
+    assert queue.unseen() == {LoaderPass(0, 0): ((2, 6),)}
 
 
 def test_what_a_lost_worker_has_not_done_goes_to_the_others() -> None:
     members = {0, 1}
     queue, ask = BatchQueue(members), draw(8, (2, 2))
     done, _ = queue.draw(1, ask), queue.draw(1, ask)
-    queue.settle(1, (Cover(Lap(0, 0), done.spans),))
+    queue.settle(1, (DrawnBatch(LoaderPass(0, 0), done.spans),))
     members.discard(1)
     queue.lost(1)
     assert [queue.draw(0, ask).spans for _ in range(4)] == [((2, 4),), ((4, 6),), ((6, 8),), ()]
@@ -140,11 +140,11 @@ def test_what_drop_last_leaves_over_is_not_left_to_be_made_up_for(
     ask = replace(draw(sum(sizes) + 6, sizes, drop_last=True), turn=turn)
     queue = BatchQueue(members)
     for worker in (0, 1):
-        queue.settle(worker, (Cover(FIRST, queue.draw(worker, ask).spans),))
+        queue.settle(worker, (DrawnBatch(FIRST, queue.draw(worker, ask).spans),))
     members.discard(1)
     queue.lost(1)
     assert queue.has_left()
-    queue.settle(0, (Cover(FIRST, queue.draw(0, ask).spans),))
+    queue.settle(0, (DrawnBatch(FIRST, queue.draw(0, ask).spans),))
     assert queue.draw(0, ask) == Ticket(())
     assert total(queue.unseen()[FIRST]) == 2 and not queue.has_left()
 
@@ -192,7 +192,7 @@ def test_every_position_is_done_once_and_everybody_is_served(
         if ticket.counts:
             assert total(ticket.spans) == sizes[worker] or not drop_last
             trained += positions(ticket.spans)
-            queue.settle(worker, (Cover(Lap(0, 0), ticket.spans),))
+            queue.settle(worker, (DrawnBatch(LoaderPass(0, 0), ticket.spans),))
     assert done >= members, "everybody's epoch ends"
     assert len(trained) == len(set(trained)), "nothing twice"
     rest = [p for each in queue.unseen().values() for p in positions(each)]
@@ -237,7 +237,7 @@ def ends(steps: list[float], batches: int, ahead: int = 1) -> tuple[list[float],
         at_s, worker = running.pop(0)
         at[worker] = at_s
         if worker in under_way:
-            queue.settle(worker, (Cover(FIRST, under_way.pop(worker)),))
+            queue.settle(worker, (DrawnBatch(FIRST, under_way.pop(worker)),))
         while len(held[worker]) <= ahead and (spans := queue.draw(worker, ask).spans):
             held[worker].append(spans)
         if held[worker]:
@@ -278,10 +278,12 @@ def test_nothing_is_lost_at_the_end_however_unequal_the_workers_are(
 
 def test_what_a_worker_steps_itself_is_done_when_it_has_and_goes_back_if_it_never_will() -> None:
     made = {0: 0, 1: 0}
-    queue, lap = BatchQueue({0, 1}, made=made.__getitem__), Lap(0, 0)
+    queue, lap = BatchQueue({0, 1}, made=made.__getitem__), LoaderPass(0, 0)
     for worker in (0, 1):
         spans = queue.draw(worker, draw(16, (4, 4), begins=True)).spans
-        queue.done(worker, Push(0, 4.0, covers=(Cover(lap, spans),), own=True), worker + 1, 4.0)
+        queue.done(
+            worker, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), worker + 1, 4.0
+        )
     assert total(queue.unseen()[lap]) == 16
     made[0] = 1
     assert total(queue.unseen()[lap]) == 12
@@ -291,8 +293,8 @@ def test_what_a_worker_steps_itself_is_done_when_it_has_and_goes_back_if_it_neve
 
 def test_what_has_been_stepped_does_not_go_back_when_a_pass_is_opened_again() -> None:
     made = {0: 0}
-    queue, lap = BatchQueue({0}, made=made.__getitem__), Lap(0, 0)
+    queue, lap = BatchQueue({0}, made=made.__getitem__), LoaderPass(0, 0)
     spans = queue.draw(0, draw(8, (4,), begins=True)).spans
-    queue.done(0, Push(0, 4.0, covers=(Cover(lap, spans),), own=True), 1, 4.0)
+    queue.done(0, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), 1, 4.0)
     made[0] = 1
     assert queue.draw(0, draw(8, (4,), begins=True)).spans != spans

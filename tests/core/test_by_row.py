@@ -12,12 +12,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtrain.memory import Layout, Store, pack
-from hybridtrain.messages import Clip
-from hybridtrain.update import Contribution, build_update
-from hybridtrain.update.build import for_sparse
-from hybridtrain.update.by_row import ByRow
-from hybridtrain.update.pool import Pool
-from hybridtrain.update.touched import Merger, Touched
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates import Contribution, build_update
+from hybridtrain.updates.factory import for_sparse
+from hybridtrain.updates.sparse.by_row import ByRow
+from hybridtrain.updates.sparse.touched_rows import Merger, Touched
+from hybridtrain.updates.thread_pool import Pool
 
 OPTIM = torch.optim
 N, DIM = 400, 6

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.worlds.channel import Channel, ChannelClosed, channel_pair
+from hybridtrain.worlds.local.channel import Channel, ChannelClosed, channel_pair
 
 
 @pytest.fixture

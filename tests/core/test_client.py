@@ -7,9 +7,8 @@ from collections import deque
 
 import pytest
 
-from hybridtrain.client import Client, StopRequested
 from hybridtrain.errors import UserError
-from hybridtrain.messages import (
+from hybridtrain.protocol.messages import (
     Done,
     Gathered,
     Note,
@@ -20,7 +19,8 @@ from hybridtrain.messages import (
     Reply,
     Request,
 )
-from hybridtrain.news import Stop
+from hybridtrain.protocol.notices import Stop
+from hybridtrain.worker.client import Client, StopRequested
 
 
 class Script:

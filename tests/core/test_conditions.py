@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies import All, OnArrival, make_policy
-from hybridtrain.worlds.conditions import Conditions
-from hybridtrain.worlds.curve import Curve
-from hybridtrain.worlds.measured import Measured, read_times
-from hybridtrain.worlds.network import Network
-from hybridtrain.worlds.script import Dies, Joins, Script, Slows, read_script
-from hybridtrain.worlds.service import ServiceTimes
-from hybridtrain.worlds.virtual import VirtualWorld
+from hybridtrain.policies import OnArrival, WaitForAll, make_policy
+from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.curve import Curve
+from hybridtrain.worlds.virtual.measured_times import Measured, read_times
+from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.script import Dies, Joins, Script, Slows, read_script
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 CONSTANT = ServiceTimes("constant")
 
@@ -33,7 +33,7 @@ def world(policy: Any, workers: int, times: Any = CONSTANT, **conditions: Any) -
 def test_a_push_takes_time_to_arrive_and_the_release_to_come_back() -> None:
     """Latency 0.1 s, and 400 bytes at 1,000 bytes/s: half a second each way, but not at first."""
     network = Network(latency_s=0.1, bandwidth=1000, size_bytes=400)
-    for policy in (All(), OnArrival()):
+    for policy in (WaitForAll(), OnArrival()):
         far = world(policy, 3, network=network)
         far.run(mini_batches=3)
         assert far.now_s == pytest.approx(1.5), "computed 1 s, under way 0.5 s"
@@ -45,12 +45,12 @@ def test_parameters_are_those_at_the_moment_of_the_release() -> None:
     """Two equal workers far away: each gradient is as stale as without a network."""
     far = world(OnArrival(), 2, network=Network(latency_s=10.0))
     far.run(updates=100)
-    assert far.server.ledger.ages == {0: 1, 1: 99}
+    assert far.server.statistics.ages == {0: 1, 1: 99}
 
 
 def test_the_servers_own_link_is_passed_one_after_the_other() -> None:
     """4 workers, 0.25 s each on the server's link, both ways: 1 s, whoever has the last place."""
-    busy = world(All(), 4, network=Network(server_bandwidth=400, size_bytes=100))
+    busy = world(WaitForAll(), 4, network=Network(server_bandwidth=400, size_bytes=100))
     busy.run(updates=1)
     assert busy.now_s == pytest.approx(1.0 + 4 * 0.25)
     busy.run(updates=2)
@@ -96,19 +96,19 @@ def test_impossible_networks_are_refused(arguments: dict[str, Any], text: str) -
 def test_nobody_waits_for_a_worker_that_has_died() -> None:
     """All wait for worker 2, which takes 100 s; when it dies at 10 s they go on at once."""
     slow = ServiceTimes("constant", slower={2: 100.0})
-    dying = world(All(), 3, slow, script=Script((Dies(10.0, 2),)))
+    dying = world(WaitForAll(), 3, slow, script=Script((Dies(10.0, 2),)))
     dying.run(updates=1)
     assert dying.now_s == 10.0
     dying.run(updates=5)
-    assert (dying.now_s, dying.server.ledger.stats()["samples"]) == (14.0, 10)
+    assert (dying.now_s, dying.server.statistics.stats()["samples"]) == (14.0, 10)
 
 
 def test_a_worker_joins_from_the_newest_parameters() -> None:
     late = world(OnArrival(), 2, script=Script((Joins(10.5, 1),)))
     late.run(until_s=10.6)
-    assert late.server.ledger.stats()["samples_per_worker"] == [10, 0]
+    assert late.server.statistics.stats()["samples_per_worker"] == [10, 0]
     late.run(until_s=20.6)
-    stats = late.server.ledger.stats()
+    stats = late.server.statistics.stats()
     assert stats["samples_per_worker"] == [20, 9 + 1]
     assert stats["staleness"]["max"] == 1, "not as old as the run"
     assert stats["waiting_share"] == [0.0, 0.0], "its absence is no waiting"
@@ -116,7 +116,7 @@ def test_a_worker_joins_from_the_newest_parameters() -> None:
 
 def test_in_lock_step_a_worker_that_joins_is_waited_for_from_then_on() -> None:
     slow = ServiceTimes("constant", slower={1: 5.0})
-    late = world(All(), 2, slow, script=Script((Joins(9.5, 1),)))
+    late = world(WaitForAll(), 2, slow, script=Script((Joins(9.5, 1),)))
     late.run(updates=9)
     assert late.now_s == 9.0
     late.run(updates=10)
@@ -125,9 +125,9 @@ def test_in_lock_step_a_worker_that_joins_is_waited_for_from_then_on() -> None:
 
 def test_a_worker_that_dies_while_it_waits_comes_back_with_a_clean_account() -> None:
     slow = ServiceTimes("constant", slower={0: 10.0})
-    back = world(All(), 2, slow, script=Script((Dies(5.0, 1), Joins(15.0, 1))))
+    back = world(WaitForAll(), 2, slow, script=Script((Dies(5.0, 1), Joins(15.0, 1))))
     back.run(updates=2)
-    waiting = back.server.ledger.stats()["waiting_share"][1]
+    waiting = back.server.statistics.stats()["waiting_share"][1]
     assert waiting == pytest.approx(4.0 / 6.0, abs=0.3), "not from its death on"
 
 
@@ -187,12 +187,12 @@ def test_impossible_scripts_are_refused(text: str, message: str) -> None:
 
 def test_a_script_must_fit_the_workers() -> None:
     with pytest.raises(UserError, match="worker 4 was given, but 4 workers have the numbers 0"):
-        world(All(), 4, script=Script((Dies(1.0, 4),)))
+        world(WaitForAll(), 4, script=Script((Dies(1.0, 4),)))
     with pytest.raises(UserError, match="somebody must be there at the start"):
-        world(All(), 1, script=Script((Joins(1.0, 0),)))
+        world(WaitForAll(), 1, script=Script((Joins(1.0, 0),)))
 
 
-@pytest.mark.parametrize("policy", [All, OnArrival])
+@pytest.mark.parametrize("policy", [WaitForAll, OnArrival])
 def test_a_run_that_nobody_is_left_for_ends_with_a_reason(policy: Any) -> None:
     dead = world(policy(), 2, script=Script((Dies(1.5, 0), Dies(2.5, 1))))
     with pytest.raises(UserError, match="nobody is left who computes"):

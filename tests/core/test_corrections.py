@@ -11,10 +11,11 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Packed, Store, pack
-from hybridtrain.messages import Push
-from hybridtrain.policies import All, OnArrival, Policy, Softsync
-from hybridtrain.update import Contribution
-from hybridtrain.update.corrections import (
+from hybridtrain.policies import OnArrival, Policy, Softsync, WaitForAll
+from hybridtrain.protocol.messages import Push
+from hybridtrain.updates import Contribution
+from hybridtrain.updates.groups import slowed
+from hybridtrain.updates.staleness import (
     ByStaleness,
     Correction,
     DcAsgd,
@@ -24,9 +25,8 @@ from hybridtrain.update.corrections import (
     Polynomial,
     make_correction,
 )
-from hybridtrain.update.groups import slowed
-from hybridtrain.worlds.service import ServiceTimes
-from hybridtrain.worlds.virtual import VirtualWorld
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.core.served import Served
 
 EVERY = [ByStaleness(), Polynomial(), DcAsgd(), DcAsgdAdaptive(), GapAware()]
@@ -116,7 +116,7 @@ def test_a_correction_of_strength_zero_is_plain_asynchronous_training(nothing: C
 def test_in_lock_step_nothing_is_late_and_nothing_is_corrected(correction: Correction) -> None:
     values = []
     for given in (None, correction):
-        served = Served(2, All(), correction=given)
+        served = Served(2, WaitForAll(), correction=given)
         for _ in range(5):
             served.push(0, 1.0)
             served.push(1, 2.0)

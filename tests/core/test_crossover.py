@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from hybridtrain.device.crossover import Costs, Line, crossover
+from hybridtrain.simulate.crossover import Costs, LinearFit, crossover
 
-FORWARD, BACKWARD = Line(0.01, 0.01), Line(0.02, 0.02)
+FORWARD, BACKWARD = LinearFit(0.01, 0.01), LinearFit(0.02, 0.02)
 
 
 def costs(out_s: float, update_s: float, back_s: float, **rest: float) -> Costs:
@@ -16,10 +16,10 @@ def costs(out_s: float, update_s: float, back_s: float, **rest: float) -> Costs:
 
 
 def test_a_line_through_measurements() -> None:
-    line = Line.through([(1, 0.3), (2, 0.5), (4, 0.9)])
+    line = LinearFit.through([(1, 0.3), (2, 0.5), (4, 0.9)])
     assert (line.fixed_s, line.sample_s) == pytest.approx((0.1, 0.2))
     assert line.reaches(line.at(7)) == pytest.approx(7)
-    assert Line.through([(1, 0.5), (2, 0.4)]).sample_s == 0.0
+    assert LinearFit.through([(1, 0.5), (2, 0.4)]).sample_s == 0.0
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_what_takes_longest_says_when_all_is_hidden(
 
 
 def test_where_no_size_takes_longer_nothing_is_ever_hidden() -> None:
-    fixed = Line(0.01, 0.0)
+    fixed = LinearFit(0.01, 0.0)
     assert crossover(Costs(0.1, 0.1, 0.1, fixed, fixed)) == math.inf
 
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.batch_queue import BatchQueue
-from hybridtrain.messages import Cover, Draw, Lap, Ticket
-from hybridtrain.spans import Spans, merged, positions, total
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Ticket
+from hybridtrain.protocol.spans import Spans, merged, positions, total
+from hybridtrain.server.batch_queue import BatchQueue
 
-LAP = Lap(0, 0)
+LAP = LoaderPass(0, 0)
 
 
 class Crowd:
@@ -40,7 +40,7 @@ class Crowd:
     def train(self, worker: int) -> None:
         """Its oldest mini-batch is part of an update."""
         spans = self.held[worker].pop(0)
-        self.queue.settle(worker, (Cover(LAP, spans),))
+        self.queue.settle(worker, (DrawnBatch(LAP, spans),))
         self.trained += positions(spans)
 
     def lose(self, worker: int) -> None:
@@ -165,8 +165,8 @@ def test_a_pass_of_an_earlier_epoch_has_nothing_more() -> None:
     queue, ask = BatchQueue({0, 1}), Draw(LAP, ((0, 8),), 8, (4, 4), begins=True)
     drawn = [queue.draw(worker, ask).spans for worker in (0, 1)]
     for worker, spans in enumerate(drawn):
-        queue.settle(worker, (Cover(LAP, spans),))
-    assert queue.draw(0, replace(ask, lap=Lap(0, 1))).spans == ((0, 4),)
+        queue.settle(worker, (DrawnBatch(LAP, spans),))
+    assert queue.draw(0, replace(ask, lap=LoaderPass(0, 1))).spans == ((0, 4),)
     queue.lost(1)
     assert queue.draw(1, ask) == Ticket(()), "what it was told is older than the others' epoch"
-    assert queue.draw(1, replace(ask, lap=Lap(0, 1))).spans == ((4, 8),)
+    assert queue.draw(1, replace(ask, lap=LoaderPass(0, 1))).spans == ((4, 8),)

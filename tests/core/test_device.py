@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from hybridtrain.device import Incoming, Outgoing, incoming, outgoing
-from hybridtrain.device.cuda import CudaStreams
-from hybridtrain.device.incoming import Watch, await_in_forward
-from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.memory import Layout, Store
+from hybridtrain.worker.device import Incoming, Outgoing, incoming, outgoing
+from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.worker.device.incoming import ForwardWait, await_in_forward
+from hybridtrain.worker.replica_cuda import CudaReplica
 from tests.standin.device import name_it
 from tests.standin.state import NAME, SETTINGS, lazy_init, state
 
@@ -163,7 +163,7 @@ def lazily(net: nn.Module, coming: Incoming) -> Iterator[None]:
     coming.lazily = True
     hooks = await_in_forward(net, coming)
     try:
-        with Watch(coming):
+        with ForwardWait(coming):
             yield
     finally:
         for hook in hooks:
@@ -268,7 +268,7 @@ def test_after_a_push_a_worker_reads_what_it_had_though_the_masters_move() -> No
     for seed in SEEDS:
         net, streams = made_there(Deep), open_streams(seed, 0.0)
         store = Store(Layout.of(net.named_parameters()), 2, False)
-        exchange = CudaExchange(list(net.parameters()), store, 1, True, streams)
+        exchange = CudaReplica(list(net.parameters()), store, 1, True, streams)
         masters = [store.master(slot) for slot in store.layout.slots]
         for master in masters:
             master.fill_(0.25)
@@ -283,11 +283,11 @@ def test_after_a_push_a_worker_reads_what_it_had_though_the_masters_move() -> No
 # ---- page-locked memory -------------------------------------------------------------------------
 
 
-def open_one(private: bool = False) -> tuple[CudaExchange, Store, nn.Module]:
+def open_one(private: bool = False) -> tuple[CudaReplica, Store, nn.Module]:
     streams = open_streams()
     net = made_there(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double()))
     store = Store(Layout.of(net.named_parameters()), 2, private)
-    return CudaExchange(list(net.parameters()), store, 1, True, streams), store, net
+    return CudaReplica(list(net.parameters()), store, 1, True, streams), store, net
 
 
 @pytest.mark.parametrize("private", [False, True])
@@ -333,7 +333,7 @@ def test_many_steps_equal_those_of_one_process(seed: int, set_to_none: bool, laz
     store = Store(Layout.of(net.named_parameters()), 1, False)
     for slot, parameter in zip(store.layout.slots, net.parameters(), strict=True):
         store.master(slot).copy_(parameter.detach())
-    exchange = CudaExchange(list(net.parameters()), store, 0, True, open_streams(seed))
+    exchange = CudaReplica(list(net.parameters()), store, 0, True, open_streams(seed))
     exchange.writes()
     masters = [store.master(slot) for slot in store.layout.slots]
     rows = [store.gradient(0, slot) for slot in store.layout.slots]

@@ -12,13 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.messages import Clip
-from hybridtrain.policies import FirstK, OnArrival, Policy, Softsync, Ssp, Switch, make_policy
-from hybridtrain.update.groups import Groups
-from hybridtrain.worlds.conditions import Conditions
-from hybridtrain.worlds.service import ServiceTimes
-from hybridtrain.worlds.task import Timetable
-from hybridtrain.worlds.virtual import VirtualWorld
+from hybridtrain.policies import (
+    BoundedStaleness,
+    FirstK,
+    OnArrival,
+    Policy,
+    Softsync,
+    Switch,
+    make_policy,
+)
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates.groups import Groups
+from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.training_task import Timetable
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 UNEQUAL = ServiceTimes("lognormal", slower={0: 3.0})
 SGD = partial(torch.optim.SGD, lr=0.05)
@@ -93,8 +101,8 @@ def trained(policy: Policy, n_workers: int, optimizer: Any, updates: int = 42) -
     [
         FirstK(3),
         FirstK(3, "use"),
-        Ssp(0),
-        Switch(make_policy("hybrid"), Ssp(0), at_update=5),
+        BoundedStaleness(0),
+        Switch(make_policy("hybrid"), BoundedStaleness(0), at_update=5),
     ],
     ids=lambda policy: type(policy).__name__,
 )
@@ -131,7 +139,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "k_batch_sync": lambda: FirstK(3, "drop", True),
     "k_batch_async": lambda: FirstK(3, "use", True),
     "softsync": lambda: Softsync(1),
-    "ssp": lambda: Ssp(1),
+    "ssp": lambda: BoundedStaleness(1),
     "async": OnArrival,
     "switch": lambda: Switch(make_policy("hybrid"), OnArrival(), at_update=6),
     "switch back": lambda: Switch(OnArrival(), make_policy("hybrid"), at_update=6),
@@ -149,10 +157,10 @@ def test_updates_are_conserved_and_every_sample_counts_once_an_epoch(
         POLICIES[name](), task, partial(torch.optim.SGD, lr=1.0),
         conditions=Conditions(interrupt=interrupt),
     )  # fmt: skip
-    ledger = made.server.ledger
-    while ledger.samples < epochs * length:
-        made.run(updates=ledger.version + 1)
+    statistics = made.server.statistics
+    while statistics.samples < epochs * length:
+        made.run(updates=statistics.version + 1)
     applied = -made.parameters()[0]
-    assert ledger.samples == epochs * length, "every epoch has ended with each sample done once"
+    assert statistics.samples == epochs * length, "every epoch has ended with each sample done once"
     assert float(applied.min()) > 0, "every sample has counted"
-    assert float(applied.sum()) == pytest.approx(ledger.version, abs=1e-9), "shares sum to 1"
+    assert float(applied.sum()) == pytest.approx(statistics.version, abs=1e-9), "shares sum to 1"

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import ReadStats, Released, Snapshot, Stats
-from hybridtrain.update import Again, Contribution, Evaluation, build_update
-from hybridtrain.update.driven import Driven
-from hybridtrain.update.kinds import calls_closure, is_torchs, needs_closure
-from hybridtrain.update.pool import Pool
+from hybridtrain.protocol.messages import ReadStats, Released, Snapshot, Stats
+from hybridtrain.updates import Again, Contribution, Evaluation, build_update
+from hybridtrain.updates.closure import ClosureOptimizer
+from hybridtrain.updates.optimizer_traits import calls_closure, is_torchs, needs_closure
+from hybridtrain.updates.thread_pool import Pool
 from tests.core.served import Served, refusals
 
 OPTIM = torch.optim
@@ -157,7 +157,7 @@ def test_who_moves_first_is_given_the_gradient_from_there() -> None:
     store = Store(Layout.of([("p", parameter)]), 1, False)
     master = torch.nn.Parameter(store.masters[torch.float32][:3])
     update = build_update(Moving([master]), [0], store, Pool(1))
-    assert isinstance(update, Driven)
+    assert isinstance(update, ClosureOptimizer)
     store.gradients[0][torch.float32].fill_(5.0)
     first = update.step([Contribution(0, 1.0)], None, Evaluation(1.0, repeatable=True))
     assert first == Again(cleared=True)

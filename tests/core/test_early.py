@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.arrivals import Arrived
 from hybridtrain.errors import UserError
-from hybridtrain.messages import Clip, Push, Refused, Snapshot, State
-from hybridtrain.policies import All
-from hybridtrain.server import Server
-from hybridtrain.update import Optimizers
-from hybridtrain.update.pool import Pool
+from hybridtrain.policies import WaitForAll
+from hybridtrain.protocol.early_gradients import GradientsReady
+from hybridtrain.protocol.messages import Clip, OptimizerState, Push, Refused, Snapshot
+from hybridtrain.server.server import Server
+from hybridtrain.updates import Optimizers
+from hybridtrain.updates.thread_pool import Pool
 from tests.core.rows import Pair, make_pair
 
 SHAPES = [[(40, 3), (7,)], [(5, 5)]]
@@ -48,7 +48,7 @@ def pushes(**said: Any) -> dict[int, Push]:
 
 
 def say(optimizers: Optimizers, worker: int, *numbers: int, **other: Any) -> None:
-    optimizers.arrived(worker, replace(Arrived(0, numbers, WEIGHTS[worker]), **other))
+    optimizers.arrived(worker, replace(GradientsReady(0, numbers, WEIGHTS[worker]), **other))
 
 
 @pytest.mark.parametrize("name", MAKE)
@@ -163,7 +163,7 @@ def test_a_gradient_that_comes_twice_is_refused() -> None:
 
 def test_in_the_middle_of_a_step_there_is_nothing_to_save() -> None:
     pair, optimizers = make("adam")
-    server = Server(All(), 2)
+    server = Server(WaitForAll(), 2)
     server.adopt(pair.store, optimizers)
     fill(pair, 0)
 
@@ -171,11 +171,11 @@ def test_in_the_middle_of_a_step_there_is_nothing_to_save() -> None:
         ((_, reply),) = server.handle(0, Snapshot(refresh=False))
         return reply
 
-    assert isinstance(answer(), State)
+    assert isinstance(answer(), OptimizerState)
     for worker in (0, 1):
-        assert server.note(worker, Arrived(0, (0,), WEIGHTS[worker])) == []
+        assert server.note(worker, GradientsReady(0, (0,), WEIGHTS[worker])) == []
     assert isinstance(answer(), Refused)
     for worker, push in pushes().items():
         server.handle(worker, push)
-    assert isinstance(answer(), State)
+    assert isinstance(answer(), OptimizerState)
     server.close()

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain.device import outgoing
-from hybridtrain.device.cuda import CudaStreams
-from hybridtrain.exchange import HostExchange
-from hybridtrain.exchange_cuda import CudaExchange
 from hybridtrain.memory import Layout, Store, unpack
+from hybridtrain.worker.device import outgoing
+from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.worker.replica import HostReplica
+from hybridtrain.worker.replica_cuda import CudaReplica
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
 
@@ -49,22 +49,22 @@ FROZEN = NAMES.index("frozen")
 TRAINED = [n for n in range(len(NAMES)) if n != FROZEN]
 
 
-Exchange = HostExchange | CudaExchange
+Exchange = HostReplica | CudaReplica
 Make = Callable[[Net, Store], Exchange]
 
 
 def host(eager: bool) -> Make:
-    return lambda net, store: HostExchange(list(net.parameters()), store, 1, eager)
+    return lambda net, store: HostReplica(list(net.parameters()), store, 1, eager)
 
 
 def cuda(eager: bool) -> Make:
     """On a device that copies late, in an order drawn by chance."""
 
-    def open(net: Net, store: Store) -> CudaExchange:
+    def open(net: Net, store: Store) -> CudaReplica:
         state().lanes.begin_again(int(eager), eagerness=0.3)
         where = torch.device(NAME, 0)
         net.to(where)
-        return CudaExchange(list(net.parameters()), store, 1, eager, CudaStreams(where))
+        return CudaReplica(list(net.parameters()), store, 1, eager, CudaStreams(where))
 
     return open
 
@@ -239,7 +239,7 @@ def test_what_user_code_writes_to_parameters_is_told_unless_they_do_not_follow(
 def test_eager_copies_of_what_is_not_small_are_made_while_backward_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("hybridtrain.exchange.EAGER", 1)
+    monkeypatch.setattr("hybridtrain.worker.replica.EAGER", 1)
     net, store, _ = set_up(host(True))
     net(1).backward()
     dense = [n for n in USED if NAMES[n] != "embedding.weight"]
@@ -254,7 +254,7 @@ def test_buckets_leave_while_backward_runs_and_each_gradient_leaves_once(
 ) -> None:
     monkeypatch.setattr(outgoing, "BUCKET_BYTES", 64)
     net, store, exchange = set_up(cuda(True))
-    assert isinstance(exchange, CudaExchange)
+    assert isinstance(exchange, CudaReplica)
     loss = net(1, spare=True)
     torch.standin.take_counts()
     loss.backward()

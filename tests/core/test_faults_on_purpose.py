@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.faults import KINDS, PHASES, Fault, check_workers, read_faults
-from hybridtrain.tally import Schedule, Tally, happened
+from hybridtrain.testing.fault_log import FaultLog, Schedule, happened
+from hybridtrain.testing.faults import KINDS, PHASES, Fault, check_workers, read_faults
 
 
 def test_a_fault_is_a_line_of_configuration() -> None:
@@ -70,7 +70,7 @@ def kinds(schedule: Schedule, phase: str, step: int) -> list[str]:
 
 def test_a_fault_at_a_step_happens_once_also_to_who_comes_after() -> None:
     faults = [Fault("kill", 1, 3), Fault("hang", 1, 5), Fault("kill", 0, 3)]
-    tally = Tally(len(faults), 2)
+    tally = FaultLog(len(faults), 2)
     first = Schedule(faults, 1, tally)
     assert [kinds(first, "compute", step) for step in range(5)] == [[], [], [], ["kill"], []]
     next_life = pickle.loads(pickle.dumps(tally))
@@ -83,13 +83,13 @@ def test_a_fault_at_a_step_happens_once_also_to_who_comes_after() -> None:
 
 
 def test_a_rare_phase_is_hit_at_its_first_occasion_from_the_step_on() -> None:
-    schedule = Schedule([Fault("kill", 0, 10, "validation")], 0, Tally(1, 1))
+    schedule = Schedule([Fault("kill", 0, 10, "validation")], 0, FaultLog(1, 1))
     assert not kinds(schedule, "validation", 9) and not kinds(schedule, "compute", 12)
     assert kinds(schedule, "validation", 14) == ["kill"]
 
 
 def occasions(rate: float, worker: int, seed: int = 0, n: int = 4000) -> list[int]:
-    schedule = Schedule([Fault("nan", rate=rate, seed=seed)], worker, Tally(1, 2))
+    schedule = Schedule([Fault("nan", rate=rate, seed=seed)], worker, FaultLog(1, 2))
     return [step for step in range(n) if kinds(schedule, "compute", step)]
 
 
@@ -102,7 +102,7 @@ def test_random_faults_have_their_rate_and_come_again_with_their_seed() -> None:
 
 
 def test_a_life_that_follows_a_death_does_not_die_at_the_same_occasion_again() -> None:
-    faults, tally, lives = [Fault("kill", rate=0.2)], Tally(1, 1), []
+    faults, tally, lives = [Fault("kill", rate=0.2)], FaultLog(1, 1), []
     for _ in range(12):
         schedule = Schedule(faults, 0, tally)
         lives.append(next(n for n in range(1000) if kinds(schedule, "compute", n)))
@@ -111,7 +111,7 @@ def test_a_life_that_follows_a_death_does_not_die_at_the_same_occasion_again() -
 
 def test_a_rare_fault_keeps_its_rate_where_others_cut_lives_short() -> None:
     faults = [Fault("kill", rate=0.1), Fault("oom", rate=0.01)]
-    tally, step, total = Tally(2, 1), 0, 8000
+    tally, step, total = FaultLog(2, 1), 0, 8000
     while step < total:
         schedule = Schedule(faults, 0, tally)
         while step < total and not kinds(schedule, "compute", step):
@@ -122,6 +122,6 @@ def test_a_rare_fault_keeps_its_rate_where_others_cut_lives_short() -> None:
 
 
 def test_a_workers_steps_and_process_are_seen_by_all() -> None:
-    tally = Tally(2, 3)
+    tally = FaultLog(2, 3)
     pickle.loads(pickle.dumps(tally)).reach(2, 17, 4711)
     assert tally.progress(2) == (17, 4711) and tally.progress(1) == (0, 0)

@@ -16,8 +16,8 @@ from subprocess import Popen
 import pytest
 import torch
 
-from hybridtrain import files
-from hybridtrain.files import fault_of, interrupted_in, seal, write_whole
+from hybridtrain.util import files
+from hybridtrain.util.files import fault_of, interrupted_in, seal, write_whole
 
 
 @pytest.mark.parametrize("nameless", [True, False])

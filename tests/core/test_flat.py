@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import Clip
-from hybridtrain.update import Contribution, build_update, flat
-from hybridtrain.update.flat import FlatUpdate
-from hybridtrain.update.kernels.fused import FusedAdam
-from hybridtrain.update.plan import cut
-from hybridtrain.update.pool import Pool
-from hybridtrain.update.whole import WholeParameters
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates import Contribution, build_update
+from hybridtrain.updates.flat import flat_update
+from hybridtrain.updates.flat.chunks import cut
+from hybridtrain.updates.flat.flat_update import FlatUpdate
+from hybridtrain.updates.kernels.fused import FusedAdam
+from hybridtrain.updates.per_tensor import PerTensorUpdate
+from hybridtrain.updates.thread_pool import Pool
 from tests.core.rows import Gradients, Pair, make_pair
 
 Groups = list[list[torch.nn.Parameter]]
@@ -93,7 +94,7 @@ def test_neither_chunks_nor_lanes_change_a_bit(
     monkeypatch: pytest.MonkeyPatch, chunk: int, lanes: int
 ) -> None:
     monkeypatch.setattr(FusedAdam, "chunk", chunk)
-    monkeypatch.setattr(flat, "_ALONE", 0)
+    monkeypatch.setattr(flat_update, "_ALONE", 0)
     pair = pair_of(shares=THIRDS, lanes=lanes)
     run(pair, steps=5)
     pair.assert_equal()
@@ -283,7 +284,7 @@ def test_the_norm_of_a_parameter_larger_than_a_chunk_is_summed_in_parts(
     monkeypatch.setattr(FusedAdam, "chunk", 64)
     pairs = [pair_of(shapes=RAGGED, lanes=lanes) for lanes in (1, 3)]
     for pair in pairs:
-        monkeypatch.setattr(flat, "_ALONE", 0)
+        monkeypatch.setattr(flat_update, "_ALONE", 0)
         run(pair, steps=3, clip=Clip("norm", 0.3))
         pair.assert_equal(rtol=2e-6)
     masters = [pair.masters() for pair in pairs]
@@ -300,7 +301,7 @@ def test_clipping_spans_chunks_and_leaves_out_what_is_absent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(FusedAdam, "chunk", 16)
-    monkeypatch.setattr(flat, "_ALONE", 0)
+    monkeypatch.setattr(flat_update, "_ALONE", 0)
     pair, generator = pair_of(lanes=2), torch.Generator()
     pair.step(without(pair.gradients(generator), (0, 2), (1, 2)), Clip("norm", 0.1))
     pair.assert_equal(rtol=2e-6)
@@ -328,7 +329,7 @@ def test_a_frozen_parameter_between_two_groups_stays_what_it_is() -> None:
         update.step([Contribution(0, 1.0)], None)
     assert torch.equal(store.master(store.layout.slots[1]), tensors[1])
     assert not torch.equal(store.master(store.layout.slots[2]), tensors[2])
-    assert not isinstance(update, WholeParameters)
+    assert not isinstance(update, PerTensorUpdate)
 
 
 @pytest.mark.parametrize(("lanes", "elements"), [(1, 16), (2, 16), (8, 64), (16, 64), (64, 16)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.report.history import HISTORY_FILE, Course, History, read_history
+from hybridtrain.report.history import HISTORY_FILE, History, RunCurve, read_history
 
 
 def row(train_s: float, **more: float) -> dict[str, float]:
@@ -68,4 +68,4 @@ def test_what_cannot_be_read_is_left_out_and_counted(
 
 
 def test_no_history_is_an_empty_one(tmp_path: Path) -> None:
-    assert read_history(tmp_path) == Course()
+    assert read_history(tmp_path) == RunCurve()

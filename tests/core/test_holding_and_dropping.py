@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtrain.events import Apply, Drop, Hold, Joined, Pushed, Release
-from hybridtrain.messages import Released
 from hybridtrain.policies import FirstK
+from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
+from hybridtrain.protocol.messages import Released
 from tests.core.served import Served, refusals
 
 
@@ -26,7 +26,7 @@ def test_what_is_held_counts_with_the_next_update_weighed_by_samples() -> None:
     assert served.push(0, 4.0, weight=1.0) == [(0, Released(0))]
     assert served.push(1, 8.0, weight=1.0) == [(1, Released(1))]
     assert served.value() == -(2 * 1.0 + 4.0 + 8.0) / 4
-    stats = served.server.ledger.stats()
+    stats = served.server.statistics.stats()
     assert (stats["updates"], stats["samples"], stats["effective_batch"]) == (1, 4, 4.0)
     assert stats["staleness"]["histogram"] == {0: 3}
 
@@ -70,7 +70,7 @@ def test_the_late_are_dropped_and_go_on_from_the_newest() -> None:
     assert served.value() == -1.0
     assert served.push(1, 10.0) == [(1, Released(2))]
     assert served.value() == -11.0
-    stats = served.server.ledger.stats()
+    stats = served.server.statistics.stats()
     assert stats["dropped"] == [0, 1]
     assert stats["samples"] == 2
 
@@ -90,7 +90,7 @@ def test_the_late_count_where_late_is_used_one_update_old() -> None:
     assert served.push(2, 5.0) == []
     assert len(served.push(0, 7.0)) == 2
     assert served.value() == -2.0 - 6.0
-    assert served.server.ledger.stats()["staleness"]["histogram"] == {0: 3, 1: 1}
+    assert served.server.statistics.stats()["staleness"]["histogram"] == {0: 3, 1: 1}
 
 
 def test_the_late_that_nobody_would_do_again_count_with_the_round_under_way() -> None:
@@ -98,9 +98,9 @@ def test_the_late_that_nobody_would_do_again_count_with_the_round_under_way() ->
     policy.begin(2)
     for worker in (0, 1):
         policy.on(Joined(worker))
-    assert policy.on(Pushed(0)) == (Hold((0,)), Release((0,)))
+    assert policy.on(Pushed(0)) == (Accumulate((0,)), Release((0,)))
     assert policy.on(Pushed(0)) == (Apply((0,)), Release((0,)))
-    assert policy.on(Pushed(1, last=True)) == (Hold((1,)), Release((1,)))
+    assert policy.on(Pushed(1, last=True)) == (Accumulate((1,)), Release((1,)))
     assert policy.on(Pushed(0)) == (Apply((0,)), Release((0,)))
     assert policy.on(Pushed(1)) == (Drop((1,)), Release((1,)))
 

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.events import Apply, Fact, Joined, Order, Pushed, Release, WakeAt
-from hybridtrain.messages import Released
-from hybridtrain.policies import Regime
-from hybridtrain.server import Server
+from hybridtrain.policies import Requirements
+from hybridtrain.protocol.facts import Apply, Fact, Joined, Order, Pushed, Release, SetTimer
+from hybridtrain.protocol.messages import Released
+from hybridtrain.server.server import Server
 from tests.core.served import Served
 
 
 class Company:
     """Nobody goes on before another one joins; wants to be woken from the beginning."""
 
-    def __init__(self, at_first: Sequence[Order] = (WakeAt(7.0),)) -> None:
+    def __init__(self, at_first: Sequence[Order] = (SetTimer(7.0),)) -> None:
         self.at_first, self.waiting = at_first, list[int]()
 
-    def begin(self, n_workers: int) -> Regime:
-        return Regime(lockstep=False)
+    def begin(self, n_workers: int) -> Requirements:
+        return Requirements(lockstep=False)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

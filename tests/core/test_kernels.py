@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.messages import Clip
-from hybridtrain.update import build_update, flat
-from hybridtrain.update.flat import FlatUpdate
-from hybridtrain.update.groups import plain
-from hybridtrain.update.kernels import kernel_for
-from hybridtrain.update.kernels.averaged import PlainAdam
-from hybridtrain.update.kernels.fused import FusedAdagrad, FusedAdam, FusedSgd
-from hybridtrain.update.kernels.kernel import Kernel
-from hybridtrain.update.kernels.plain import PlainAdagrad
-from hybridtrain.update.kernels.public import PublicClass
-from hybridtrain.update.pool import Pool
-from hybridtrain.update.regroup import regroup
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates import build_update
+from hybridtrain.updates.flat import flat_update
+from hybridtrain.updates.flat.flat_update import FlatUpdate
+from hybridtrain.updates.groups import plain
+from hybridtrain.updates.kernels import kernel_for
+from hybridtrain.updates.kernels.adam_family import PlainAdam
+from hybridtrain.updates.kernels.fused import FusedAdagrad, FusedAdam, FusedSgd
+from hybridtrain.updates.kernels.kernel import Kernel
+from hybridtrain.updates.kernels.public_class import PublicClass
+from hybridtrain.updates.kernels.unfused import PlainAdagrad
+from hybridtrain.updates.regroup import regroup
+from hybridtrain.updates.thread_pool import Pool
 from tests.core.rows import Gradients, Pair, make_pair
 
 OPTIM = torch.optim
@@ -122,7 +123,7 @@ def test_odd_sizes_equal_torch_to_rounding(name: str) -> None:
 def test_neither_chunks_nor_lanes_change_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (Kernel, FusedAdam, FusedSgd, FusedAdagrad):
         monkeypatch.setattr(kind, "chunk", 32)
-    monkeypatch.setattr(flat, "_ALONE", 0)
+    monkeypatch.setattr(flat_update, "_ALONE", 0)
     pair, generator = pair_of(name, lanes=2), torch.Generator().manual_seed(0)
     for step in range(4):
         pair.step(holed(pair, generator, step), Clip("value", 1.5) if step % 2 else None)

@@ -17,7 +17,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.policies import OnArrival
 from hybridtrain.simulate import laws
 from hybridtrain.simulate.laws import Law
-from hybridtrain.worlds.virtual import VirtualWorld
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 ROOT = Path(__file__).parents[2]
 

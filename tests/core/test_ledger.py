@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.ledger import Ledger
-from hybridtrain.meeting import Meeting, MeetingMismatch
-from hybridtrain.slowness import Slow, SlowReport, slow_worker
+from hybridtrain.monitoring.stragglers import Slow, SlowReport, slow_worker
+from hybridtrain.server.barrier import Barrier, BarrierMismatch
+from hybridtrain.server.run_statistics import RunStatistics
 
 
 class Clock:
@@ -21,14 +21,16 @@ class Clock:
         return self.now_s
 
 
-def ledger(n_workers: int, start_s: float = 0.0) -> tuple[Ledger, Clock]:
+def statistics(n_workers: int, start_s: float = 0.0) -> tuple[RunStatistics, Clock]:
     clock = Clock(start_s)
-    made = Ledger(n_workers, clock)
+    made = RunStatistics(n_workers, clock)
     made.start()
     return made, clock
 
 
-def a_round(made: Ledger, clock: Clock, arrivals_s: list[float], weight: float = 4.0) -> None:
+def a_round(
+    made: RunStatistics, clock: Clock, arrivals_s: list[float], weight: float = 4.0
+) -> None:
     """Workers push at these times; the last one ends the round."""
     for worker, at_s in enumerate(arrivals_s):
         clock.now_s = at_s
@@ -40,7 +42,7 @@ def a_round(made: Ledger, clock: Clock, arrivals_s: list[float], weight: float =
 
 @pytest.mark.parametrize("start_s", [0.0, 1000.0])
 def test_the_fast_wait_for_the_slow(start_s: float) -> None:
-    made, clock = ledger(2, start_s)
+    made, clock = statistics(2, start_s)
     a_round(made, clock, [start_s + 1.0, start_s + 4.0])
     a_round(made, clock, [start_s + 5.0, start_s + 8.0])
     stats = made.stats()
@@ -54,7 +56,7 @@ def test_the_fast_wait_for_the_slow(start_s: float) -> None:
 
 @pytest.mark.parametrize("start_s", [0.0, 1000.0])
 def test_a_validation_is_neither_computing_nor_training(start_s: float) -> None:
-    made, clock = ledger(1, start_s)
+    made, clock = statistics(1, start_s)
     a_round(made, clock, [start_s + 2.0])
     made.pause()
     clock.now_s += 50.0
@@ -70,7 +72,7 @@ def test_a_validation_is_neither_computing_nor_training(start_s: float) -> None:
 
 
 def test_waiting_during_a_pause_is_not_counted_either() -> None:
-    made, clock = ledger(2)
+    made, clock = statistics(2)
     clock.now_s = 1.0
     made.pushed(0, 1.0)
     made.pause()
@@ -85,7 +87,7 @@ def test_waiting_during_a_pause_is_not_counted_either() -> None:
 
 
 def test_staleness_counts_the_updates_between_reading_and_applying() -> None:
-    made, _ = ledger(3)
+    made, _ = statistics(3)
     for worker in (0, 0, 1, 2):  # 0 reads 0, then 1; 1 and 2 read 0
         made.pushed(worker, 1.0)
         made.updated([made.age(worker)])
@@ -98,7 +100,7 @@ def test_staleness_counts_the_updates_between_reading_and_applying() -> None:
 
 
 def test_reading_the_parameters_otherwise_makes_them_fresh() -> None:
-    made, _ = ledger(2)
+    made, _ = statistics(2)
     made.pushed(0, 1.0)
     made.updated([made.age(0)])
     made.released(0)
@@ -110,7 +112,7 @@ def test_reading_the_parameters_otherwise_makes_them_fresh() -> None:
 
 def test_a_resumed_run_goes_on_counting_versions_and_counts_its_own_updates() -> None:
     clock = Clock()
-    made = Ledger(1, clock)
+    made = RunStatistics(1, clock)
     made.start(version=100)
     made.read(0)
     a_round(made, clock, [1.0])
@@ -120,7 +122,7 @@ def test_a_resumed_run_goes_on_counting_versions_and_counts_its_own_updates() ->
 
 
 def test_before_anything_has_happened_all_is_zero() -> None:
-    stats: dict[str, Any] = Ledger(2, Clock()).stats()
+    stats: dict[str, Any] = RunStatistics(2, Clock()).stats()
     assert stats["updates"] == stats["samples"] == stats["samples_per_s"] == 0
     assert stats["waiting_share"] == [0.0, 0.0]
     assert stats["workers"] == 2
@@ -130,7 +132,7 @@ def test_before_anything_has_happened_all_is_zero() -> None:
 
 
 def test_a_meeting_ends_with_the_last_and_answers_in_the_order_of_numbers() -> None:
-    meeting: Meeting[str] = Meeting({0, 1, 2})
+    meeting: Barrier[str] = Barrier({0, 1, 2})
     meeting.bring(2, "t", "c")
     meeting.bring(0, "t", "a")
     assert meeting.close() is None
@@ -141,14 +143,14 @@ def test_a_meeting_ends_with_the_last_and_answers_in_the_order_of_numbers() -> N
 
 
 def test_waiting_in_different_places_is_named_with_both() -> None:
-    meeting: Meeting[int] = Meeting({0, 1})
+    meeting: Barrier[int] = Barrier({0, 1})
     meeting.bring(1, "barrier", 0)
-    with pytest.raises(MeetingMismatch, match=r"worker 0 waits in 'metric'.* 1 waits in 'barrier'"):
+    with pytest.raises(BarrierMismatch, match=r"worker 0 waits in 'metric'.* 1 waits in 'barrier'"):
         meeting.bring(0, "metric", 0)
 
 
 def test_who_leaves_is_not_waited_for_and_takes_along_what_it_brought() -> None:
-    meeting: Meeting[int] = Meeting({0, 1, 2})
+    meeting: Barrier[int] = Barrier({0, 1, 2})
     meeting.bring(1, "t", 11)
     meeting.bring(0, "t", 10)
     meeting.leave(1)
@@ -158,7 +160,7 @@ def test_who_leaves_is_not_waited_for_and_takes_along_what_it_brought() -> None:
 
 
 def test_who_waits_patiently_does_not_hold_up_the_others() -> None:
-    meeting: Meeting[str] = Meeting({0, 1, 2})
+    meeting: Barrier[str] = Barrier({0, 1, 2})
     meeting.bring(2, "end", "rests", patient=True)
     meeting.bring(0, "metric", "a")
     assert meeting.close() is None
@@ -173,7 +175,7 @@ def test_who_waits_patiently_does_not_hold_up_the_others() -> None:
 
 
 def test_the_patient_are_waited_for_until_they_have_come_to_their_place() -> None:
-    meeting: Meeting[int] = Meeting({0, 1})
+    meeting: Barrier[int] = Barrier({0, 1})
     meeting.bring(0, "barrier", 0)
     assert meeting.close() is None, "worker 1 may still be training"
     meeting.bring(1, "end", 1, patient=True)
@@ -181,7 +183,7 @@ def test_the_patient_are_waited_for_until_they_have_come_to_their_place() -> Non
 
 
 def test_all_wait_patiently_in_two_places_and_nobody_is_let_go_too_early() -> None:
-    meeting: Meeting[int] = Meeting({0, 1})
+    meeting: Barrier[int] = Barrier({0, 1})
     meeting.bring(0, "here", 0, patient=True)
     meeting.bring(1, "there", 1, patient=True)
     assert meeting.close() is None
@@ -193,7 +195,7 @@ def test_all_wait_patiently_in_two_places_and_nobody_is_let_go_too_early() -> No
 
 
 def test_waiting_is_laid_to_whoever_came_last() -> None:
-    made, clock = ledger(3)
+    made, clock = statistics(3)
     a_round(made, clock, [1.0, 2.0, 4.0])
     a_round(made, clock, [5.0, 6.0, 8.0])
     stats = made.stats()
@@ -209,7 +211,7 @@ def test_waiting_is_laid_to_whoever_came_last() -> None:
 
 
 def test_workers_that_take_turns_in_being_last_are_not_called_slow() -> None:
-    made, clock = ledger(2)
+    made, clock = statistics(2)
     for n in range(10):
         early, late = 10.0 * n + 1.0, 10.0 * n + 10.0
         clock.now_s = early
@@ -224,7 +226,7 @@ def test_workers_that_take_turns_in_being_last_are_not_called_slow() -> None:
 
 
 def test_a_slow_worker_that_nobody_waits_for_costs_nothing() -> None:
-    made, clock = ledger(2)
+    made, clock = statistics(2)
     for n in range(1, 31):
         clock.now_s = float(n)
         for worker in [0, 1] if n % 3 == 0 else [0]:
@@ -237,7 +239,7 @@ def test_a_slow_worker_that_nobody_waits_for_costs_nothing() -> None:
 
 def test_a_slow_worker_is_reported_once_not_too_early_and_at_the_end_at_the_latest() -> None:
     said: list[str] = []
-    made, clock = ledger(2)
+    made, clock = statistics(2)
     report = SlowReport(made.stats, said.append)
     a_round(made, clock, [2.0, 8.0])
     report.look()
@@ -255,7 +257,7 @@ def test_a_slow_worker_is_reported_once_not_too_early_and_at_the_end_at_the_late
 
 def test_a_slow_worker_is_reported_in_mid_run() -> None:
     said: list[str] = []
-    made, clock = ledger(2)
+    made, clock = statistics(2)
     report = SlowReport(made.stats, said.append)
     for n in range(10):
         a_round(made, clock, [4.0 * n + 1.0, 4.0 * n + 4.0])

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hybridtrain.policies import make_policy
-from hybridtrain.policies.known import POLICIES
-from hybridtrain.update.flat import FlatUpdate
-from hybridtrain.update.kernels import kernel_for
+from hybridtrain.policies.registry import POLICIES
+from hybridtrain.updates.flat.flat_update import FlatUpdate
+from hybridtrain.updates.kernels import kernel_for
 from tests.core.served import Served
 
 ROOT = Path(__file__).parents[2]

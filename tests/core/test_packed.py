@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.exchange import HostExchange
-from hybridtrain.finite import FiniteCheck
 from hybridtrain.memory import Layout, Store, pack, unpack
-from hybridtrain.messages import Average, Averaged, Clip, Push
 from hybridtrain.policies import OnArrival
-from hybridtrain.update import Contribution, build_update
-from hybridtrain.update.build import for_sparse
-from hybridtrain.update.kinds import takes_sparse
-from hybridtrain.update.merge import merge_mixed
-from hybridtrain.update.pool import Pool
+from hybridtrain.protocol.messages import Average, Averaged, Clip, Push
+from hybridtrain.updates import Contribution, build_update
+from hybridtrain.updates.factory import for_sparse
+from hybridtrain.updates.flat.reduce import merge_mixed
+from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.worker.finite import FiniteCheck
+from hybridtrain.worker.replica import HostReplica
 from tests.core.served import Served, released, sgd
 
 OPTIM = torch.optim
@@ -110,11 +110,11 @@ def test_who_takes_sparse_gradients_is_what_torch_says(
 # ---- a worker -----------------------------------------------------------------------------------
 
 
-def worker(eager: bool = True, number: int = 1) -> tuple[torch.nn.Embedding, Store, HostExchange]:
+def worker(eager: bool = True, number: int = 1) -> tuple[torch.nn.Embedding, Store, HostReplica]:
     embedding = torch.nn.Embedding(6, 2, sparse=True)
     store = Store(Layout.of(embedding.named_parameters()), 2, False)
     store.master(store.layout.slots[0]).copy_(embedding.weight.detach())
-    return embedding, store, HostExchange(list(embedding.parameters()), store, number, eager)
+    return embedding, store, HostReplica(list(embedding.parameters()), store, number, eager)
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hybridtrain.worlds import placement
+from hybridtrain.worlds.local import cpu_affinity
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="cores are told and chosen as Linux does it"
@@ -26,8 +26,8 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 def placed(monkeypatch: pytest.MonkeyPatch, server: int, *workers: int | None) -> bool:
     cores = {SERVER: server} | {-n: core for n, core in enumerate(workers, start=1)}
-    monkeypatch.setattr(placement, "last_core", cores.get)
-    return placement.stand_aside([-n for n in range(1, len(workers) + 1)])
+    monkeypatch.setattr(cpu_affinity, "last_core", cores.get)
+    return cpu_affinity.stand_aside([-n for n in range(1, len(workers) + 1)])
 
 
 def test_a_server_on_a_workers_core_moves_off_and_may_then_go_anywhere(
@@ -53,11 +53,11 @@ def test_it_stays_where_it_is(
 
 
 def test_the_core_of_a_process_is_one_that_it_may_use() -> None:
-    assert placement.last_core(os.getpid()) in os.sched_getaffinity(0)
-    assert placement.last_core(2**30) is None
+    assert cpu_affinity.last_core(os.getpid()) in os.sched_getaffinity(0)
+    assert cpu_affinity.last_core(2**30) is None
 
 
 def test_it_leaves_the_process_as_it_was() -> None:
     before = os.sched_getaffinity(0)
-    placement.stand_aside([os.getpid()])
+    cpu_affinity.stand_aside([os.getpid()])
     assert os.sched_getaffinity(0) == before

@@ -8,33 +8,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.events import (
+from hybridtrain.policies import (
+    BoundedStaleness,
+    Deadline,
+    FirstK,
+    OnArrival,
+    Policy,
+    RoundRobin,
+    Softsync,
+    Switch,
+    WaitForAll,
+)
+from hybridtrain.policies.switch import Plateau
+from hybridtrain.protocol.facts import (
+    Accumulate,
     Apply,
     Fact,
-    Hold,
     Joined,
     Left,
     Order,
-    Parked,
     Pushed,
     Release,
-    WakeAt,
-    Woke,
+    SetTimer,
+    TimerFired,
+    Waiting,
 )
-from hybridtrain.policies import (
-    All,
-    FirstK,
-    InTime,
-    OnArrival,
-    Policy,
-    Softsync,
-    Ssp,
-    Switch,
-    Turns,
-)
-from hybridtrain.policies.switch import Plateau
 
-BOTH = [All, OnArrival]
+BOTH = [WaitForAll, OnArrival]
 
 
 def joined(policy: Policy, n_workers: int) -> Policy:
@@ -48,37 +48,37 @@ def round_of(*workers: int) -> tuple[Order, ...]:
 
 
 def test_all_waits_for_the_last_and_applies_in_the_order_of_numbers_not_of_arrival() -> None:
-    policy = joined(All(), 3)
+    policy = joined(WaitForAll(), 3)
     assert not policy.on(Pushed(2))
     assert not policy.on(Pushed(0))
     assert policy.on(Pushed(1)) == round_of(0, 1, 2)
 
 
 def test_all_begins_every_round_anew() -> None:
-    policy = joined(All(), 2)
+    policy = joined(WaitForAll(), 2)
     for first, second in [(0, 1), (1, 0), (0, 1)]:
         assert not policy.on(Pushed(first))
         assert policy.on(Pushed(second)) == round_of(0, 1)
 
 
-@pytest.mark.parametrize("fact", [Parked(1), Left(1)])
+@pytest.mark.parametrize("fact", [Waiting(1), Left(1)])
 def test_a_worker_that_parks_or_leaves_completes_the_round_of_the_others(fact: Fact) -> None:
-    policy = joined(All(), 3)
+    policy = joined(WaitForAll(), 3)
     policy.on(Pushed(2))
     policy.on(Pushed(0))
     assert policy.on(fact) == round_of(0, 2)
 
 
 def test_a_parked_worker_is_waited_for_again_once_it_pushes() -> None:
-    policy = joined(All(), 2)
-    policy.on(Parked(1))
+    policy = joined(WaitForAll(), 2)
+    policy.on(Waiting(1))
     assert policy.on(Pushed(0)) == round_of(0)
     assert not policy.on(Pushed(1))
     assert policy.on(Pushed(0)) == round_of(0, 1)
 
 
 def test_a_worker_that_leaves_takes_its_unapplied_push_with_it() -> None:
-    policy = joined(All(), 3)
+    policy = joined(WaitForAll(), 3)
     policy.on(Pushed(1))
     assert not policy.on(Left(1))
     policy.on(Pushed(0))
@@ -86,13 +86,13 @@ def test_a_worker_that_leaves_takes_its_unapplied_push_with_it() -> None:
 
 
 def test_a_round_of_nobody_never_ends() -> None:
-    policy = joined(All(), 2)
+    policy = joined(WaitForAll(), 2)
     assert not policy.on(Left(0))
     assert not policy.on(Left(1))
 
 
 def test_a_newcomer_is_waited_for() -> None:
-    policy = joined(All(), 2)
+    policy = joined(WaitForAll(), 2)
     policy.on(Pushed(0))
     assert not policy.on(Joined(2))
     assert not policy.on(Pushed(1))
@@ -103,7 +103,7 @@ def test_on_arrival_applies_each_push_at_once_and_alone() -> None:
     policy = joined(OnArrival(), 3)
     for worker in (2, 2, 0, 1):
         assert policy.on(Pushed(worker)) == round_of(worker)
-    assert not policy.on(Parked(0))
+    assert not policy.on(Waiting(0))
     assert not policy.on(Left(1))
 
 
@@ -138,8 +138,8 @@ class Script:
             case Pushed(worker):
                 self.state[worker] = "waits"
                 self.unapplied.add(worker)
-            case Parked(worker) | Left(worker):
-                self.state[worker] = "parked" if isinstance(fact, Parked) else "gone"
+            case Waiting(worker) | Left(worker):
+                self.state[worker] = "parked" if isinstance(fact, Waiting) else "gone"
                 self.unapplied.discard(worker)
         for order in self.policy.on(fact):
             self.orders.append(order)
@@ -149,7 +149,7 @@ class Script:
         assert not waiting or free, "somebody must be able to free those who wait"
 
     def obey(self, order: Order) -> None:
-        if isinstance(order, WakeAt):
+        if isinstance(order, SetTimer):
             assert order.at_s > self.now_s
             self.wake_at_s = order.at_s
             return
@@ -161,14 +161,14 @@ class Script:
                 self.state[worker] = "computes"
             return
         assert set(order.workers) <= self.unapplied, "only what has been pushed, and once"
-        assert not isinstance(order, Hold) or self.regime.holds
-        self.held = 0 if isinstance(order, Apply) else self.held + isinstance(order, Hold)
+        assert not isinstance(order, Accumulate) or self.regime.holds
+        self.held = 0 if isinstance(order, Apply) else self.held + isinstance(order, Accumulate)
         self.unapplied.difference_update(order.workers)
 
     def wake(self) -> None:
         if self.wake_at_s is not None:
             self.now_s, self.wake_at_s = self.wake_at_s, None
-            self.tell(Woke(self.now_s))
+            self.tell(TimerFired(self.now_s))
 
     def act(self, worker: int, action: int) -> None:
         self.now_s += 1.0
@@ -178,14 +178,14 @@ class Script:
             case "computes" | "parked", 0 | 1 | 2:
                 self.tell(Pushed(worker, self.now_s))
             case "computes", 3:
-                self.tell(Parked(worker))
+                self.tell(Waiting(worker))
             case "computes" | "parked" | "waits", 4:
                 self.tell(Left(worker))
 
     def end(self) -> None:
         """Whoever computes comes to the end of its data, until nobody does."""
         while computing := [w for w, s in self.state.items() if s == "computes"]:
-            self.tell(Parked(computing[0]))
+            self.tell(Waiting(computing[0]))
             self.wake()
         assert "waits" not in self.state.values(), "nobody is left waiting at the end"
         assert not self.unapplied, "every push has counted or been dropped, unless its worker left"
@@ -202,23 +202,23 @@ def play(policy: Policy, n_workers: int, choices: list[tuple[int, int]]) -> list
 
 CHOICES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), max_size=40)
 MANY: dict[str, Callable[[int], Policy]] = {
-    "hybrid": lambda n: All(),
+    "hybrid": lambda n: WaitForAll(),
     "async": lambda n: OnArrival(),
     "backup": lambda n: FirstK(),
     "backup of two": lambda n: FirstK(min(2, n)),
-    "backup in time": lambda n: InTime(),
-    "backup in time, strict": lambda n: InTime(c=0.0, at_least=1),
+    "backup in time": lambda n: Deadline(),
+    "backup in time, strict": lambda n: Deadline(c=0.0, at_least=1),
     "k_async": lambda n: FirstK(late="use"),
     "k_batch_sync": lambda n: FirstK(3, several=True),
     "k_batch_async": lambda n: FirstK(3, late="use", several=True),
     "softsync": lambda n: Softsync(1),
-    "ssp 0": lambda n: Ssp(0),
-    "ssp 1": lambda n: Ssp(1),
-    "ssp 3": lambda n: Ssp(3),
-    "ssp": lambda n: Ssp(None),
-    "hybrid, then async": lambda n: Switch(All(), OnArrival(), at_update=2),
-    "async, then hybrid": lambda n: Switch(OnArrival(), All(), at_update=3),
-    "backup, then ssp": lambda n: Switch(FirstK(), Ssp(1), at_update=2),
+    "ssp 0": lambda n: BoundedStaleness(0),
+    "ssp 1": lambda n: BoundedStaleness(1),
+    "ssp 3": lambda n: BoundedStaleness(3),
+    "ssp": lambda n: BoundedStaleness(None),
+    "hybrid, then async": lambda n: Switch(WaitForAll(), OnArrival(), at_update=2),
+    "async, then hybrid": lambda n: Switch(OnArrival(), WaitForAll(), at_update=3),
+    "backup, then ssp": lambda n: Switch(FirstK(), BoundedStaleness(1), at_update=2),
     "k_batch_async, then k_async": lambda n: Switch(
         FirstK(3, "use", True), FirstK(1, "use"), at_update=1
     ),
@@ -247,16 +247,16 @@ def test_a_policy_depends_on_nothing_but_its_facts(
 # ---- the dial: policies that are the same at their limits ----------------------------------------
 
 SAME: dict[str, tuple[Callable[[int], Policy], Callable[[int], Policy]]] = {
-    "backup k=n is hybrid": (lambda n: FirstK(n), lambda n: All()),
-    "k_async k=n is hybrid": (lambda n: FirstK(n, "use"), lambda n: All()),
-    "ssp 0 is hybrid": (lambda n: Ssp(0), lambda n: All()),
-    "ssp without a bound is async": (lambda n: Ssp(None), lambda n: OnArrival()),
+    "backup k=n is hybrid": (lambda n: FirstK(n), lambda n: WaitForAll()),
+    "k_async k=n is hybrid": (lambda n: FirstK(n, "use"), lambda n: WaitForAll()),
+    "ssp 0 is hybrid": (lambda n: BoundedStaleness(0), lambda n: WaitForAll()),
+    "ssp without a bound is async": (lambda n: BoundedStaleness(None), lambda n: OnArrival()),
     "k_async k=1 is async": (lambda n: FirstK(1, "use"), lambda n: OnArrival()),
     "k_batch_async k=1 is async": (lambda n: FirstK(1, "use", True), lambda n: OnArrival()),
     "softsync n=W is async": (lambda n: Softsync(n), lambda n: OnArrival()),
     "switch between equals changes nothing": (
-        lambda n: Switch(All(), Ssp(0), at_update=1),
-        lambda n: All(),
+        lambda n: Switch(WaitForAll(), BoundedStaleness(0), at_update=1),
+        lambda n: WaitForAll(),
     ),
 }
 
@@ -290,7 +290,7 @@ def test_a_plateau_is_a_mean_no_better_than_the_best(
 
 
 def test_a_switch_whose_losses_nobody_tells_stays_where_it_is() -> None:
-    policy = Switch(All(), OnArrival(), patience=1)
+    policy = Switch(WaitForAll(), OnArrival(), patience=1)
     policy.begin(1)
     policy.on(Joined(0))
     for _ in range(9):
@@ -299,7 +299,14 @@ def test_a_switch_whose_losses_nobody_tells_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize(
-    "policy", [All(), FirstK(3), FirstK(3, "use"), Ssp(0), Switch(All(), Ssp(0), at_update=5)]
+    "policy",
+    [
+        WaitForAll(),
+        FirstK(3),
+        FirstK(3, "use"),
+        BoundedStaleness(0),
+        Switch(WaitForAll(), BoundedStaleness(0), at_update=5),
+    ],
 )
 def test_lock_step_is_known_as_such(policy: Policy) -> None:
     assert policy.begin(3).lockstep
@@ -307,7 +314,15 @@ def test_lock_step_is_known_as_such(policy: Policy) -> None:
 
 @pytest.mark.parametrize(
     "policy",
-    [OnArrival(), FirstK(2), FirstK(3, several=True), Ssp(1), Turns(), InTime(), Softsync(1)],
+    [
+        OnArrival(),
+        FirstK(2),
+        FirstK(3, several=True),
+        BoundedStaleness(1),
+        RoundRobin(),
+        Deadline(),
+        Softsync(1),
+    ],
 )
 def test_whoever_may_be_ahead_reads_a_copy(policy: Policy) -> None:
     assert not policy.begin(3).lockstep

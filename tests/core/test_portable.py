@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.update.portable import dump, load
+from hybridtrain.updates.serialize import dump, load
 
 
 def parameters(n: int) -> list[torch.nn.Parameter]:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from hybridtrain.profiling import Phase, Track, timed
 from hybridtrain.profiling.phases import phase_of, short_name
-from hybridtrain.profiling.report import FIGURES, TIMELINE, Report
+from hybridtrain.profiling.profile_report import FIGURES, TIMELINE, Report
 
 
 class Clock:

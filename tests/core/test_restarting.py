@@ -14,18 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain import failures
-from hybridtrain.client import Client, StopRequested
-from hybridtrain.failures import Judge, OnFailure
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import Install, Push, Stopped
-from hybridtrain.news import Heir, Saved
-from hybridtrain.policies import All
-from hybridtrain.server import Server
-from hybridtrain.update.portable import dump
-from hybridtrain.worlds import roster
-from hybridtrain.worlds.processes import ProcessWorld
-from hybridtrain.worlds.signals import Interrupted
+from hybridtrain.policies import WaitForAll
+from hybridtrain.protocol.messages import Install, Push, Stopped
+from hybridtrain.protocol.notices import Saved, SavePermission
+from hybridtrain.recovery import failure_policy, roster
+from hybridtrain.recovery.failure_policy import Judge, OnFailure
+from hybridtrain.server.server import Server
+from hybridtrain.updates.serialize import dump
+from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.worlds.local.signals import Interrupted
 
 STEPS, GRACE_S = 6, 20.0
 Then = Callable[[Client, int], None]  # what a worker does before its step
@@ -33,7 +32,7 @@ Then = Callable[[Client, int], None]  # what a worker does before its step
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failures, "_FIRST_DELAY_S", 0.1)
+    monkeypatch.setattr(failure_policy, "_FIRST_DELAY_S", 0.1)
     monkeypatch.setattr(roster, "_FIRST_DELAY_S", 0.02)
 
 
@@ -56,9 +55,9 @@ def train(client: Client, then: Then, folder: Path, version: int | None = None) 
             client.push(Push(0, 1.0))
     except StopRequested:
         client.note(Stopped())
-        while not isinstance(heir := client.line.receive()[0], Heir):
+        while not isinstance(save_permission := client.line.receive()[0], SavePermission):
             pass
-        if heir.saves:
+        if save_permission.saves:
             (folder / "saved").write_text(str(store.master(layout.slots[0])[0].item()))
             client.note(Saved(True))
         raise
@@ -68,7 +67,7 @@ def train(client: Client, then: Then, folder: Path, version: int | None = None) 
 
 def run(then: Then, folder: Path, n: int = 3) -> list[int]:
     judge = Judge(OnFailure("restart", max_restarts=None))
-    world = ProcessWorld(Server(All(), n), n, grace_s=GRACE_S, judge=judge)
+    world = ProcessWorld(Server(WaitForAll(), n), n, grace_s=GRACE_S, judge=judge)
 
     def again(told: bytes, version: int) -> Callable[[Client], Any]:
         assert told == b"here"

@@ -6,13 +6,13 @@ import random
 
 import pytest
 
-from hybridtrain.failures import End, Judge, OnFailure, Replace
-from hybridtrain.worlds.duties import Ask, GiveUp, Kill, Name, Say, Start
-from hybridtrain.worlds.lives import AWAY, TABLE, THERE, Event, State
-from hybridtrain.worlds.roster import Roster
+from hybridtrain.recovery.actions import Ask, GiveUp, Kill, Name, Say, Start
+from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
+from hybridtrain.recovery.lifecycle import AWAY, TABLE, THERE, LifecycleEvent, WorkerState
+from hybridtrain.recovery.roster import Roster
 from tests.core.schedules import Schedule
 
-S, E = State, Event
+S, E = WorkerState, LifecycleEvent
 LOST = RuntimeError("killed")
 
 
@@ -32,7 +32,7 @@ def lose(made: Roster, *workers: int, at_s: float = 0.0) -> None:
 
 
 def test_every_state_can_be_reached_and_left_until_there_is_nobody() -> None:
-    for start in State:
+    for start in WorkerState:
         seen, border = {start}, [start]
         while border:
             state = border.pop()
@@ -40,8 +40,8 @@ def test_every_state_can_be_reached_and_left_until_there_is_nobody() -> None:
             seen |= after
             border += after
         assert S.GONE in seen
-        assert start is not S.STARTING or seen == set(State)
-    assert {event for _, event in TABLE} == set(Event)
+        assert start is not S.STARTING or seen == set(WorkerState)
+    assert {event for _, event in TABLE} == set(LifecycleEvent)
     assert {then for (_, event), then in TABLE.items() if event is E.DIES} == {S.GONE}
     for state in AWAY:  # nothing that a lost process has still said brings its worker back
         assert not {e for (s, e) in TABLE if s is state} & {E.WAITS, E.PUSHES, E.MEETS, E.GOES_ON}
@@ -148,7 +148,7 @@ def test_a_process_that_cannot_be_started_is_tried_again_but_not_for_ever() -> N
 
 
 @pytest.mark.parametrize("state", [S.FAILED, S.CALLED])
-def test_when_the_run_ends_nobody_waits_for_who_is_away(state: State) -> None:
+def test_when_the_run_ends_nobody_waits_for_who_is_away(state: WorkerState) -> None:
     made = roster()
     lose(made, 1)
     if state is S.CALLED:
@@ -235,7 +235,7 @@ def test_if_nobody_is_left_one_process_more_is_started_to_save() -> None:
 
 def test_all_states_are_there_away_or_at_an_end() -> None:
     rest = {S.STOPPED, S.SAVING, S.ENDED, S.GONE}
-    assert {*THERE} | {*AWAY} | rest == set(State)
+    assert {*THERE} | {*AWAY} | rest == set(WorkerState)
 
 
 def test_whatever_happens_in_7_000_schedules_restarts_happen_or_the_run_says_why() -> None:

@@ -11,13 +11,15 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Arena, Layout
-from hybridtrain.messages import (
+from hybridtrain.policies import BoundedStaleness, OnArrival, RoundRobin, WaitForAll
+from hybridtrain.protocol.messages import (
     Begin,
     Clip,
-    Cover,
     Draw,
+    DrawnBatch,
     Install,
-    Lap,
+    LoaderPass,
+    OptimizerState,
     Paused,
     Pull,
     Push,
@@ -26,16 +28,14 @@ from hybridtrain.messages import (
     Resumed,
     Share,
     Snapshot,
-    State,
     Stats,
     Stopped,
     Ticket,
 )
-from hybridtrain.news import Stop
-from hybridtrain.policies import All, OnArrival, Ssp, Turns
-from hybridtrain.server import Server
-from hybridtrain.update.groups import plain
-from hybridtrain.update.portable import dump
+from hybridtrain.protocol.notices import Stop
+from hybridtrain.server.server import Server
+from hybridtrain.updates.groups import plain
+from hybridtrain.updates.serialize import dump
 from tests.core.served import Served, gathered, refusals, released, sgd, stopped
 
 GROUP = {"lr": 1.0}
@@ -220,7 +220,7 @@ def test_waiting_in_different_places_is_refused_for_all_who_wait() -> None:
 
 
 def test_different_parameters_are_refused_for_all_with_the_worker_named() -> None:
-    server = Server(All(), 3)
+    server = Server(WaitForAll(), 3)
     layouts = [Layout.of([("w", torch.zeros(n))]) for n in (4, 4, 5)]
     assert server.handle(2, Share(layouts[2])) == server.handle(0, Share(layouts[0])) == []
     reasons = refusals(server.handle(1, Share(layouts[1])))
@@ -234,7 +234,7 @@ def test_parameters_too_large_for_the_machine_are_refused_for_all(
     def refuse(n_bytes: int) -> Arena:
         raise UserError("too large")
 
-    server = Server(All(), 2)
+    server = Server(WaitForAll(), 2)
     layout = Layout.of([("w", torch.zeros(4))])
     server.handle(0, Share(layout))
     monkeypatch.setattr(Arena, "create", refuse)
@@ -297,7 +297,7 @@ def test_who_is_lost_in_a_meeting_is_neither_answered_nor_expected_again() -> No
 
 
 def test_rows_keep_their_workers_numbers_when_one_was_lost_before_sharing() -> None:
-    server = Server(All(), 3)
+    server = Server(WaitForAll(), 3)
     server.lost(0)
     layout = Layout.of([("w", torch.zeros(4))])
     server.handle(1, Share(layout))
@@ -353,7 +353,7 @@ def test_a_worker_that_has_stopped_can_still_save_a_checkpoint() -> None:
     served = Served(2, OnArrival())
     served.server.note(0, Stopped())
     ((worker, reply),) = served.server.handle(0, Snapshot())
-    assert (worker, type(reply)) == (0, State)
+    assert (worker, type(reply)) == (0, OptimizerState)
     assert served.server.handle(0, Pull()) == [(0, Released(0))]
 
 
@@ -375,7 +375,7 @@ def test_a_snapshot_is_what_torch_would_save_with_parameters_of_the_same_version
             parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
     ((_, reply),) = served.server.handle(0, Snapshot())
-    assert isinstance(reply, State)
+    assert isinstance(reply, OptimizerState)
     (saved,) = torch.load(io.BytesIO(reply.payload), weights_only=False)
     state = saved.parameters
     fresh = make([torch.nn.Parameter(p.detach().clone()) for p in alone])
@@ -398,7 +398,7 @@ def test_pulling_brings_only_the_own_copy_up_to_date() -> None:
 
 def test_mini_batches_are_drawn_from_one_queue_and_what_the_lost_left_is_drawn_again() -> None:
     served = Served(2, OnArrival())
-    draw = partial(served.server.handle, request=Draw(Lap(0, 0), ((0, 3),), 3, (1, 1)))
+    draw = partial(served.server.handle, request=Draw(LoaderPass(0, 0), ((0, 3),), 3, (1, 1)))
     assert draw(1) == [(1, Ticket(((0, 1),)))]
     assert draw(0) == [(0, Ticket(((1, 2),)))]
     served.server.lost(1)
@@ -409,26 +409,26 @@ def test_mini_batches_are_drawn_from_one_queue_and_what_the_lost_left_is_drawn_a
 
 def test_a_snapshot_tells_what_of_the_queue_is_not_behind_its_version() -> None:
     served = Served(2, OnArrival())
-    lap = Lap(0, 0)
+    lap = LoaderPass(0, 0)
     for worker in (0, 1):
         served.server.handle(worker, Draw(lap, ((0, 6),), 6, (2, 2)))
     ((_, state),) = served.server.handle(0, Snapshot())
-    assert isinstance(state, State) and state.unseen == {lap: ((0, 6),)}
-    served.push(1, 1.0, covers=(Cover(lap, ((2, 4),)),))
+    assert isinstance(state, OptimizerState) and state.unseen == {lap: ((0, 6),)}
+    served.push(1, 1.0, covers=(DrawnBatch(lap, ((2, 4),)),))
     ((_, state),) = served.server.handle(0, Snapshot())
-    assert isinstance(state, State) and state.version == 1
+    assert isinstance(state, OptimizerState) and state.version == 1
     assert state.unseen == {lap: ((0, 2), (4, 6))}
 
 
 def test_a_push_that_waits_for_others_has_not_been_seen_yet() -> None:
-    served, lap = Served(2), Lap(0, 0)
+    served, lap = Served(2), LoaderPass(0, 0)
     served.server.handle(0, Draw(lap, ((0, 4),), 4, (2, 2)))
-    served.push(0, 1.0, covers=(Cover(lap, ((0, 2),)),))
+    served.push(0, 1.0, covers=(DrawnBatch(lap, ((0, 2),)),))
     ((_, state),) = served.server.handle(1, Snapshot())
-    assert isinstance(state, State) and state.unseen == {lap: ((0, 4),)}
+    assert isinstance(state, OptimizerState) and state.unseen == {lap: ((0, 4),)}
     served.push(1, 1.0)
     ((_, state),) = served.server.handle(1, Snapshot())
-    assert isinstance(state, State) and state.unseen == {lap: ((2, 4),)}
+    assert isinstance(state, OptimizerState) and state.unseen == {lap: ((2, 4),)}
 
 
 def test_the_figures_tell_who_waited_for_whom() -> None:
@@ -499,7 +499,7 @@ def test_one_device_at_a_time_gives_the_sequential_result() -> None:
 
 
 def test_nobody_is_blocked_by_a_worker_that_has_stopped_where_workers_run_freely() -> None:
-    run = Served(2, Ssp(lead=1))
+    run = Served(2, BoundedStaleness(lead=1))
     for _ in range(2):
         replies = run.push(0, 1.0)
     assert replies == [], "too far ahead"
@@ -508,13 +508,13 @@ def test_nobody_is_blocked_by_a_worker_that_has_stopped_where_workers_run_freely
 
 
 def test_the_turn_of_a_worker_that_has_stopped_goes_to_the_next() -> None:
-    run = Served(2, Turns())
+    run = Served(2, RoundRobin())
     assert run.server.handle(0, Begin()) == released(0, 0)
     assert run.server.handle(1, Begin()) == []
     assert run.server.note(0, Stopped()) == released(0, 1)
 
 
-@pytest.mark.parametrize("policy", [All(), Ssp(lead=1)])
+@pytest.mark.parametrize("policy", [WaitForAll(), BoundedStaleness(lead=1)])
 def test_late_in_the_end_nobody_is_waited_for(policy: Any) -> None:
     run = Served(2, policy)
     for _ in range(2):

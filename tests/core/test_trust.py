@@ -11,15 +11,15 @@ from tests.core.test_architecture import FILES, PACKAGE
 # Where bytes become objects by way of pickle, and who has made these bytes.
 PICKLES = {
     "client.py": "the parent, over an inherited socket",
-    "lightning/coming_back.py": "another worker, by way of the parent",
-    "lightning/generator_pages.py": "the worker that was lost, in nameless memory of the run",
-    "lightning/predictions.py": "other workers, by way of the parent",
-    "lightning/results.py": "a worker, over an inherited socket or a nameless file",
-    "memory/scratch.py": "a worker, in a nameless file of the parent",
-    "update/portable.py": "the parent or a worker, over an inherited socket",
-    "update/regroup.py": "a worker, over an inherited socket",
-    "worlds/channel.py": "the parent or a worker, over an inherited socket",
-    "worlds/outcome.py": "a worker, over an inherited socket",
+    "lightning/failover/rejoin.py": "another worker, by way of the parent",
+    "lightning/failover/rng_mailbox.py": "the worker that was lost, in nameless memory of the run",
+    "lightning/data/predictions.py": "other workers, by way of the parent",
+    "lightning/results/worker_result.py": "a worker, over an inherited socket or a nameless file",
+    "memory/scratch_file.py": "a worker, in a nameless file of the parent",
+    "updates/serialize.py": "the parent or a worker, over an inherited socket",
+    "updates/regroup.py": "a worker, over an inherited socket",
+    "worlds/local/channel.py": "the parent or a worker, over an inherited socket",
+    "worlds/local/worker_exit.py": "a worker, over an inherited socket",
 }
 NEVER = {"eval", "exec", "compile", "__import__"}
 MODULES = {"shelve", "marshal", "dill", "cloudpickle", "joblib", "dbm"}

@@ -7,11 +7,11 @@ import threading
 import pytest
 import torch
 
-from hybridtrain.update.turns import Abandoned, Asked, Ended, Turns
+from hybridtrain.util.turn_taking import Abandoned, Asked, Ended, TurnTaking
 
 
 def test_a_function_is_suspended_where_it_asks_and_goes_on_with_the_answer() -> None:
-    turns, seen = Turns(), []
+    turns, seen = TurnTaking(), []
 
     def function() -> None:
         seen.append(turns.ask("first"))
@@ -27,7 +27,7 @@ def test_a_function_is_suspended_where_it_asks_and_goes_on_with_the_answer() -> 
 
 
 def test_what_the_function_raises_reaches_the_caller() -> None:
-    turns = Turns()
+    turns = TurnTaking()
     turned = turns.start(lambda: [][0])
     assert isinstance(turned, Ended) and isinstance(turned.error, IndexError)
     assert turns.start(lambda: None) == Ended(), "it can be used again"
@@ -36,7 +36,7 @@ def test_what_the_function_raises_reaches_the_caller() -> None:
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_closing_unwinds_a_suspended_function(stubborn: bool) -> None:
-    turns, unwound = Turns(), []
+    turns, unwound = TurnTaking(), []
 
     def function() -> None:
         try:
@@ -55,7 +55,7 @@ def test_closing_unwinds_a_suspended_function(stubborn: bool) -> None:
 
 
 def test_one_thread_serves_all_functions_and_computes_without_gradients() -> None:
-    turns, seen = Turns(), set()
+    turns, seen = TurnTaking(), set()
 
     def function() -> None:
         seen.add((threading.get_ident(), torch.is_grad_enabled(), torch.get_num_threads()))
@@ -70,4 +70,4 @@ def test_one_thread_serves_all_functions_and_computes_without_gradients() -> Non
 
 
 def test_closing_what_never_started_is_nothing() -> None:
-    Turns().close()
+    TurnTaking().close()

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain import vanishing
-from hybridtrain.vanishing import removed_in_the_end, vanishing_directory, vanishing_sockets
+from hybridtrain.worlds.local import cleanup
+from hybridtrain.worlds.local.cleanup import (
+    removed_in_the_end,
+    vanishing_directory,
+    vanishing_sockets,
+)
 
 
 def gone(path: Path, limit_s: float = 20.0) -> bool:
@@ -41,7 +45,7 @@ def test_it_is_there_for_its_user_alone_and_then_it_is_not() -> None:
 
 
 def test_without_a_shell_it_is_still_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vanishing, "_SHELL", "/nowhere/sh")
+    monkeypatch.setattr(cleanup, "_SHELL", "/nowhere/sh")
     with vanishing_directory() as folder:
         pass
     assert not folder.exists()

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies import All, OnArrival, Policy
-from hybridtrain.worlds.service import SHAPES, ServiceTimes
-from hybridtrain.worlds.virtual import VirtualWorld
+from hybridtrain.policies import OnArrival, Policy, WaitForAll
+from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 EXPONENTIAL = ServiceTimes("exponential")
 CONSTANT = ServiceTimes("constant")
@@ -37,9 +37,9 @@ def timed(policy: Policy, workers: int, updates: int, times: ServiceTimes = EXPO
 @pytest.mark.parametrize("workers", [2, 8, 32])
 def test_waiting_for_all_takes_as_long_as_the_slowest(workers: int) -> None:
     """Dutta et al. 2018: E[T] = H_P for exponential service times of mean 1."""
-    world = timed(All(), workers, 4000)
+    world = timed(WaitForAll(), workers, 4000)
     assert world.now_s / 4000 == pytest.approx(harmonic(workers), rel=0.03)
-    stats = world.server.ledger.stats()
+    stats = world.server.statistics.stats()
     assert stats["samples"] == 4000 * workers * 4
     assert stats["staleness"]["max"] == 0
     waiting = sum(stats["waiting_share"]) / workers
@@ -52,24 +52,26 @@ def test_never_waiting_is_as_fast_as_all_together_and_p_minus_1_updates_stale(
 ) -> None:
     """Memoryless workers: P(staleness = k) = (1/P)(1 - 1/P)^k, mean P - 1, variance P(P - 1)."""
     world = timed(OnArrival(), workers, 40_000)
-    ledger = world.server.ledger
+    statistics = world.server.statistics
     assert 40_000 / world.now_s == pytest.approx(workers, rel=0.03)
-    assert ledger.mean_age() == pytest.approx(workers - 1, rel=0.03)
-    total = sum(ledger.ages.values())
-    variance = sum(n * (age - ledger.mean_age()) ** 2 for age, n in ledger.ages.items()) / total
+    assert statistics.mean_age() == pytest.approx(workers - 1, rel=0.03)
+    total = sum(statistics.ages.values())
+    variance = (
+        sum(n * (age - statistics.mean_age()) ** 2 for age, n in statistics.ages.items()) / total
+    )
     assert variance == pytest.approx(workers * (workers - 1), rel=0.1)
-    assert ledger.ages[0] / total == pytest.approx(1 / workers, rel=0.1)
-    assert max(ledger.stats()["waiting_share"]) == 0.0
+    assert statistics.ages[0] / total == pytest.approx(1 / workers, rel=0.1)
+    assert max(statistics.stats()["waiting_share"]) == 0.0
 
 
 def test_equal_workers_take_turns_and_are_exactly_p_minus_1_updates_stale() -> None:
     world = timed(OnArrival(), 5, 1000, CONSTANT)
-    assert world.server.ledger.ages == {0: 1, 1: 1, 2: 1, 3: 1, 4: 996}
+    assert world.server.statistics.ages == {0: 1, 1: 1, 2: 1, 3: 1, 4: 996}
 
 
 def test_a_straggler_holds_up_those_who_wait_and_nobody_else() -> None:
     slow = ServiceTimes("constant", slower={1: 3.0})
-    assert timed(All(), 4, 300, slow).now_s == pytest.approx(900.0)
+    assert timed(WaitForAll(), 4, 300, slow).now_s == pytest.approx(900.0)
     free = timed(OnArrival(), 4, 1000, slow)
     assert 1000 / free.now_s == pytest.approx(3 + 1 / 3, rel=0.01)
 
@@ -79,7 +81,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(kind: str) ->
     def run(seed: int) -> tuple[float, dict[int, int]]:
         world = VirtualWorld(OnArrival(), 7, ServiceTimes(kind), seed=seed)
         world.run(updates=500)
-        return world.now_s, dict(world.server.ledger.ages)
+        return world.now_s, dict(world.server.statistics.ages)
 
     assert run(1) == run(1)
     assert (run(1) == run(2)) == (kind == "constant")
@@ -157,22 +159,22 @@ def test_the_two_overlapping_mini_batches_of_the_documentation() -> None:
     assert value(world) == pytest.approx(1 - 2 * eta * h, rel=1e-15)
     alone = trained(OnArrival(), 1, 2, Quadratic(h), eta)
     assert value(alone) == pytest.approx((1 - eta * h) ** 2, rel=1e-15)
-    both = trained(All(), 2, 1, Quadratic(h), eta)
+    both = trained(WaitForAll(), 2, 1, Quadratic(h), eta)
     assert value(both) == pytest.approx(1 - eta * h, rel=1e-15), "their mean, once"
 
 
-@pytest.mark.parametrize("policy", [All, OnArrival])
+@pytest.mark.parametrize("policy", [WaitForAll, OnArrival])
 def test_updates_are_conserved_under_plain_sgd(policy: Callable[[], Policy]) -> None:
     """What the parameters have moved is the learning rate times what was applied."""
     task, workers = Quadratic(), 4
     world = VirtualWorld(policy(), workers, EXPONENTIAL, task=task, optimizer=sgd(0.01))
     world.run(updates=200)
-    if policy is All:
+    if policy is WaitForAll:
         task.applied /= workers  # whole rounds only, and of each the mean
     assert 1.0 - value(world) == pytest.approx(0.01 * float(task.applied[0]), rel=1e-9)
 
 
 def test_a_task_without_an_optimizer_lets_only_time_pass() -> None:
-    world = VirtualWorld(All(), 2, CONSTANT, task=Quadratic())
+    world = VirtualWorld(WaitForAll(), 2, CONSTANT, task=Quadratic())
     world.run(updates=3)
     assert (world.parameters(), world.now_s) == ([], 3.0)

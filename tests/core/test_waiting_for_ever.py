@@ -8,10 +8,10 @@ import pytest
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.events import Apply, Fact, Order, Pushed, Release, WakeAt, Woke
-from hybridtrain.policies import Regime
-from hybridtrain.worlds.service import ServiceTimes
-from hybridtrain.worlds.virtual import VirtualWorld
+from hybridtrain.policies import Requirements
+from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release, SetTimer, TimerFired
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.core.served import Served, refusals
 from tests.lightning.toys import fit
 
@@ -19,8 +19,8 @@ from tests.lightning.toys import fit
 class Never:
     """Holds everybody."""
 
-    def begin(self, n_workers: int) -> Regime:
-        return Regime(lockstep=False)
+    def begin(self, n_workers: int) -> Requirements:
+        return Requirements(lockstep=False)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         return ()
@@ -45,8 +45,8 @@ class Later(Never):
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
             case Pushed(1, at_s):
-                return (WakeAt(at_s + 5.0),)
-            case Woke():
+                return (SetTimer(at_s + 5.0),)
+            case TimerFired():
                 return (Apply((0, 1)), Release((0, 1)))
         return ()
 

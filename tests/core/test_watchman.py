@@ -17,35 +17,35 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.client import Client
-from hybridtrain.messages import Gather, Push, Released
-from hybridtrain.news import Gone, Stop
-from hybridtrain.policies import All
-from hybridtrain.pulse import Doing, Pulse, pulse_file
-from hybridtrain.server import Server
-from hybridtrain.worlds.channel import Channel, channel_pair
-from hybridtrain.worlds.crew import WorkerProcess
-from hybridtrain.worlds.hanging import Patience
-from hybridtrain.worlds.outcome import WorkerDied
-from hybridtrain.worlds.processes import ProcessWorld
-from hybridtrain.worlds.starving import Starving
-from hybridtrain.worlds.watchman import Watchman
+from hybridtrain.monitoring.cpu_starvation import Starving
+from hybridtrain.monitoring.hang_detector import HangTimeout
+from hybridtrain.monitoring.heartbeat import Doing, Heartbeat, heartbeat_file
+from hybridtrain.monitoring.watchdog import Watchdog
+from hybridtrain.policies import WaitForAll
+from hybridtrain.protocol.messages import Gather, Push, Released
+from hybridtrain.protocol.notices import Gone, Stop
+from hybridtrain.server.server import Server
+from hybridtrain.worker.client import Client
+from hybridtrain.worlds.local.channel import Channel, channel_pair
+from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.worlds.local.worker_exit import WorkerDied
+from hybridtrain.worlds.local.worker_process import WorkerProcess
 from tests.core.test_world import wait_until
 
 LIMIT_S = 1.0
 
 
 def watched(n_workers: int, said: list[str], limit_s: float | None = LIMIT_S) -> ProcessWorld:
-    watchman = Watchman(Patience(limit_s), said.append)
-    return ProcessWorld(Server(All(), n_workers), n_workers, grace_s=1.0, watchman=watchman)
+    watchdog = Watchdog(HangTimeout(limit_s), said.append)
+    return ProcessWorld(Server(WaitForAll(), n_workers), n_workers, grace_s=1.0, watchdog=watchdog)
 
 
 def train(client: Client) -> None:
     """Some steps, long enough to be seen."""
     for _ in range(3):
-        client.pulse.beat(Doing.STEP)
+        client.heartbeat.beat(Doing.STEP)
         time.sleep(LIMIT_S / 4)
-    client.pulse.beat(Doing.STEP)
+    client.heartbeat.beat(Doing.STEP)
 
 
 def oversleep() -> None:
@@ -136,7 +136,7 @@ def test_a_worker_in_a_debugger_is_waited_for() -> None:
         train(client)
         if client.worker == 0:
             for _ in range(10):  # worker 0 shows signs of life
-                client.pulse.beat(Doing.STEP)
+                client.heartbeat.beat(Doing.STEP)
                 time.sleep(LIMIT_S / 4)
             os.write(writes, b"c\n")
             return ""
@@ -161,7 +161,9 @@ def test_a_worker_that_has_done_its_job_and_does_not_leave_is_killed_and_its_res
     def body(client: Client) -> int:
         train(client)
         if client.worker == 1:
-            client.pulse.beat(Doing.ENDING)  # then it is not the first time, which may take longer
+            client.heartbeat.beat(
+                Doing.ENDING
+            )  # then it is not the first time, which may take longer
             threading._register_atexit(oversleep)  # type: ignore[attr-defined]
         return client.worker
 
@@ -189,7 +191,7 @@ def test_who_shares_a_core_is_known_to_have_waited_for_it() -> None:
 def test_what_a_waiting_worker_hears_unasked_leaves_it_waiting() -> None:
     ours, theirs = map(Channel, channel_pair())
     process: Any = None
-    worker = WorkerProcess(0, ours, process, -1, Pulse())
+    worker = WorkerProcess(0, ours, process, -1, Heartbeat())
     for answer, unasked in ((Released(3), Gone(1, 2)), (Stop(now=True), Stop())):
         worker.request = Push(0, 1.0)
         worker.send(unasked)
@@ -206,12 +208,12 @@ def test_without_a_time_nobody_is_given_up() -> None:
         time.sleep(2 * LIMIT_S)
         return "alive"
 
-    assert ProcessWorld(Server(All(), 1), 1).run(body) == ["alive"]
+    assert ProcessWorld(Server(WaitForAll(), 1), 1).run(body) == ["alive"]
 
 
 def test_a_pulse_tells_the_other_side_what_is_done_and_how_often() -> None:
-    fd = pulse_file()
-    theirs, mine = Pulse(os.dup(fd)), Pulse(fd)
+    fd = heartbeat_file()
+    theirs, mine = Heartbeat(os.dup(fd)), Heartbeat(fd)
     assert (mine.doing, mine.beats) == (Doing.STARTING, 0)
     theirs.beat(Doing.STEP)
     theirs.beat(Doing.CHECKPOINT)
@@ -221,7 +223,7 @@ def test_a_pulse_tells_the_other_side_what_is_done_and_how_often() -> None:
 
 
 def test_a_pulse_that_nobody_watches_beats_as_well() -> None:
-    pulse = Pulse()
-    pulse.beat(Doing.STEP)
-    assert pulse.beats == 1
-    pulse.close()
+    heartbeat = Heartbeat()
+    heartbeat.beat(Doing.STEP)
+    assert heartbeat.beats == 1
+    heartbeat.close()

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 
-from hybridtrain.messages import Clip
-from hybridtrain.update import Contribution
-from hybridtrain.update.merge import merge
-from hybridtrain.update.update import clip_factor
-from hybridtrain.update.whole import WholeParameters
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates import Contribution
+from hybridtrain.updates.base import clip_factor
+from hybridtrain.updates.flat.reduce import merge
+from hybridtrain.updates.per_tensor import PerTensorUpdate
 from tests.core.rows import make_pair
 
 Groups = list[list[torch.nn.Parameter]]
@@ -51,7 +51,7 @@ def test_every_optimizer_equals_its_single_process_self(
     name: str, shares: tuple[float, ...]
 ) -> None:
     pair = make_pair(partial(grouped, kind=KINDS[name]), SHAPES, shares)
-    assert isinstance(pair.update, WholeParameters)
+    assert isinstance(pair.update, PerTensorUpdate)
     generator = torch.Generator().manual_seed(0)
     for _ in range(8):
         pair.step(pair.gradients(generator))

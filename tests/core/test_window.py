@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 import torch
 
-from hybridtrain.memory import Layout, Store, Window
+from hybridtrain.memory import Layout, Store, WorkerView
+from hybridtrain.memory.dirty_pages import MappedPages, ProtectedPages, is_seen_by
 from hybridtrain.memory.layout import Slot
-from hybridtrain.memory.pages import MappedPages, ProtectedPages, is_seen_by
-from hybridtrain.memory.window import Copied, CopyOnWrite, open_window
+from hybridtrain.memory.worker_view import Copied, CopyOnWrite, open_window
 
 KINDS = [
     *(
@@ -25,7 +25,7 @@ KINDS = [
     ),
     pytest.param(Copied, id="Copied"),
 ]
-Kind = Callable[[Store, int], Window]
+Kind = Callable[[Store, int], WorkerView]
 
 # Several to a page, one over several pages, one without elements, two dtypes.
 SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
@@ -38,7 +38,7 @@ SHAPES: list[tuple[tuple[int, ...], torch.dtype]] = [
 ]
 
 
-def make(kind: Kind, private: bool = False) -> tuple[Store, list[Slot], list[Window]]:
+def make(kind: Kind, private: bool = False) -> tuple[Store, list[Slot], list[WorkerView]]:
     tensors = [torch.zeros(shape, dtype=dtype) for shape, dtype in SHAPES]
     tensors[5] = tensors[5].to(memory_format=torch.channels_last)
     store = Store(Layout.of((f"p{n}", t) for n, t in enumerate(tensors)), 2, private)
@@ -50,7 +50,7 @@ def make(kind: Kind, private: bool = False) -> tuple[Store, list[Slot], list[Win
     return store, slots, [kind(store, worker) for worker in range(2)]
 
 
-def values(window: Window, slots: list[Slot]) -> list[set[float]]:
+def values(window: WorkerView, slots: list[Slot]) -> list[set[float]]:
     return [set(window.view(slot).flatten().tolist()) for slot in slots]
 
 
@@ -150,6 +150,6 @@ def test_rows_begin_on_pages_of_their_own() -> None:
 
 
 def test_without_a_map_of_pages_an_ordinary_copy_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridtrain.memory.window.copy_on_write_is_seen", lambda: False)
+    monkeypatch.setattr("hybridtrain.memory.worker_view.copy_on_write_is_seen", lambda: False)
     store, _, _ = make(Copied)
     assert isinstance(open_window(store, 0), Copied)

@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.client import Client
-from hybridtrain.policies import All, OnArrival
-from hybridtrain.server import Server
-from hybridtrain.worlds.outcome import WorkerDied, WorkerError
-from hybridtrain.worlds.processes import ProcessWorld
-from hybridtrain.worlds.signals import Interrupted
+from hybridtrain.policies import OnArrival, WaitForAll
+from hybridtrain.server.server import Server
+from hybridtrain.worker.client import Client
+from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.worlds.local.signals import Interrupted
+from hybridtrain.worlds.local.worker_exit import WorkerDied, WorkerError
 from tests.core import bodies
 from tests.core.ends import gone, wait_until
 
 
 def world(n_workers: int, **options: Any) -> ProcessWorld:
-    return ProcessWorld(Server(All(), n_workers), n_workers, **options)
+    return ProcessWorld(Server(WaitForAll(), n_workers), n_workers, **options)
 
 
 def traces() -> tuple[set[str], list[Any], set[str]]:
@@ -62,7 +62,7 @@ def test_workers_meet_through_the_server() -> None:
     assert world(3).run(bodies.meet) == [[0, 1, 4]] * 3
 
 
-@pytest.mark.parametrize("policy", [All, OnArrival])
+@pytest.mark.parametrize("policy", [WaitForAll, OnArrival])
 def test_gradients_in_shared_memory_move_parameters_in_shared_memory(policy: Any) -> None:
     if policy is OnArrival:
         server = Server(policy(), 1)

@@ -14,14 +14,14 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
-from hybridtrain.device import KINDS, Incoming, incoming, outgoing
-from hybridtrain.device.cuda import CudaStreams
-from hybridtrain.device.incoming import Watch
-from hybridtrain.exchange_cuda import CudaExchange
-from hybridtrain.lightning import ahead as ahead_module
-from hybridtrain.lightning.ahead import Ahead
+from hybridtrain.lightning.data import prefetch as ahead_module
+from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.launcher import resolve_start_method
 from hybridtrain.memory import Layout, Store
+from hybridtrain.worker.device import KINDS, Incoming, incoming, outgoing
+from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.worker.device.incoming import ForwardWait
+from hybridtrain.worker.replica_cuda import CudaReplica
 from tests.lightning.toys import Regression, flat
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
@@ -43,12 +43,12 @@ def with_small_buckets_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- the end of fit ------------------------------------------------------------------------------
 
 
-def open_exchange(net: nn.Module) -> CudaExchange:
+def open_exchange(net: nn.Module) -> CudaReplica:
     store = Store(Layout.of(net.named_parameters()), 2, False)
     for slot, parameter in zip(store.layout.slots, net.parameters(), strict=True):
         store.master(slot).copy_(parameter.detach())
     net.to(HERE)
-    exchange = CudaExchange(list(net.parameters()), store, 0, True, CudaStreams(HERE))
+    exchange = CudaReplica(list(net.parameters()), store, 0, True, CudaStreams(HERE))
     exchange.refresh()
     return exchange
 
@@ -114,7 +114,7 @@ def test_transforms_wait_for_the_parameters_that_they_use(
         streams.lock(source)
     coming = Incoming(streams, list(net.parameters()), sources)
     coming.lazily = True
-    with Watch(coming):
+    with ForwardWait(coming):
         coming.start(range(2))
         found = transform(net, x)
     coming.settle()
@@ -165,7 +165,9 @@ def test_what_is_broadcast_lands_on_no_other_workers_device() -> None:
 def hide(monkeypatch: pytest.MonkeyPatch, bad_fork: Callable[[], bool]) -> None:
     """Nothing that can be asked without a fork says that CUDA was initialised."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr("hybridtrain.device.cuda._maps", lambda: ["libcuda.so"], raising=False)
+    monkeypatch.setattr(
+        "hybridtrain.worker.device.cuda._maps", lambda: ["libcuda.so"], raising=False
+    )
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", bad_fork)
 
 
@@ -276,6 +278,6 @@ def test_of_weights_that_share_storage_the_first_does_not_wait_for_the_last() ->
     coming.start(range(4))
     coming.need(weights[0])
     assert coming.pending, "the others may still be on their way"
-    with Watch(coming):
+    with ForwardWait(coming):
         assert flat.sum().item() == 64, "whoever uses all of it waits for all"
     assert not coming.pending

@@ -27,7 +27,7 @@ from trials.cell import (
 )
 from trials.tap import same, state_in, tapped
 
-from hybridtrain.update.pool import Pool
+from hybridtrain.updates.thread_pool import Pool
 
 POLICIES = ["stop", "continue", "restart"]
 
@@ -100,11 +100,11 @@ class Failing(Halfway):
 
 
 def trial(pool: type[Halfway], folder: Path) -> tuple[str, States]:
-    import hybridtrain.server
+    import hybridtrain.server.server
 
     in_small_chunks()
     pool.count = 0  # type: ignore[attr-defined]
-    hybridtrain.server.Pool = pool  # type: ignore[misc]
+    hybridtrain.server.server.Pool = pool  # type: ignore[misc]
     taps: list[Any] = []
     work.LISTENERS.append(lambda diary: taps.append(tapped(True, diary)))
     try:

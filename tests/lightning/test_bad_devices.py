@@ -14,9 +14,9 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning import devices
-from hybridtrain.memory import room
-from hybridtrain.memory.room import Gpu
+from hybridtrain.lightning.preflight import device_checks
+from hybridtrain.memory import limits
+from hybridtrain.memory.limits import Gpu
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
 
@@ -33,7 +33,7 @@ def told(n: int, batch_sizes: Any = None, precision: str = "32-true") -> list[st
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        devices.check_devices(strategy)
+        device_checks.check_devices(strategy)
     return [str(each.message) for each in caught]
 
 
@@ -43,7 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
 
     def have(*gpus: Gpu, visible: str | None = None, by_place: bool = True) -> None:
-        monkeypatch.setattr(devices, "gpus", lambda: list(gpus))
+        monkeypatch.setattr(device_checks, "gpus", lambda: list(gpus))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID" if by_place else "FASTEST_FIRST")
         if visible is not None:
@@ -93,7 +93,7 @@ def test_where_nobody_tells_of_devices_nothing_is_said(monkeypatch: pytest.Monke
         raise OSError(name)
 
     monkeypatch.setattr("ctypes.CDLL", absent)
-    assert room.gpus() == [] and room.largest_device_bytes() is None
+    assert limits.gpus() == [] and limits.largest_device_bytes() is None
     assert told(2, precision="bf16-mixed") == []
 
 

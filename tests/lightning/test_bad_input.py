@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.nursery import Nursery
+from hybridtrain.worlds.local.process_spawner import ProcessSpawner
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 
@@ -23,7 +23,7 @@ from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 def refused(match: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A one-line error of that text, and no process has been started."""
     started: list[Any] = []
-    monkeypatch.setattr(Nursery, "start", lambda *args: started.append(args))
+    monkeypatch.setattr(ProcessSpawner, "start", lambda *args: started.append(args))
     with pytest.raises(UserError, match=match) as caught:
         yield
     assert "\n" not in str(caught.value)

@@ -19,10 +19,10 @@ from torch.utils.data import (
 )
 
 from hybridtrain import HybridStrategy
-from hybridtrain.client import Client
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.orders import Begun, Seeded
-from hybridtrain.lightning.samplers import Plan, ShareSampler, dealt
+from hybridtrain.lightning.data.epoch_order import Begun, Seeded
+from hybridtrain.lightning.data.samplers import EpochPlan, ShareSampler, dealt
+from hybridtrain.worker.client import Client
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
 
 
@@ -37,7 +37,7 @@ def shares(
     for worker in range(len(sizes)):
         crew = tuple(range(len(sizes)))
         client = cast(Client, type("Line", (), {"worker": worker, "there": crew})())
-        plan = Plan(Seeded(n, 3), n, sizes, drop_last, fills=lambda: True)
+        plan = EpochPlan(Seeded(n, 3), n, sizes, drop_last, fills=lambda: True)
         sampler = ShareSampler(plan, 0, client, begun=begun)
         batches = list(BatchSampler(sampler, sizes[worker], drop_last))
         steps = -(-len(sampler) // sizes[worker])
@@ -87,7 +87,7 @@ def test_who_has_nothing_in_the_last_step_is_asked_for_nothing() -> None:
         crew = tuple(range(len(sizes)))
         for worker in crew:
             client = cast(Client, type("Line", (), {"worker": worker, "there": crew})())
-            sampler = ShareSampler(Plan(Seeded(n, 3), n, sizes, False), 0, client)
+            sampler = ShareSampler(EpochPlan(Seeded(n, 3), n, sizes, False), 0, client)
             batches = list(BatchSampler(sampler, sizes[worker], False))
             steps = -(-n // sum(sizes))
             assert -(-len(sampler) // sizes[worker]) == steps, "all count the same steps"

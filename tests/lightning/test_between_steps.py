@@ -14,11 +14,20 @@ import torch
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
 from torch.utils.data import DataLoader
 
-from hybridtrain.client import Client, StopRequested
-from hybridtrain.lightning import holding
-from hybridtrain.lightning.holding import may_hold
-from hybridtrain.messages import Done, Gather, Gathered, Install, Push, ReadStats, Released, Stats
-from hybridtrain.news import Stop
+from hybridtrain.lightning.step import object_search
+from hybridtrain.lightning.step.object_search import may_hold
+from hybridtrain.protocol.messages import (
+    Done,
+    Gather,
+    Gathered,
+    Install,
+    Push,
+    ReadStats,
+    Released,
+    Stats,
+)
+from hybridtrain.protocol.notices import Stop
+from hybridtrain.worker.client import Client, StopRequested
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 # ---- the client ---------------------------------------------------------------------------------
@@ -255,7 +264,7 @@ def test_ordinary_data_sets_are_looked_through_quietly() -> None:
 def test_many_samples_of_plain_data_are_known_to_hold_no_module(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(holding, "_MOST", 1000)
+    monkeypatch.setattr(object_search, "_MOST", 1000)
     make: Any = {
         "pairs": lambda n: (f"{n}.png", n % 10),
         "mappings": lambda n: {"path": f"{n}.wav", "words": ["a", "b"]},
@@ -263,7 +272,7 @@ def test_many_samples_of_plain_data_are_known_to_hold_no_module(
         "slots": lambda n: Slotted(("a", n)),
         "tensors": lambda n: torch.ones(1),
     }[kind]
-    samples = [make(n) for n in range(holding._MOST + 1)]
+    samples = [make(n) for n in range(object_search._MOST + 1)]
     assert not may_hold([SimpleNamespace(samples=samples)], Regression().modules())
 
 
@@ -276,7 +285,7 @@ def test_samples_that_know_their_data_set_are_gone_through_once() -> None:
 
 
 def test_where_the_search_gives_up_a_module_may_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "_MOST", 10)
+    monkeypatch.setattr(object_search, "_MOST", 10)
     chain: list[Any] = []
     for _ in range(12):
         chain = [chain]

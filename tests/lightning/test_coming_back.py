@@ -16,7 +16,7 @@ from pytorch_lightning.trainer.connectors.checkpoint_connector import _Checkpoin
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.app.monitor import RunMonitor
+from hybridtrain.cli.telemetry.monitor import RunMonitor
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.report.history import read_history
 from tests.lightning.toys import Manual, Regression, make_trainer, regression_data

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hybridtrain import HybridStrategy
-from hybridtrain.device import KINDS
-from hybridtrain.device.cuda import CudaStreams
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
+from hybridtrain.worker.device import KINDS
+from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression, fit
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state

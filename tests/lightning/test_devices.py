@@ -13,10 +13,10 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain import HybridStrategy
-from hybridtrain.device import KINDS, incoming, outgoing
-from hybridtrain.device.cuda import CudaStreams
 from hybridtrain.errors import UserError
-from hybridtrain.update.early import Early
+from hybridtrain.updates.flat.early import Early
+from hybridtrain.worker.device import KINDS, incoming, outgoing
+from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning import toys
 from tests.lightning.test_equality import OPTIMIZERS
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data

@@ -17,7 +17,14 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.policies import FirstK, Softsync, Ssp, Switch, Turns, make_policy
+from hybridtrain.policies import (
+    BoundedStaleness,
+    FirstK,
+    RoundRobin,
+    Softsync,
+    Switch,
+    make_policy,
+)
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
 
 SGD = partial(torch.optim.SGD, lr=0.02)
@@ -167,7 +174,7 @@ class Tally(pl.LightningModule):
 
 
 POLICIES: dict[str, Callable[[], Any]] = {
-    "synchronous": Turns,
+    "synchronous": RoundRobin,
     "hybrid": lambda: make_policy("hybrid"),
     "backup": FirstK,
     "backup in time": lambda: make_policy({"name": "backup", "k": "auto"}),
@@ -175,7 +182,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
     "k_batch_sync": lambda: FirstK(2, "drop", True),
     "k_batch_async": lambda: FirstK(2, "use", True),
     "softsync": lambda: Softsync(1),
-    "ssp": lambda: Ssp(1),
+    "ssp": lambda: BoundedStaleness(1),
     "async": lambda: make_policy("async"),
     "switch": lambda: Switch(make_policy("hybrid"), make_policy("async"), at_update=6),
     "switch back": lambda: Switch(make_policy("async"), make_policy("hybrid"), at_update=6),

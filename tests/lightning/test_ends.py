@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.outcome import WorkerDied
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 

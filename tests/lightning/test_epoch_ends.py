@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.epoch_ends import EpochEnds
-from hybridtrain.lightning.resume import Resumed
+from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
+from hybridtrain.lightning.checkpointing.mid_epoch import Resumed
 from tests.lightning.test_broken_off import (
     BATCHES,
     HEAD_START_S,

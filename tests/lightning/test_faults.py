@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.guard import NotFinite, sample_ids
-from hybridtrain.lightning.orders import Seeded
+from hybridtrain.lightning.data.epoch_order import Seeded
+from hybridtrain.lightning.step.gradient_guard import NotFinite, sample_ids
 from tests.lightning.toys import Manual, Regression, flat, make_trainer, regression_data
 
 SEED, EPOCHS, BATCH = 7, 2, 6  # mini-batch of each of two workers
@@ -191,9 +191,9 @@ def test_free_running_workers_leave_out_their_own_only() -> None:
 
 def test_a_gradient_scaler_sees_to_overflows_itself() -> None:
     """Infinities are how it finds its scale; that they are skipped is its business."""
-    from hybridtrain.finite import FiniteCheck
-    from hybridtrain.lightning.guard import Guard, OnFault
+    from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
     from hybridtrain.memory import Layout, Store
+    from hybridtrain.worker.finite import FiniteCheck
 
     layout = Layout.of([("a", torch.zeros(3))])
     store = Store(layout, 1, False)
@@ -201,7 +201,7 @@ def test_a_gradient_scaler_sees_to_overflows_itself() -> None:
     trainer = make_trainer("auto", 1)
     for scaler, accepted in ((object(), True), (None, False)):
         trainer.precision_plugin.scaler = scaler  # type: ignore[attr-defined]
-        guard = Guard(OnFault("drop"), FiniteCheck(store, 0), layout, trainer)
+        guard = GradientGuard(OnFault("drop"), FiniteCheck(store, 0), layout, trainer)
         if scaler is None:
             trainer.fit_loop.epoch_loop.batch_progress.current.ready = 1
             with pytest.warns(UserWarning, match=r"a \(1 of 3 .*; its gradient is left out"):

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.faults import PHASES
-from hybridtrain.lightning.disturbing import interrupt_updates
-from hybridtrain.lightning.injection import EXIT_CODE, InjectedFault
-from hybridtrain.lightning.rerun import replay_fit
+from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
+from hybridtrain.lightning.fault_injection.in_worker import EXIT_CODE, InjectedFault
+from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.recording import read_record
-from hybridtrain.worlds.outcome import WorkerDied
+from hybridtrain.testing.faults import PHASES
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 STEP = 3

@@ -10,9 +10,10 @@ import torch
 from pytorch_lightning import Callback, Trainer
 from torch.utils.data import DataLoader
 
-from hybridtrain import HybridStrategy, slowness
+from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.outcome import WorkerDied
+from hybridtrain.monitoring import stragglers
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit, regression_data
 
@@ -132,7 +133,7 @@ def test_a_long_stay_anywhere_is_no_hang_unless_asked(policy: str, where: str) -
 def test_a_slow_worker_is_named_and_the_share_of_waiting_for_it(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slowness, "_LEAST_S", 1.0)
+    monkeypatch.setattr(stragglers, "_LEAST_S", 1.0)
 
     class Crawling(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.in_place import InPlace
-from hybridtrain.lightning.lock_free import check_lock_free
+from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
+from hybridtrain.lightning.step.in_place import InPlace
 from tests.lightning.toys import Regression, distance, fit
 
 Make = Callable[[Any], Any]

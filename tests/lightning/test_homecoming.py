@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridtrain.lightning import launcher
-from hybridtrain.memory import scratch
+from hybridtrain.memory import scratch_file
 from tests.lightning.toys import Regression, distance, fit
 
 
@@ -38,7 +38,7 @@ def test_what_is_heavy_is_in_no_message_and_all_the_same(
 ) -> None:
     shared, trainer = fit("hybrid", 2, 6, lambda: Regression(adam), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "shared.ckpt")
-    monkeypatch.setattr(scratch, "_OF_PROCESSES", Path("/nowhere"))
+    monkeypatch.setattr(scratch_file, "_OF_PROCESSES", Path("/nowhere"))
     sent, trainer = fit("hybrid", 2, 6, lambda: Regression(adam), max_epochs=1)
     trainer.save_checkpoint(tmp_path / "sent.ckpt")
 
@@ -64,8 +64,8 @@ def test_the_memory_is_given_back_once_nobody_looks_at_it() -> None:
         return found
 
     before = held()
-    room = scratch.Scratch()
-    assert scratch.fill(room.path, {"a": torch.ones(3)}) == b""
+    room = scratch_file.Scratch()
+    assert scratch_file.fill(room.path, {"a": torch.ones(3)}) == b""
     found = room.load()
     room.close()
     room.close()

@@ -18,8 +18,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.periodic import PeriodicCheckpoint
-from hybridtrain.worlds.outcome import WorkerError
+from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
+from hybridtrain.worlds.local.worker_exit import WorkerError
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 AT = 3  # the mini-batch in which a worker fails

@@ -13,8 +13,8 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.correcting import advise
-from hybridtrain.update.corrections import CORRECTIONS
+from hybridtrain.lightning.preflight.correction_checks import advise
+from hybridtrain.updates.staleness import CORRECTIONS
 from tests.lightning.toys import Regression, distance, fit, make_trainer, regression_data
 
 ADAM = partial(Regression, partial(torch.optim.Adam, lr=0.02))

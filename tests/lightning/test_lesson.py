@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hybridtrain  # noqa: F401 (makes the strategies known)
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.lesson import ModuleLesson, VirtualTrainer
-from hybridtrain.messages import Clip
+from hybridtrain.lightning.replay.module_task import ModuleLesson, VirtualTrainer
 from hybridtrain.policies import make_policy
-from hybridtrain.worlds.conditions import Conditions
-from hybridtrain.worlds.script import Dies, Joins, Script
-from hybridtrain.worlds.service import ServiceTimes
-from hybridtrain.worlds.virtual import VirtualWorld
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.script import Dies, Joins, Script
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 N = 22  # samples; the last global mini-batch of 2 workers with 4 each is an uneven one
 TIMES = ServiceTimes("exponential", slower={1: 3.0})
@@ -129,14 +129,14 @@ def test_every_sample_counts_once_in_every_epoch(policy: Any, interrupt: bool) -
     world = virtual(policy, module, 3, conditions=Conditions(interrupt=interrupt))
     course = world._course
     assert course is not None
-    ledger = world.server.ledger
+    statistics = world.server.statistics
     for epoch in (1, 2, 3):
         while course.tag != f"the end of epoch {epoch}":
             world._step()
-        assert ledger.samples == epoch * N
+        assert statistics.samples == epoch * N
         assert set(module.seen) == set(range(N))
         assert min(module.seen.values()) >= epoch
-    if not ledger.stats()["dropped"] or not sum(ledger.stats()["dropped"]):
+    if not statistics.stats()["dropped"] or not sum(statistics.stats()["dropped"]):
         fillers = sum(module.seen.values()) - 3 * N
         assert fillers == 0, "nothing was computed twice"
 
@@ -150,7 +150,7 @@ def test_workers_that_die_and_join_in_an_epoch_lose_no_sample() -> None:
     while course.tag != "the end of epoch 4":
         world._step()
     assert world.now_s > 7.0, "all that happened lies behind"
-    assert world.server.ledger.samples == 4 * N
+    assert world.server.statistics.samples == 4 * N
 
 
 def test_a_contribution_that_waits_when_its_worker_dies_does_not_count() -> None:
@@ -164,7 +164,7 @@ def test_a_contribution_that_waits_when_its_worker_dies_does_not_count() -> None
         optimizer=lesson.make_optimizer, conditions=Conditions(script=script),
     )  # fmt: skip
     world.run(updates=1)
-    stats = world.server.ledger.stats()
+    stats = world.server.statistics.stats()
     assert stats["samples_per_worker"] == [0, 4, 4] and stats["dropped"] == [1, 0, 0]
 
 
@@ -173,7 +173,7 @@ def test_turns_go_round_without_the_dead_in_every_later_epoch(dead: int) -> None
     script = Script((Dies(10.3, dead),))
     world = virtual("synchronous", Toy(), 3, conditions=Conditions(script=script))
     world.run(until_s=400.0)
-    assert world.now_s > 390.0 and world.server.ledger.version > 100
+    assert world.now_s > 390.0 and world.server.statistics.version > 100
 
 
 def test_losses_are_kept_against_virtual_time() -> None:

@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LambdaCallback
 
-from hybridtrain.lightning.looking import names_a_gradient
+from hybridtrain.lightning.step.gradient_readers import names_a_gradient
 
 
 def norm_of(parameter: torch.Tensor) -> torch.Tensor:

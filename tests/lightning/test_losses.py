@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.outcome import WorkerDied
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, distance, make_trainer
 
 N, EVEN, SIZE = 41, 48, 4  # EVEN: all mini-batches are equal
@@ -239,7 +239,7 @@ def test_what_makes_no_sense_is_refused_before_a_process_starts(
     options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start: Callable[..., Any] = partial(pytest.fail, "a process was started")
-    monkeypatch.setattr("hybridtrain.worlds.nursery.Nursery.start", start)
+    monkeypatch.setattr("hybridtrain.worlds.local.process_spawner.ProcessSpawner.start", start)
     with pytest.raises(UserError, match=message):
         trainer = make_trainer(HybridStrategy(**options), 2)
         trainer.fit(Regression(), DataLoader(Numbered(), SIZE))

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.batches import Scales
+from hybridtrain.lightning.data.batch_size import Scales
 from tests.lightning.toys import Regression, distance, make_trainer, regression_data
 
 

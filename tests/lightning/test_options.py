@@ -32,7 +32,7 @@ from pytorch_lightning.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.nursery import Nursery
+from hybridtrain.worlds.local.process_spawner import ProcessSpawner
 from tests.lightning.toys import Regression, distance, fit, flat, make_trainer, regression_data
 
 # Arguments that other files are about.
@@ -311,7 +311,7 @@ def test_a_compiled_module_may_be_given_to_fit(strategy: str) -> None:
 
 def refused(strategy: str, match: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Nursery, "start", lambda *_: pytest.fail("a process was started"))
+        patch.setattr(ProcessSpawner, "start", lambda *_: pytest.fail("a process was started"))
         with pytest.raises(UserError, match=match) as caught:
             fit(strategy, 2, 6, **options)
     assert "\n" not in str(caught.value)

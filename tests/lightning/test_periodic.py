@@ -11,11 +11,11 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.files import fault_of
-from hybridtrain.lightning import periodic
-from hybridtrain.lightning.periodic import PeriodicCheckpoint
-from hybridtrain.lightning.rerun import replay_fit
+from hybridtrain.lightning.checkpointing import periodic
+from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
+from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.recording import read_record
+from hybridtrain.util.files import fault_of
 from tests.lightning.test_resume import regression
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 

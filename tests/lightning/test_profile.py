@@ -16,7 +16,7 @@ from pytorch_lightning.profilers import PassThroughProfiler
 import hybridtrain
 from hybridtrain import StepProfiler
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.outcome import WorkerDied
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.core.test_profiling import check_trace
 from tests.lightning.toys import Regression, fit
 

@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler, TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.orders import Seeded
-from hybridtrain.lightning.resume import read
-from hybridtrain.lightning.samplers import Plan
-from hybridtrain.worlds.outcome import WorkerDied
+from hybridtrain.lightning.checkpointing.mid_epoch import read
+from hybridtrain.lightning.data.epoch_order import Seeded
+from hybridtrain.lightning.data.samplers import EpochPlan
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 N = 48
@@ -399,7 +399,7 @@ def test_a_data_set_of_another_length_begins_its_epoch_anew(tmp_path: Path) -> N
     resumed = read(torch.load(path, weights_only=True))
     assert resumed is not None
     with pytest.warns(UserWarning, match="over 48 samples, now there are 40"):
-        begun = resumed.begun(0, Plan(Seeded(40, 7), 40, (4, 4), False))
+        begun = resumed.begun(0, EpochPlan(Seeded(40, 7), 40, (4, 4), False))
     assert begun is not None and (begun.spans, begun.batches) == (((0, 40),), 2)
 
 

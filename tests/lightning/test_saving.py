@@ -15,10 +15,10 @@ from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
 
 from hybridtrain import HybridStrategy, StepProfiler
 from hybridtrain.errors import UserError
-from hybridtrain.files import fault_of, write_whole
-from hybridtrain.lightning import saving
-from hybridtrain.lightning.keeping import may_come_later, reads_at_once
-from hybridtrain.lightning.saving import WholeCheckpointIO
+from hybridtrain.lightning.checkpointing import checkpoint_io
+from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
+from hybridtrain.lightning.checkpointing.checkpoint_writing import may_come_later, reads_at_once
+from hybridtrain.util.files import fault_of, write_whole
 from tests.lightning.test_profile import profile, spans
 from tests.lightning.toys import Regression, fit, regression_data
 
@@ -106,7 +106,7 @@ def test_files_are_the_same_to_the_bit_though_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path / "now", "blocking")
-    monkeypatch.setattr(saving, "write_whole", slowly)
+    monkeypatch.setattr(checkpoint_io, "write_whole", slowly)
     trained(tmp_path / "later", "background")
     names = sorted(path.name for path in (tmp_path / "now").iterdir())
     assert sorted(path.name for path in (tmp_path / "later").iterdir()) == names
@@ -122,7 +122,7 @@ def test_files_are_the_same_to_the_bit_though_training_goes_on(
 def test_training_goes_on_while_a_file_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "write_whole", when_training_has_gone_on)
+    monkeypatch.setattr(checkpoint_io, "write_whole", when_training_has_gone_on)
     STEPS[0] = 0
     now_and_then = ModelCheckpoint(tmp_path, save_top_k=-1, every_n_train_steps=6)
     strategy = HybridStrategy(checkpoint="background")
@@ -167,7 +167,7 @@ def writes_until(first: int, last: int) -> Any:
 def test_a_full_disk_ends_no_run_and_what_was_missed_is_known_at_the_end(
     how: str, save_last: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "write_whole", writes_until(2, 1000))
+    monkeypatch.setattr(checkpoint_io, "write_whole", writes_until(2, 1000))
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=4, save_last=save_last)
     strategy = HybridStrategy(checkpoint=how)
     _, trainer = fit(strategy, 2, 4, Counting, callbacks=[keep], enable_checkpointing=True)
@@ -184,7 +184,7 @@ def test_what_was_never_written_is_no_best_model_and_a_program_can_read_why(
     root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if root == "full":
-        monkeypatch.setattr(saving, "write_whole", writes_until(2, 1000))
+        monkeypatch.setattr(checkpoint_io, "write_whole", writes_until(2, 1000))
         root = str(tmp_path)
     callbacks: list[Callback] = [
         ModelCheckpoint(filename="{step}", monitor="train/loss", save_top_k=2, save_last=True)
@@ -208,7 +208,7 @@ def test_what_was_never_written_is_no_best_model_and_a_program_can_read_why(
 def test_when_there_is_room_again_checkpoints_are_written_and_old_ones_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "write_whole", writes_until(2, 3))
+    monkeypatch.setattr(checkpoint_io, "write_whole", writes_until(2, 3))
     keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3)
     strategy = HybridStrategy(checkpoint="background")
     fit(strategy, 2, 4, Counting, callbacks=[keep], enable_checkpointing=True)
@@ -255,7 +255,7 @@ def test_an_interrupted_run_leaves_whole_files(
         write_whole(path, content)
 
     before = signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(saving, "write_whole", interrupting)
+    monkeypatch.setattr(checkpoint_io, "write_whole", interrupting)
     try:
         with pytest.raises(SystemExit):
             trained(tmp_path, "background", max_epochs=100)
@@ -350,7 +350,7 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open, self.begun = False, 0
-        monkeypatch.setattr(saving, "write_whole", self.write)
+        monkeypatch.setattr(checkpoint_io, "write_whole", self.write)
 
     def write(self, path: Path, content: Any) -> None:
         self.begun += 1

@@ -18,8 +18,8 @@ from torch import nn
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.sending import unsendable
-from hybridtrain.worlds.nursery import Nursery
+from hybridtrain.lightning.preflight.spawn_checks import unsendable
+from hybridtrain.worlds.local.process_spawner import ProcessSpawner
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit
 
@@ -105,7 +105,7 @@ class Data(torch.utils.data.TensorDataset):
 def test_before_any_process_is_started_the_attribute_is_named(
     start_method: str, change: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Nursery, "start", lambda *_: pytest.fail("a process was started"))
+    monkeypatch.setattr(ProcessSpawner, "start", lambda *_: pytest.fail("a process was started"))
     given: dict[str, Any] = {"module": SpawnRegression()} | change
     if "data" in given:
         given["data"] = Data(torch.ones(4, 4), torch.ones(4, 1))

@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning import startup
-from hybridtrain.lightning.sending import Load, load_of
-from hybridtrain.lightning.startup import MIB
-from hybridtrain.memory import room
-from hybridtrain.worlds.processes import ProcessWorld
+from hybridtrain.lightning.preflight import machine_checks
+from hybridtrain.lightning.preflight.machine_checks import MIB
+from hybridtrain.lightning.preflight.spawn_checks import Load, load_of
+from hybridtrain.memory import limits
+from hybridtrain.worlds.local.process_world import ProcessWorld
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
@@ -51,7 +51,7 @@ def told(check: Callable[..., Any], *args: Any) -> str:
 def have(monkeypatch: pytest.MonkeyPatch, **bytes_of: int | None) -> None:
     """A machine that has so much."""
     for name, n_bytes in bytes_of.items():
-        monkeypatch.setattr(startup, name, lambda n_bytes=n_bytes: n_bytes)
+        monkeypatch.setattr(machine_checks, name, lambda n_bytes=n_bytes: n_bytes)
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -81,15 +81,15 @@ def test_parameters_that_do_not_fit_into_host_memory_are_refused(
 
 def test_parameters_that_do_not_fit_into_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, largest_device_bytes=25 * MIB)
-    startup.check_device_memory(Large(), 3)
+    machine_checks.check_device_memory(Large(), 3)
     with pytest.raises(UserError, match=r"32 MiB .* workers_per_device=4, .* has 25 MiB"):
-        startup.check_device_memory(Large(), 4)
+        machine_checks.check_device_memory(Large(), 4)
     have(monkeypatch, largest_device_bytes=None)  # nobody to be asked
-    startup.check_device_memory(Large(), 4)
+    machine_checks.check_device_memory(Large(), 4)
 
 
 def test_the_memory_of_gpus_is_not_asked_of_cuda() -> None:
-    room.largest_device_bytes()
+    limits.largest_device_bytes()
     assert not torch.cuda.is_initialized()
 
 
@@ -97,7 +97,7 @@ def test_the_memory_of_gpus_is_not_asked_of_cuda() -> None:
 
 
 def test_more_threads_than_cores_are_warned_of() -> None:
-    check = startup.check_threads
+    check = machine_checks.check_threads
     assert told(check, 2, 2, 4, True) == told(check, 1, 8, 8, False) == ""
     assert "give threads_per_worker=2, or auto" in told(check, 2, 4, 4, False)
     assert "8 workers with 1 thread each share 2 cores" in told(check, 8, 1, 2, True)
@@ -105,16 +105,16 @@ def test_more_threads_than_cores_are_warned_of() -> None:
 
 def test_a_limit_of_descriptors_is_raised_as_far_as_it_may_be() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    n_open = room.open_descriptors()
+    n_open = limits.open_descriptors()
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (n_open + 70, hard))
-        startup.check_descriptors(4)
+        machine_checks.check_descriptors(4)
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= n_open + 4 * 8
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if hard != resource.RLIM_INFINITY:
         with pytest.raises(UserError, match=rf"{hard} workers .* limit is {soft}; say ulimit -n"):
-            startup.check_descriptors(hard)
+            machine_checks.check_descriptors(hard)
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts in /proc")
@@ -125,20 +125,20 @@ def test_a_run_opens_no_more_descriptors_than_are_asked_for_and_closes_all(
     turn = ProcessWorld._turn
 
     def counting(*args: Any) -> Any:
-        most.append(room.open_descriptors())
+        most.append(limits.open_descriptors())
         return turn(*args)
 
     monkeypatch.setattr(ProcessWorld, "_turn", counting)
     fit("hybrid", 1, 8, max_epochs=1)  # what is imported and opened once
     gc.collect()  # and what is left of other tests
-    before = room.open_descriptors()
+    before = limits.open_descriptors()
     gc.disable()  # the memory of a run must not wait for whoever looks for cycles
     try:
         fit("hybrid", 4, 8, max_epochs=1)
-        assert room.open_descriptors() == before
+        assert limits.open_descriptors() == before
     finally:
         gc.enable()
-    assert max(most) <= before + 4 * startup._PER_WORKER + startup._OTHERS
+    assert max(most) <= before + 4 * machine_checks._PER_WORKER + machine_checks._OTHERS
 
 
 # ---- data ----------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_what_is_sent_is_counted_in_bytes_and_tensors_once() -> None:
 def test_data_that_is_copied_to_every_spawned_worker_is_warned_of_or_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(startup, "_MUCH_BYTES", 3 * MIB)
+    monkeypatch.setattr(machine_checks, "_MUCH_BYTES", 3 * MIB)
     message = "each of 4 gets its own copy of 1.0 MiB .train_dataloaders above all., 4.1 MiB"
     with pytest.raises(AssertionError, match=NOTHING_STARTS), pytest.warns(match=message):
         spawned(Listed(MIB))
@@ -197,7 +197,7 @@ def test_tensors_for_spawned_workers_must_fit_into_shared_memory(
 
 
 def test_forked_workers_are_sent_nothing() -> None:
-    startup.check_load(Load(), 1000, "fork", {})
+    machine_checks.check_load(Load(), 1000, "fork", {})
 
 
 def test_mini_batches_that_do_not_fit_into_shared_memory_are_warned_of(
@@ -205,12 +205,12 @@ def test_mini_batches_that_do_not_fit_into_shared_memory_are_warned_of(
 ) -> None:
     have(monkeypatch, shared_memory_bytes=64 * MIB)
     known = TensorDataset(torch.zeros(8, 2**18))  # samples of 1 MiB
-    text = told(startup.check_loader, DataLoader(known, batch_size=4, num_workers=2), 4)
+    text = told(machine_checks.check_loader, DataLoader(known, batch_size=4, num_workers=2), 4)
     assert "up to 24 mini-batches are in /dev/shm" in text and "more than 2.7 MiB each" in text
-    assert not told(startup.check_loader, DataLoader(known, batch_size=2, num_workers=2), 4)
-    assert not told(startup.check_loader, DataLoader(known, batch_size=4), 4)
-    assert "SIGBUS" in told(startup.check_loader, DataLoader(Listed(1), num_workers=2), 4)
-    assert not told(startup.check_loader, DataLoader(Listed(1), num_workers=2), 1)
+    assert not told(machine_checks.check_loader, DataLoader(known, batch_size=2, num_workers=2), 4)
+    assert not told(machine_checks.check_loader, DataLoader(known, batch_size=4), 4)
+    assert "SIGBUS" in told(machine_checks.check_loader, DataLoader(Listed(1), num_workers=2), 4)
+    assert not told(machine_checks.check_loader, DataLoader(Listed(1), num_workers=2), 1)
 
 
 def test_a_loader_of_another_kind_may_call_anything_num_workers() -> None:
@@ -220,7 +220,7 @@ def test_a_loader_of_another_kind_may_call_anything_num_workers() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(DataLoader(regression_data(), 8))
 
-    assert not told(startup.check_loader, Stream(), 4)
+    assert not told(machine_checks.check_loader, Stream(), 4)
     trainer = make_trainer("hybrid", 1, max_epochs=1)
     trainer.fit(Regression(), Stream())
     assert trainer.global_step == 6
@@ -230,5 +230,5 @@ def test_workers_that_are_spawned_because_of_cuda_are_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "let nothing touch CUDA" in told(startup.check_spawning, "auto", "spawn")
-    assert not told(startup.check_spawning, "spawn", "spawn")
+    assert "let nothing touch CUDA" in told(machine_checks.check_spawning, "auto", "spawn")
+    assert not told(machine_checks.check_spawning, "spawn", "spawn")

@@ -8,19 +8,19 @@ import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import TQDMProgressBar
 
-from hybridtrain.lightning.succession import Succession
+from hybridtrain.lightning.failover.leader_failover import LeaderFailover
 from tests.lightning.toys import Regression, make_trainer
 
 
 class Second:
     """The client of worker 1."""
 
-    worker, leads = 1, False
+    worker, is_leader = 1, False
     on_change: Any = None
 
-    def learn(self, leads: bool) -> None:
+    def learn(self, is_leader: bool) -> None:
         """From the server."""
-        self.leads = leads
+        self.is_leader = is_leader
         self.on_change()
 
 
@@ -39,10 +39,10 @@ def test_a_deputy_shows_the_bar_until_worker_0_is_back(monkeypatch: pytest.Monke
     trainer = make_trainer("hybrid", 2, callbacks=[bar], enable_progress_bar=True)
     trainer.strategy.connect(Regression())
     bar.disable()
-    Succession(trainer, client)  # type: ignore[arg-type]
+    LeaderFailover(trainer, client)  # type: ignore[arg-type]
     seen = []
-    for leads in (False, True, True, False, False, True):
-        client.learn(leads)
+    for is_leader in (False, True, True, False, False, True):
+        client.learn(is_leader)
         seen.append((bar.is_enabled, bar.begun, rank_zero_only.rank))
     assert seen == [
         (False, 0, 1),

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import nn
 
-from hybridtrain import HybridStrategy, finite
-from hybridtrain.device import KINDS, incoming, outgoing
-from hybridtrain.device.cuda import CudaStreams
+from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.exchange_cuda import CudaExchange
-from hybridtrain.finite import FiniteCheck
 from hybridtrain.memory import Layout, Store
+from hybridtrain.worker import finite
+from hybridtrain.worker.device import KINDS, incoming, outgoing
+from hybridtrain.worker.device.cuda import CudaStreams
+from hybridtrain.worker.finite import FiniteCheck
+from hybridtrain.worker.replica_cuda import CudaReplica
 from tests.lightning.toys import Regression, distance, fit
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
@@ -105,7 +106,7 @@ def offender(poison: dict[int, float], transport: torch.dtype | None) -> int | N
     store = Store(Layout.of(net.named_parameters(), transport=transport), 2, False)
     net.to(HERE)
     parameters = list(net.parameters())
-    exchange = CudaExchange(parameters, store, 0, True, CudaStreams(HERE))
+    exchange = CudaReplica(parameters, store, 0, True, CudaStreams(HERE))
     weighed = [torch.ones_like(p) for p in parameters]
     for number, value in poison.items():
         weighed[number].view(-1)[-1] = value

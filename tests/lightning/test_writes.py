@@ -149,6 +149,6 @@ def test_free_running_workers_writes_count_once_each(tmp_path: Path) -> None:
 
 def test_without_a_map_of_pages_the_result_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     one, _ = fit("hybrid", 2, 6, Decayed)
-    monkeypatch.setattr("hybridtrain.memory.window.copy_on_write_is_seen", lambda: False)
+    monkeypatch.setattr("hybridtrain.memory.worker_view.copy_on_write_is_seen", lambda: False)
     other, _ = fit("hybrid", 2, 6, Decayed)
     assert torch.equal(flat(one), flat(other))

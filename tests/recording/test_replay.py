@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.rerun import replay_fit
+from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.policies import POLICIES as EVERY
 from hybridtrain.policies import make_policy
 from hybridtrain.recording import Record, find_record, read_record
-from hybridtrain.recording.player import Replayed
+from hybridtrain.recording.replayer import Replayed
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 POLICIES = ["hybrid", "async"]

@@ -22,7 +22,7 @@ from hybridtrain.tasks.speech.augment import Augment
 from hybridtrain.tasks.speech.batching import bucketed
 from hybridtrain.tasks.speech.datamodule import SpeechDataModule
 from hybridtrain.tasks.speech.features import Features
-from hybridtrain.tasks.speech.manifest import CsvManifest
+from hybridtrain.tasks.speech.sources.manifest import CsvManifest
 
 CONF = Path(__file__).parents[2] / "conf"
 COUNT = 23

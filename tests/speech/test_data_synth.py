@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech import synth
 from hybridtrain.tasks.speech.datamodule import SpeechDataModule
-from hybridtrain.tasks.speech.synth import SpokenDigits
-from hybridtrain.tasks.speech.voices import SPEAKERS
+from hybridtrain.tasks.speech.sources import synth
+from hybridtrain.tasks.speech.sources.synth import SpokenDigits
+from hybridtrain.tasks.speech.sources.voices import SPEAKERS
 
 pytest.importorskip("espeakng_loader", reason="needs the extra synth (espeakng-loader)")
 
@@ -125,7 +125,7 @@ def test_an_interrupted_run_leaves_nothing_half_made(
 
 def test_two_processes_at_once_make_one_whole_corpus(tmp_path: Path):
     code = (
-        "from hybridtrain.tasks.speech.synth import SpokenDigits as S;"
+        "from hybridtrain.tasks.speech.sources.synth import SpokenDigits as S;"
         f"s = S(root={str(tmp_path)!r}, train=30, val=1, test=1); s.prepare();"
         "print(len(s.utterances('train')))"
     )

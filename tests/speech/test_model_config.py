@@ -11,9 +11,9 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.app.compose import compose_config
+from hybridtrain.cli.hydra_config import compose_config
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.decode import DecoderOptions
+from hybridtrain.tasks.speech.decoding.decode import DecoderOptions
 from hybridtrain.tasks.speech.module import SpeechModule
 from hybridtrain.tasks.speech.nets import DeepSpeechPaper, DeepSpeechSTT
 from hybridtrain.tasks.speech.schedule import rise_and_fall
