@@ -136,9 +136,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
         super().__init__(**lightning)
         self.policy, self.correction = make_policy(policy), make_correction(correction)
-        self.regime = Requirements(
-            lockstep=True
-        )  # the policy's, once the number of workers is known
+        self.regime = Requirements(lockstep=True)  # the policy's, once W is known
         self.workers_per_device = positive("workers_per_device", workers_per_device)
         self.start_method, self.threads_per_worker = start_method, threads_per_worker
         self.device_memory = DeviceMemory.of(device_memory_fraction)

@@ -49,7 +49,7 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """Request: the state of optimizer ``optimizer`` (``SharedState``), or arena number ``arena``."""
+    """Request: the state of optimizer ``optimizer`` (``SharedState``), or arena ``arena``."""
 
     optimizer: int = 0
     arena: int | None = None

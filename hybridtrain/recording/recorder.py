@@ -156,7 +156,7 @@ class Recorder:
         return self._freed(self.server.leave(worker))
 
     def miss(self, worker: int) -> Replies:
-        """See :class:`hybridtrain.server.server.Server`. What a new process does cannot be replayed."""
+        """See :class:`~hybridtrain.server.server.Server`. A new process cannot be replayed."""
         self._tick()
         self._refuse(f"worker {worker} was restarted, and what follows cannot be replayed")
         return self._freed(self.server.miss(worker))

@@ -11,7 +11,7 @@ from hybridtrain.server.rounds import Replies
 
 
 class ServerInterface(Protocol):
-    """Takes what workers say and what becomes of them; see :class:`hybridtrain.server.server.Server`."""
+    """What a world calls; see :class:`hybridtrain.server.server.Server`."""
 
     @property
     def store(self) -> Store | None: ...

@@ -278,7 +278,7 @@ class Client:
                 case Stop(now=True):
                     self.stop = reply
                     raise StopRequested
-                case SavePermission():  # this worker has said that it failed; nothing else will be answered
+                case SavePermission():  # this worker has failed: nothing else will be answered
                     self.save_permission = reply
                     raise StopRequested
                 case Stop() | Gone() | Back() | RequestProgress():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,57 +46,103 @@ def offenders(files: list[Path], *forbidden: str) -> dict[str, set[str]]:
 
 
 LIGHTNING = ("pytorch_lightning", "lightning", "lightning_utilities", "torchmetrics")
-CORE = (
+
+# From the ground up: a folder may import those above it in this list, and itself.
+FLOORS = (
+    "errors.py",
+    "util",
     "memory",
-    "update",
+    "protocol",
+    "policies",
+    "updates",
+    "monitoring",
+    "recovery",
+    "testing",
+    "server",
+    "worker",
     "worlds",
-    "server.py",
-    "rounds.py",
-    "client.py",
-    "exchange",
-    "ledger.py",
+    "recording",
+    "profiling",
+    "report",
+    "lightning",
+    "tasks",
+    "cli",
+    "simulate",
 )
+COMMANDS = ("__init__.py", "__main__.py", "registration.py", "compare.py", "replay.py")
+COMMANDS += ("transcribe.py",)
 
 
-def test_policies_and_events_know_no_tensors_processes_or_clocks() -> None:
-    files = files_of("policies", "events.py")
+def folder(name: str) -> str:
+    return f"hybridtrain.{name.removesuffix('.py')}"
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_folders_import_only_what_lies_below_them(floor: str) -> None:
+    above = [folder(name) for name in FLOORS[FLOORS.index(floor) + 1 :]]
+    assert not offenders(files_of(floor), *above, *(folder(name) for name in COMMANDS[1:]))
+
+
+def test_every_folder_has_its_floor() -> None:
+    found = {path.relative_to(PACKAGE).parts[0] for path in FILES}
+    assert found == {*FLOORS, *COMMANDS}
+
+
+def test_policies_and_facts_know_no_tensors_processes_or_clocks() -> None:
+    files = files_of("policies", "protocol/facts.py")
     assert not offenders(files, "torch", "numpy", "os", "time", "multiprocessing", "threading")
-    assert not offenders(files, *LIGHTNING)
 
 
-def test_the_core_knows_no_lightning() -> None:
-    files = files_of("policies", "events.py", "messages.py", "meeting.py", "batch_queue.py", *CORE)
-    assert not offenders(files, *LIGHTNING, "hybridtrain.lightning", "hybridtrain.cli", "hydra")
-
-
-def test_only_the_glue_the_tasks_and_the_app_know_lightning() -> None:
-    allowed = ("lightning", "tasks", "app", "transcribe.py", "registration.py")
+def test_only_the_glue_the_tasks_and_the_command_line_know_lightning() -> None:
+    allowed = ("lightning", "tasks", "cli", "transcribe.py", "registration.py")
     rest = [f for f in FILES if not str(f.relative_to(PACKAGE)).startswith(allowed)]
     assert not offenders(rest, *LIGHTNING)
 
 
-def test_memory_and_update_know_no_workers_and_the_server_no_world() -> None:
-    assert not offenders(
-        files_of("memory"), "hybridtrain.updates", "hybridtrain.server.server", "hybridtrain.worlds"
-    )
-    assert not offenders(
-        files_of("update"),
-        "hybridtrain.policies",
-        "hybridtrain.server.server",
-        "hybridtrain.worlds",
-    )
-    assert not offenders(files_of("policies"), "hybridtrain.server.server", "hybridtrain.updates")
-    assert not offenders(
-        files_of("server.py", "rounds.py", "client.py", "exchange"),
-        "hybridtrain.worlds",
-        "multiprocessing",
-    )
-    assert not offenders(files_of("lightning"), "hybridtrain.cli", "hybridtrain.tasks", "hydra")
+def test_hydra_is_known_to_the_command_line_alone() -> None:
+    allowed = ("cli", "replay.py", "simulate")
+    rest = [f for f in FILES if not str(f.relative_to(PACKAGE)).startswith(allowed)]
+    assert not offenders(rest, "hydra", "hydra_plugins")
+
+
+def test_decisions_start_no_process_and_open_no_socket() -> None:
+    files = files_of("policies", "protocol", "server", "recovery", "updates")
+    assert not offenders(files, "multiprocessing", "subprocess", "socket", "selectors", "signal")
 
 
 def test_tasks_are_ordinary_lightning_code_that_knows_no_strategy() -> None:
-    core = [f"hybridtrain.{name.removesuffix('.py')}" for name in CORE]
-    assert not offenders(files_of("tasks"), *core, "hybridtrain.lightning", "hybridtrain.policies")
+    inside = ("memory", "updates", "server", "worker", "lightning", "policies", "recovery")
+    assert not offenders(files_of("tasks"), *map(folder, inside))
+
+
+# ---- rooms --------------------------------------------------------------------------------------
+
+MODULES = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+
+
+def test_a_folder_has_at_most_16_modules_and_the_root_10() -> None:
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in MODULES)
+    assert {name: n for name, n in counts.items() if n > 16} == {}
+    assert counts["hybridtrain"] <= 10
+
+
+def test_no_two_modules_have_one_name() -> None:
+    counts = Counter(path.stem for path in MODULES)
+    assert [name for name, n in counts.items() if n > 1] == []
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    folders = {path.parent for path in MODULES}
+    silent = [
+        str(each.relative_to(ROOT))
+        for each in folders
+        if not (each / "__init__.py").is_file()
+        or not ast.get_docstring(ast.parse((each / "__init__.py").read_text()))
+    ]
+    assert silent == []
+
+
+# ---- cycles -------------------------------------------------------------------------------------
 
 
 def named_in(path: Path, names: set[str]) -> set[str]:

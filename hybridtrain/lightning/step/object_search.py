@@ -54,7 +54,8 @@ def may_hold(sources: Iterable[object], wanted: Iterable[object]) -> bool:
 
 def _leads_elsewhere(kind: type) -> bool:
     """To no module, or to every one: a data module knows its trainer, our samplers the strategy."""
-    return kind.__module__.startswith(__package__) or issubclass(kind, (*_PLAIN, Trainer))
+    own = kind.__module__.startswith("hybridtrain.lightning.")
+    return own or issubclass(kind, (*_PLAIN, Trainer))
 
 
 def _parts(value: Any) -> Iterable[object]:
