@@ -17,8 +17,8 @@ import hybridtrain
 from hybridtrain import StepProfiler
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.local.worker_exit import WorkerDied
-from tests.core.test_profiling import check_trace
 from tests.lightning.toys import Regression, fit
+from tests.profiling.test_profiling import check_trace
 
 NAP_S = 0.03
 
