@@ -246,7 +246,7 @@ def test_eager_copies_of_what_is_not_small_are_made_while_backward_runs(
     assert all(map(torch.equal, rows(store, dense), expected(net, dense)))
 
 
-# ---- across the bus; tests/worker/test_device.py has the rest -------------------------------------
+# ---- across the bus; tests/worker/test_device.py has the rest --------------------------------
 
 
 def test_buckets_leave_while_backward_runs_and_each_gradient_leaves_once(

@@ -1,6 +1,7 @@
 """The dial from lock-step to free-running, in virtual time: policies that equal one another.
 
-The same claims as in real processes (``tests/lightning/async_training/test_dial.py``), on the same server.
+The same claims as in real processes (``tests/lightning/async_training/test_dial.py``), on the same
+server.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.process_world import ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted
 from hybridtrain.worlds.local.worker_exit import WorkerDied, WorkerError
-from tests.core import bodies
+from tests.support import bodies
 from tests.support.ends import gone, wait_until
 
 
