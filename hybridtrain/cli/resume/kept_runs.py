@@ -15,6 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
+from hybridtrain.cli.former_names import with_present_names
 from hybridtrain.cli.resume.config_values import placed, portable
 from hybridtrain.cli.validation.owner_checks import check_owner
 from hybridtrain.errors import UserError
@@ -87,7 +88,8 @@ def configuration(directory: Path) -> DictConfig:
         UserError: if it cannot be read.
     """
     try:
-        cfg = OmegaConf.load(directory / CONFIG)
+        plain = OmegaConf.to_container(OmegaConf.load(directory / CONFIG), resolve=False)
+        cfg = OmegaConf.create(with_present_names(plain))
         assert isinstance(cfg, DictConfig), "it is a mapping"
     except Exception as error:  # YAML's, OmegaConf's, the disk's
         raise UserError(
