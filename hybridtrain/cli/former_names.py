@@ -1,7 +1,7 @@
 """What a configuration of an earlier version calls things that have another name now.
 
-The directory of an older run holds its configuration, and its record a copy of it; both name classes
-of this package by ``_target_``. Such a run can still be resumed and repeated.
+The directory of an older run holds its configuration, and its record a copy of it; both name
+classes of this package by ``_target_``. Such a run can still be resumed and repeated.
 """
 
 from __future__ import annotations
