@@ -81,7 +81,7 @@ def _what_if(record: Record, given: Mapping[str, str], anyway: bool) -> None:
     check_same(record, anyway)
     name = ",".join(f"{key}={value}" for key, value in given.items())
     courses = [recorded(record)]
-    if not record.header["regime"]["lock_free"]:
+    if not record.in_place:
         courses.append(simulated(record, {}, "simulated"))
     courses.append(simulated(record, options, name))
     Console().print(table(courses))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.agreement import agree
 from hybridtrain.lightning.single_host import SingleHost
-from hybridtrain.policies import Requirements
 from hybridtrain.protocol.messages import Paused, Resumed
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class WorkerBarriers(SingleHost):
     """The part of a strategy that meets."""
 
-    regime: Requirements
+    requirements: Requirements
     _absence: Absence
     _count: UpdateCount | None
     _loaders: Loaders | None
@@ -34,12 +34,18 @@ class WorkerBarriers(SingleHost):
             OthersStop: if none is to begin any more.
         """
         self._absence.stopping.begin_batch()
-        if self.regime.turns and self._session is not None and self._count is not None:
+        if self.requirements.takes_turns and self._session is not None and self._count is not None:
             self._count.reach(self._session.await_turn())
+
+    def flush(self) -> None:
+        """All hand over what their own steps have come to, unless training is broken off."""
+        if self._session is not None and self.client.stop is None and not self.client.solo:
+            self._session.flush()
 
     def align(self) -> None:
         """All workers meet, and agree. In lock-step they always do."""
         self.client.settle()
+        self.flush()
         if self._losses is not None:
             self._losses.end_epoch()
         self.meet()

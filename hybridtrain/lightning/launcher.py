@@ -22,6 +22,7 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import _TunerExitException
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import combine
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import pages_of
@@ -79,7 +80,8 @@ class HybridLauncher(_Launcher):
         """Run ``function`` in every worker; returns what it returned in worker 0."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
-        strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
+        policy = deepcopy(strategy.policy)
+        strategy.requirements = combine(policy, strategy.exchange, strategy.world_size)
         if strategy.recording is not None and strategy.recording.instead is not None:
             job = _Job(trainer, function, args, kwargs, None, [])
             strategy.faults.begin(trainer, strategy.world_size, rehearses=True)
@@ -92,7 +94,7 @@ class HybridLauncher(_Launcher):
         job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
         n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
         check_startup(strategy, start_method, threads, usable_cores(), job)
-        in_update = usable_cores() if strategy.regime.lockstep else 1
+        in_update = usable_cores() if strategy.requirements.whole_rounds else 1
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)
         watch = WorkerWatch.of(trainer, server, n_workers)
@@ -149,14 +151,14 @@ def world_of(
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     """What makes no sense is refused before a process is started; raises UserError."""
-    check_trainer(trainer, strategy.regime.lockstep)
-    check_correction(strategy.correction, strategy.regime, strategy.policy)
-    if strategy.regime.lock_free:
+    check_trainer(trainer, strategy.requirements.whole_rounds)
+    check_correction(strategy.correction, strategy.requirements, strategy.policy)
+    if strategy.requirements.in_place:
         check_lock_free(trainer, strategy.world_size, strategy.correction)
-    strategy.transport.check(strategy, trainer, strategy.regime)
+    strategy.transport.check(strategy, trainer, strategy.requirements)
     strategy.data_options.check_workers(strategy.world_size)
     strategy.on_failure.check(strategy.world_size)
-    strategy.faults.check(strategy.regime, strategy.world_size)
+    strategy.faults.check(strategy.requirements, strategy.world_size)
     check_parameters(trainer.lightning_module)
 
 

@@ -157,9 +157,9 @@ class StepProfiler(Profiler):
         track = self._track
         if track is None or session is None:
             return
-        timed(track, session.exchange, "collect", Phase.PUSH, "collect gradients")
-        timed(track, session.exchange, "writes", Phase.PUSH, "look for written parameters")
-        timed(track, session.exchange, "refresh", Phase.PULL)
+        timed(track, session.replica, "collect", Phase.PUSH, "collect gradients")
+        timed(track, session.replica, "writes", Phase.PUSH, "look for written parameters")
+        timed(track, session.replica, "refresh", Phase.PULL)
         timed(track, session.guard, "accepts", Phase.PUSH, "are gradients finite")
         self._watch_steps(track, session)
         follow(session, "_hand_over", lambda: self._watch_steps(track, session))

@@ -22,6 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
+from hybridtrain.exchanges import ExchangeSpec, Requirements, exchange_of
 from hybridtrain.lightning.async_training.update_count import UpdateCount, precede
 from hybridtrain.lightning.barriers import WorkerBarriers
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
@@ -39,16 +40,19 @@ from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.replay.run_record import Recording
 from hybridtrain.lightning.step.gradient_guard import OnFault
 from hybridtrain.lightning.step.remote_state import without_fetching
+from hybridtrain.lightning.step.scheme import Scheme
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
-from hybridtrain.lightning.strategy_options import DataOptions, known_options, positive
+from hybridtrain.lightning.strategy_options import DataOptions, known_options
 from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.transport import Transport
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.monitoring.hang_detector import HangTimeout
-from hybridtrain.policies import Requirements, Spec, make_policy
+from hybridtrain.policies import Spec, make_policy
 from hybridtrain.recovery.failure_policy import OnFailure
+from hybridtrain.updates.named import UpdateSpec, make_update
 from hybridtrain.updates.staleness import CorrectionSpec, make_correction
+from hybridtrain.util.named_choice import positive
 from hybridtrain.worker.client import Client
 
 
@@ -90,6 +94,12 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         hang_timeout_s: seconds without a sign of life after which a worker is killed; ``"auto"``:
             from its own past; ``None``: never. Its stacks are printed before.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
+        exchange: what workers hand over: the name of one of ``hybridtrain.exchanges.EXCHANGES``, a
+            mapping with its name and parameters (``{"name": "movement", "every": 8}``), or an
+            object; ``None``: gradients, or what goes with the policy.
+        update: how the masters move: ``"user"`` (the module's own optimizer), ``"mean"``, a name of
+            ``torch.optim`` or a mapping with its name and arguments (``{"name": "adagrad", "lr":
+            0.1}``); ``None``: what goes with the exchange.
         faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
             :class:`hybridtrain.testing.faults.Fault`.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
@@ -131,12 +141,15 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         faults: Sequence[Any] = (),
         hang_timeout_s: float | Literal["auto"] | None = "auto",
         device_memory_fraction: float | None = None,
+        exchange: ExchangeSpec = None,
+        update: UpdateSpec = None,
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
         super().__init__(**lightning)
         self.policy, self.correction = make_policy(policy), make_correction(correction)
-        self.regime = Requirements(lockstep=True)  # the policy's, once W is known
+        self.exchange, self.update = exchange_of(self.policy, exchange), make_update(update)
+        self.requirements = Requirements()  # of policy and exchange, once W is known
         self.workers_per_device = positive("workers_per_device", workers_per_device)
         self.start_method, self.threads_per_worker = start_method, threads_per_worker
         self.device_memory = DeviceMemory.of(device_memory_fraction)
@@ -171,8 +184,8 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self._client, self._back = client, back
         self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
-        self._loaders = Loaders(trainer, client, self.regime, self.data_options)
-        self._absence = Absence(trainer, client, self._loaders, self.regime)
+        self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
+        self._absence = Absence(trainer, client, self._loaders, self.requirements)
         self._loaders.attach()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, WorkerCallback(client, self))
@@ -188,18 +201,19 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
             module, fault = self.lightning_module, self.on_fault.beside(trainer)
+            scheme = Scheme(self.requirements, self.exchange, self.update)
             self._session = Session(
-                self.client, module, self.optimizers, self.regime, fault, self.transport
+                self.client, module, self.optimizers, scheme, fault, self.transport
             )
             take_over(self._session, self.precision_plugin)
-            self._ahead = ahead(self._session.exchange, trainer)
+            self._ahead = ahead(self._session.replica, trainer)
 
     def on_train_start(self) -> None:
         if self._session is not None and self._loaders is not None:
             if self._back is not None:
                 self._back.catch_up()
             self._session.install()
-            if not self.regime.lockstep:
+            if not self.requirements.whole_rounds:
                 self._count = UpdateCount(self._session.trainer, self.client)
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
@@ -235,7 +249,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
-        self.collectives.local, self._abstains = not self.regime.lockstep, False
+        self.collectives.local, self._abstains = not self.requirements.whole_rounds, False
         self.collectives.weight, together = self._loaders.weigh(batch)
         self._session.begin_batch(batch, self.collectives.weight, together)
 
@@ -261,6 +275,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
+        self.flush()
         if self._count is not None and self._session is not None and self.is_global_zero:
             version, self._snapshot = self._session.snapshot()
             self._count.reach(version)

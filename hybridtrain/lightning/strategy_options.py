@@ -10,13 +10,6 @@ from typing import Any
 from hybridtrain.errors import UserError
 
 
-def positive(name: str, value: int) -> int:
-    """The value, if it is a whole number from 1 on."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}={value!r} was given; it must be a whole number from 1 on")
-    return value
-
-
 @dataclass(frozen=True)
 class DataOptions:
     """What a user may say about data.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies import Requirements
+from hybridtrain.exchanges import Requirements
 from hybridtrain.worker.device import KINDS
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -40,7 +40,7 @@ class Transport:
             raise UserError(f"overlap_update={overlap!r} was given; it must be true or false")
         return cls(_DTYPES[dtype], overlap)
 
-    def check(self, strategy: Any, trainer: Any, regime: Requirements) -> None:
+    def check(self, strategy: Any, trainer: Any, requirements: Requirements) -> None:
         """See that it goes with what else was asked for.
 
         Raises:
@@ -51,22 +51,22 @@ class Transport:
                 f"transport_dtype=bf16 was given with correction={strategy.correction}, which "
                 "changes gradients where they lie and would round them once more; leave one out"
             )
-        if self.dtype is not None and regime.lock_free:
+        if self.dtype is not None and requirements.in_place:
             raise UserError(
                 "transport_dtype=bf16 was given, but workers without a lock send no gradients; "
                 "leave it out, or use strategy=async"
             )
         if self.overlap:
-            _check_overlap(strategy, trainer, regime)
+            _check_overlap(strategy, trainer, requirements)
 
 
-def _check_overlap(strategy: Any, trainer: Any, regime: Requirements) -> None:
+def _check_overlap(strategy: Any, trainer: Any, requirements: Requirements) -> None:
     if not computes_apart(trainer):
         raise UserError(
             "overlap_update=true was given, but workers on a CPU read the parameters in place, "
             "which must not move while backward runs; leave it out, or train on a GPU"
         )
-    if not regime.lockstep:
+    if not requirements.whole_rounds:
         raise UserError(
             "overlap_update=true was given, but under this policy a contribution is decided on "
             "when it is whole; leave it out, or use strategy=hybrid"

@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 import pytorch_lightning as pl
 
+from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.agreement import Validations
 from hybridtrain.lightning.async_training.update_count import agree_on_validating
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.preflight.correction_checks import advise
 from hybridtrain.monitoring.heartbeat import Doing
-from hybridtrain.policies import Requirements
 from hybridtrain.worker.client import Client
 
 
@@ -20,7 +20,7 @@ class Aligning(Protocol):
 
     ending_epoch: bool
     keeping: CheckpointWriting
-    regime: Requirements
+    requirements: Requirements
 
     def align(self) -> None: ...
 
@@ -51,7 +51,7 @@ class WorkerCallback(pl.Callback):
         self._strategy.keeping.prepare(trainer)
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
             self._mark_checkpoints(trainer)
-            if not self._strategy.regime.lockstep:
+            if not self._strategy.requirements.whole_rounds:
                 Validations(trainer, self._strategy)
             self._marks_checkpoints = True
 

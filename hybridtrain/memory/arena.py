@@ -16,8 +16,8 @@ import weakref
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory.anonymous import anonymous_descriptor
 from hybridtrain.memory.available import available_bytes
+from hybridtrain.util.anonymous_files import anonymous_descriptor
 
 # A cache line, and 16 float32: what the vectorised kernels need for equal bits.
 ALIGNMENT_BYTES = 64

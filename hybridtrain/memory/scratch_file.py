@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.memory.anonymous import anonymous_descriptor
+from hybridtrain.util.anonymous_files import anonymous_descriptor
 
 _OF_PROCESSES = Path("/proc/self/fd")
 

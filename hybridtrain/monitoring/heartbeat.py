@@ -19,7 +19,7 @@ import os
 import signal
 from enum import IntEnum
 
-from hybridtrain.memory.anonymous import anonymous_descriptor
+from hybridtrain.util.anonymous_files import anonymous_descriptor
 
 _PAGE_BYTES = mmap.PAGESIZE
 _ASK: int | None = getattr(signal, "SIGRTMAX", None)  # nobody uses those numbers; not on macOS

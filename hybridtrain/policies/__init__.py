@@ -4,7 +4,7 @@ from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.deadline import Deadline
 from hybridtrain.policies.first_k import FirstK, Softsync
 from hybridtrain.policies.on_arrival import LockFree, OnArrival
-from hybridtrain.policies.policy import Policy, Requirements
+from hybridtrain.policies.policy import Needs, Policy
 from hybridtrain.policies.registry import POLICIES, Spec, make_policy
 from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
@@ -16,9 +16,9 @@ __all__ = [
     "Deadline",
     "FirstK",
     "LockFree",
+    "Needs",
     "OnArrival",
     "Policy",
-    "Requirements",
     "RoundRobin",
     "Softsync",
     "Spec",

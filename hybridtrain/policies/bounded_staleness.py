@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies.policy import Requirements
+from hybridtrain.policies.policy import Needs
 from hybridtrain.policies.step_counts import StepCounts
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Order, Pushed, Release, Waiting
 
@@ -44,9 +44,9 @@ class BoundedStaleness:
                 "of the slowest: a whole number from 0 (lock-step) on, or null for no bound"
             )
 
-    def begin(self, n_workers: int) -> Requirements:
+    def begin(self, n_workers: int) -> Needs:
         self._clocks, self._blocked, self._pending = StepCounts(), set(), set()
-        return Requirements(lockstep=self.lead == 0)
+        return Needs(whole_rounds=self.lead == 0)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

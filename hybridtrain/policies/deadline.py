@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies.policy import Requirements
+from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import (
     Apply,
     Drop,
@@ -61,7 +61,7 @@ class Deadline:
         if self.at_least is not None and (type(self.at_least) is not int or self.at_least < 1):
             raise UserError(f"at_least={self.at_least!r} was given; it must be from 1 on")
 
-    def begin(self, n_workers: int) -> Requirements:
+    def begin(self, n_workers: int) -> Needs:
         if self.at_least is not None and self.at_least > n_workers:
             raise UserError(
                 f"at_least={self.at_least} was given for {n_workers} "
@@ -71,7 +71,7 @@ class Deadline:
         self._fresh, self._active, self._got = set(), set(), set()
         self._began_s, self._end_s, self._released_s = None, None, {}
         self._times_s = deque(maxlen=_REMEMBERED)
-        return Requirements(lockstep=n_workers == 1, drops_late=n_workers > 1)
+        return Needs(whole_rounds=n_workers == 1, drops_late=n_workers > 1)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

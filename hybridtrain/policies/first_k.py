@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies.policy import Requirements
+from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import (
     Accumulate,
     Apply,
@@ -73,7 +73,7 @@ class FirstK:
         if self.late not in ("drop", "use"):
             raise UserError(f"late={self.late!r} was given; choose drop or use")
 
-    def begin(self, n_workers: int) -> Requirements:
+    def begin(self, n_workers: int) -> Needs:
         if self.k is not None and self.k > n_workers and not self.several:
             raise UserError(
                 f"k={self.k} was given for {n_workers} worker{'s' * (n_workers > 1)}, who would "
@@ -83,9 +83,9 @@ class FirstK:
         self._round, self._since, self._got, self._held = 0, {}, set(), 0
         drops = self.late == "drop"
         if self.several:
-            return Requirements(lockstep=False, holds=self._n > 1, drops_late=drops)
-        lockstep = self._n == n_workers
-        return Requirements(lockstep, drops_late=drops and not lockstep)
+            return Needs(whole_rounds=False, holds=self._n > 1, drops_late=drops)
+        whole_rounds = self._n == n_workers
+        return Needs(whole_rounds, drops_late=drops and not whole_rounds)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
@@ -147,7 +147,7 @@ class Softsync:
         if type(self.n) is not int or self.n < 1:
             raise UserError(f"n={self.n!r} was given; it must be a whole number from 1 on")
 
-    def begin(self, n_workers: int) -> Requirements:
+    def begin(self, n_workers: int) -> Needs:
         if self.n > n_workers:
             raise UserError(
                 f"n={self.n} was given for {n_workers} worker{'s' * (n_workers > 1)}; an update is "

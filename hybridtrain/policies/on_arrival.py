@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from hybridtrain.policies.policy import Requirements
+from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release
 
 
@@ -20,8 +21,8 @@ class OnArrival:
 
     _answers: dict[int, Sequence[Order]] = field(default_factory=dict, init=False, repr=False)
 
-    def begin(self, n_workers: int) -> Requirements:
-        return Requirements(lockstep=False)
+    def begin(self, n_workers: int) -> Needs:
+        return Needs(whole_rounds=False)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
@@ -34,21 +35,11 @@ class OnArrival:
 
 
 @dataclass
-class LockFree:
+class LockFree(OnArrival):
     """Nobody asks anybody: workers step the shared parameters themselves, without a lock.
 
-    Each step is only counted, so that all agree how many there were. Where workers do not step
-    (virtual time), gradients are applied on arrival. Niu, Recht, Re, Wright, *Hogwild!*, NIPS 2011
-    (arXiv:1106.5730).
+    Steps are only counted here, so that all agree how many there were. Niu, Recht, Re, Wright,
+    *Hogwild!*, NIPS 2011 (arXiv:1106.5730).
     """
 
-    def begin(self, n_workers: int) -> Requirements:
-        return Requirements(lockstep=False, lock_free=True)
-
-    def on(self, fact: Fact) -> Sequence[Order]:
-        match fact:
-            case Pushed(worker):
-                one = (worker,)
-                return (Apply(one), Release(one))
-            case _:
-                return ()
+    exchange: ClassVar[str] = "in_place"  # what workers hand over, unless it is chosen

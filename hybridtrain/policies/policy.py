@@ -10,31 +10,28 @@ from hybridtrain.protocol.facts import Fact, Order
 
 
 @dataclass(frozen=True, slots=True)
-class Requirements:
-    """What the rest of the system may rely on, and has to provide.
+class Needs:
+    """What a policy relies on.
 
-    ``lockstep``: nobody computes while an update is applied, and all workers step equally often; so
-    they read the master parameters in place and take fixed, equal shares of every epoch. Else they
-    compute on copies of their own and draw mini-batches from one shared queue. ``turns``: these are
-    dealt to the workers in turn, and a worker asks before it begins one (``Ready``).
-    ``holds``: contributions may be put aside (``Hold``), which takes one more row of gradients.
-    ``drops_late``: what was begun before the last update will be dropped. ``watches_loss``: pushes
-    are to tell the loss. ``lock_free``: workers write to the master parameters themselves.
+    ``whole_rounds``: nobody computes while an update is applied, and all workers step equally
+    often. ``turns``: one worker computes at a time; it asks before it begins a mini-batch
+    (``Ready``). ``holds``: contributions may be put aside (``Accumulate``), which takes one more
+    row of gradients. ``drops_late``: what was begun before the last update will be dropped.
+    ``watches_loss``: pushes are to tell the loss.
     """
 
-    lockstep: bool
+    whole_rounds: bool
     turns: bool = False
     holds: bool = False
     drops_late: bool = False
     watches_loss: bool = False
-    lock_free: bool = False
 
 
 @runtime_checkable
 class Policy(Protocol):
     """A pure state machine: facts in, orders out, in the order in which they are to be done."""
 
-    def begin(self, n_workers: int) -> Requirements:
+    def begin(self, n_workers: int) -> Needs:
         """Forget everything; this many workers, numbered from 0, will join.
 
         Raises:

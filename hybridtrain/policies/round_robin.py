@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridtrain.policies.policy import Requirements
+from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import (
     Apply,
     Fact,
@@ -40,10 +40,10 @@ class RoundRobin:
     _holder: int = field(default=0, init=False, repr=False)
     _has_pushed: bool = field(default=False, init=False, repr=False)
 
-    def begin(self, n_workers: int) -> Requirements:
+    def begin(self, n_workers: int) -> Needs:
         self._n, self._active, self._ready = n_workers, set(), set()
         self._holder, self._has_pushed = 0, False
-        return Requirements(lockstep=False, turns=True)
+        return Needs(whole_rounds=False, turns=True)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

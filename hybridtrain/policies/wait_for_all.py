@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hybridtrain.policies.policy import Requirements
+from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Order, Pushed, Release, Waiting
 
 
@@ -26,9 +26,9 @@ class WaitForAll:
     _expected: set[int] = field(default_factory=set, init=False, repr=False)
     _pushed: set[int] = field(default_factory=set, init=False, repr=False)
 
-    def begin(self, n_workers: int) -> Requirements:
+    def begin(self, n_workers: int) -> Needs:
         self._expected, self._pushed = set(), set()
-        return Requirements(lockstep=True)
+        return Needs(whole_rounds=True)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

@@ -28,7 +28,7 @@ class Joined:
 class Ready:
     """The worker could begin a mini-batch, and waits for its release.
 
-    Only where workers take turns (:class:`hybridtrain.policies.Regime`).
+    Only where workers take turns (:class:`hybridtrain.policies.Needs`).
     """
 
     worker: int

@@ -107,7 +107,8 @@ class Push:
     ``members`` are the slot numbers of each group, only when they have changed; then ``groups`` is
     whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers and policies
     that compare losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of
-    the optimizer's state, by slot number, as ``torch.save`` writes it.
+    the optimizer's state, by slot number, as ``torch.save`` writes it. ``fetch``: I want the newest
+    parameters with my release.
     """
 
     optimizer: int
@@ -127,6 +128,7 @@ class Push:
     repeatable: bool = False
     state: bytes | None = None
     own: bool = False
+    fetch: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,6 +67,20 @@ class RecordEvent:
     at_s: float
 
 
+# What some policies' classes were called in records of versions before 0.2.
+_FORMER_CLASSES = {
+    "All": "WaitForAll",
+    "InTime": "Deadline",
+    "Ssp": "BoundedStaleness",
+    "Turns": "RoundRobin",
+}
+_FORMER_CLASS = re.compile(rf"\b({'|'.join(_FORMER_CLASSES)})\(")
+
+
+def _present_class(found: re.Match[str]) -> str:
+    return f"{_FORMER_CLASSES[found[1]]}("
+
+
 @dataclass(frozen=True)
 class Record:
     """What a file holds.
@@ -89,6 +104,20 @@ class Record:
     def header(self) -> dict[str, Any]:
         header: dict[str, Any] = self.told["header"]
         return header
+
+    @property
+    def strategy(self) -> dict[str, str]:
+        """The parts that the run's strategy was put together from, as they are written today."""
+        names = ("policy", "correction", "exchange", "update")
+        known = {name: str(self.header[name]) for name in names if name in self.header}
+        return {name: _FORMER_CLASS.sub(_present_class, said) for name, said in known.items()}
+
+    @property
+    def in_place(self) -> bool:
+        """Whether workers wrote to the masters themselves, in an order that nobody knows."""
+        if (former := self.header.get("regime")) is not None:  # of versions before 0.2
+            return bool(former["lock_free"])
+        return bool(self.header["requirements"]["parameters"] == "shared")
 
     @property
     def n_workers(self) -> int:

@@ -40,6 +40,9 @@ _ALIKE = 0.75  # of a damaged title
 _CRC = struct.Struct("<I")
 _PIECE_CRC = struct.Struct("<8xI")
 
+# What some kinds of events were called in records of versions before 0.2.
+_FORMER_KINDS = {"Borrow": "GetState", "Arrived": "GradientsReady", "Told": "Progress"}
+
 
 def find_record(run: Path) -> Path:
     """The record of a run directory (the newest, if it was trained in several times), or the file.
@@ -197,7 +200,8 @@ def _header(said: Any) -> tuple[tuple[str, ...], int]:
     for name, kind in wanted.items():
         if not isinstance(said.get(name, kind()), kind):
             raise _Damaged(at, f"what it says of {name} makes no sense")
-    return tuple(kinds), workers
+    present = [_FORMER_KINDS[kind] if kind in _FORMER_KINDS else str(kind) for kind in kinds]
+    return tuple(present), workers
 
 
 def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) -> None:

@@ -143,7 +143,7 @@ def check_regime(server: Server) -> None:
     Raises:
         UserError: saying why.
     """
-    if server.regime.lock_free:
+    if server.requirements.in_place:
         raise UserError(
             "a policy without a lock was given, under which workers write to the parameters "
             "whenever they like; that has no order that could be simulated"

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Store
-from hybridtrain.policies import Policy, Requirements
+from hybridtrain.policies import Policy
 from hybridtrain.protocol.facts import (
     Accumulate,
     Apply,
@@ -43,7 +44,7 @@ class Rounds:
 
     Args:
         policy: when a contribution counts; it has begun.
-        regime: what it said then.
+        requirements: what it said then.
         ledger: counts.
         queue: where mini-batches come from.
         workers: all that are there from the start.
@@ -53,7 +54,7 @@ class Rounds:
     def __init__(
         self,
         policy: Policy,
-        regime: Requirements,
+        requirements: Requirements,
         statistics: RunStatistics,
         queue: BatchQueue,
         workers: Iterable[int],
@@ -63,7 +64,8 @@ class Rounds:
         self.optimizers = Optimizers()
         self.broken = False  # somebody has stopped: no round can be a whole one any more
         self.wake_at_s: float | None = None  # when the policy wants to be told the time
-        self._policy, self.regime, self._ledger, self._queue = policy, regime, statistics, queue
+        self._policy, self.requirements = policy, requirements
+        self._ledger, self._queue = statistics, queue
         self._averaging = Averaging(workers, pool)
         self._pushes: dict[int, Push] = {}  # of those who wait
         self._means: dict[int, Averaged] = {}  # of those who have one, and have not pushed yet
@@ -116,7 +118,7 @@ class Rounds:
         Raises:
             UserError: if the push makes no sense; ``OptimizerFailed`` if the step failed.
         """
-        others = self._pushes if self.regime.lockstep else {}
+        others = self._pushes if self.requirements.whole_rounds else {}
         if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
         self._pushes[worker] = push
@@ -125,7 +127,7 @@ class Rounds:
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         if self._over:
             return freed + self._release_all()
-        last = self.regime.drops_late and self._queue.is_last_chance(push.covers)
+        last = self.requirements.drops_late and self._queue.is_last_chance(push.covers)
         return freed + self._obey(Pushed(worker, self._ledger.clock(), push.loss, last))
 
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
@@ -166,7 +168,7 @@ class Rounds:
 
     def miss(self, worker: int) -> Replies:
         """The worker's process is gone, and another will do in its place what it has not done."""
-        if not self.regime.lockstep:
+        if not self.requirements.whole_rounds:
             return self.lost(worker)
         self._ready.discard(worker)
         self._ledger.idle(worker)
@@ -244,7 +246,7 @@ class Rounds:
             self.take(worker, push.writes)
         counted = self._step(pushes)
         again = any(self._outcome[worker].again for worker in workers)
-        if not again and (counted or self._held or self.regime.lockstep):
+        if not again and (counted or self._held or self.requirements.whole_rounds):
             ages = [self._ledger.age(worker) for worker in counted]
             self._ledger.updated([*ages, *[age for _, age, _ in self._held]])
         for worker, _, covers in self._held:
@@ -288,11 +290,12 @@ class Rounds:
 
     def _release(self, worker: int) -> tuple[int, Reply]:
         self._ready.discard(worker)
-        self._pushes.pop(worker, None)
+        push = self._pushes.pop(worker, None)
+        fetches = push is None or push.fetch
         if self._averages:
             self._averaging.back(worker)
-        if self.store is not None:
+        if self.store is not None and fetches:
             self.store.refresh(worker)
-        self._ledger.released(worker)
+        self._ledger.released(worker, fetches)
         stepped = self._outcome.pop(worker, _NOTHING)
         return worker, release(stepped, self._ledger.version, stepped is not _DROPPED)

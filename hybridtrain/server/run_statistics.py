@@ -125,8 +125,11 @@ class RunStatistics:
         self.version += 1
         self._training_s = self._now_s()
 
-    def released(self, worker: int) -> None:
-        """The worker goes on from the current version, perhaps in the middle of its work."""
+    def released(self, worker: int, reads: bool = True) -> None:
+        """The worker goes on, perhaps in the middle of its work.
+
+        ``reads``: from the current version.
+        """
         account, now = self._accounts[worker], self._now_s()
         if account.released_at_s is not None:
             account.computing_s += now - account.released_at_s
@@ -135,7 +138,9 @@ class RunStatistics:
             account.waiting_s += waited_s
             if self._last != worker:
                 self._accounts[self._last].awaited_s += waited_s
-        account.read_version, account.released_at_s, account.pushed_at_s = self.version, now, None
+        account.released_at_s, account.pushed_at_s = now, None
+        if reads:
+            account.read_version = self.version
 
     def left(self, worker: int) -> None:
         """The worker is gone: it neither computes nor waits."""

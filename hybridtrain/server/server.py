@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, combine, exchange_of
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import GetState
 from hybridtrain.policies import Policy
@@ -68,6 +69,10 @@ class Server:
         threads: how many threads an update may use.
         clock: seconds; virtual time brings its own.
         correction: of late gradients, if any.
+        exchange: what workers hand over; else what goes with the policy.
+
+    Raises:
+        UserError: if policy and exchange contradict each other.
     """
 
     def __init__(
@@ -77,9 +82,10 @@ class Server:
         threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
         correction: Correction | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self.policy = policy
-        self.regime = policy.begin(n_workers)
+        self.requirements = combine(policy, exchange or exchange_of(policy), n_workers)
         self.statistics = RunStatistics(n_workers, clock)
         self.failure: BaseException | None = None  # what an optimizer has raised
         members = self._members = set(range(n_workers))
@@ -87,13 +93,13 @@ class Server:
         self._pool, late = Pool(threads), LateGradients(correction, self.statistics.age)
         self._queue = BatchQueue(self._members)
         self._rounds = Rounds(
-            policy, self.regime, self.statistics, self._queue, members, self._pool
+            policy, self.requirements, self.statistics, self._queue, members, self._pool
         )
         self.membership = Membership(
             members, self._meeting, self._queue, self._rounds, self.statistics
         )
         self.assembly = Setup(self._rounds, self.membership, self.statistics, self._pool, late)
-        self._wishes = StopRequests(members, self.statistics, self.regime.lockstep)
+        self._wishes = StopRequests(members, self.statistics, self.requirements.whole_rounds)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -284,9 +290,11 @@ class Server:
         """The worker has stopped: what others wait for together with it will not happen."""
         self._note_stopped({worker})
         freed: Replies = []
-        if not self.regime.lockstep:  # those who wait for its next step, or its turn, go on
+        if (
+            not self.requirements.whole_rounds
+        ):  # those who wait for its next step, or its turn, go on
             freed = self._guarded([], lambda: self._rounds.lost(worker))
-        return freed + self._dismiss(waits=self.regime.lockstep, but=worker)
+        return freed + self._dismiss(waits=self.requirements.whole_rounds, but=worker)
 
     def break_off(self) -> Replies:
         """It is late: nobody is waited for any longer."""
@@ -305,7 +313,7 @@ class Server:
     def _note_stopped(self, workers: set[int]) -> None:
         """In lock-step no round can be a whole one any more."""
         self._stopped |= workers
-        self._rounds.broken |= self.regime.lockstep and bool(self._stopped)
+        self._rounds.broken |= self.requirements.whole_rounds and bool(self._stopped)
 
     def close(self) -> None:
         """End the threads of the update."""

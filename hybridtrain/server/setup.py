@@ -63,7 +63,7 @@ class Setup:
 
     def _share(self, shares: dict[int, Share]) -> Shared:
         self.rounds.store = store = shared_store(
-            shares, self.statistics.n_workers, self.rounds.regime
+            shares, self.statistics.n_workers, self.rounds.requirements
         )
         return Shared(store.arena.n_bytes)
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.memory.lending import GetState, SharedState
-from hybridtrain.policies import Requirements
 from hybridtrain.protocol.messages import Share, Shared
 from hybridtrain.updates import Optimizers
 
 
-def shared_store(shares: Mapping[int, Share], n_workers: int, regime: Requirements) -> Store:
+def shared_store(shares: Mapping[int, Share], n_workers: int, requirements: Requirements) -> Store:
     """What everybody's parameters need, with the rows that the policy asks for.
 
     Raises:
@@ -25,19 +25,20 @@ def shared_store(shares: Mapping[int, Share], n_workers: int, regime: Requiremen
                 f"worker {worker} has other parameters than worker {first}; every worker must "
                 "build the same module (same code, same seed, same configuration)"
             )
-    return made_store(share.layout, n_workers, regime, share.averaging)
+    return made_store(share.layout, n_workers, requirements, share.averaging)
 
 
 def made_store(
     layout: Layout,
     n_workers: int,
-    regime: Requirements,
+    requirements: Requirements,
     averaging: bool,
     arena: Arena | None = None,
 ) -> Store:
     """As the server and every worker make it, over one arena."""
-    private = not (regime.lockstep or regime.lock_free)
-    return Store(layout, n_workers, private, arena, averaging, regime.holds, regime.lock_free)
+    wants = requirements
+    copies, holds, shared = wants.has_copies, wants.holds, wants.in_place
+    return Store(layout, n_workers, copies, arena, averaging, holds, shared)
 
 
 def lend(store: Store | None, optimizers: Optimizers, request: GetState) -> SharedState | Shared:

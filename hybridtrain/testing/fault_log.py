@@ -13,8 +13,8 @@ import time
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
-from hybridtrain.memory.anonymous import SharedBytes
 from hybridtrain.testing.faults import KINDS, PHASES, Fault
+from hybridtrain.util.anonymous_files import SharedBytes
 
 _CELL = struct.Struct("<qd")  # how often it has happened, and when last
 _COUNTERS = struct.Struct("<qq")  # a worker's steps and its process

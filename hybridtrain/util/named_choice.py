@@ -60,3 +60,14 @@ def hint(word: str, words: Iterable[str]) -> str:
 
 def _known(known: Iterable[str]) -> str:
     return f"known are {', '.join(sorted(known))}"
+
+
+def positive(name: str, value: int) -> int:
+    """The value, if it is a whole number from 1 on.
+
+    Raises:
+        UserError: if not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{name}={value!r} was given; it must be a whole number from 1 on")
+    return value

@@ -91,7 +91,7 @@ class Wish:
 
 def is_lockstep(strategy: str) -> bool:
     """Whether all workers make each step together, so that nothing hangs on who is late."""
-    return bool(HybridStrategy(strategy).policy.begin(SIZE.workers).lockstep)
+    return bool(HybridStrategy(strategy).policy.begin(SIZE.workers).whole_rounds)
 
 
 def soak(strategy: str, wish: Wish) -> Soaked:

@@ -28,7 +28,7 @@ CASES = [
     ("strategy=switch strategy.policy.at_update=5 strategy.policy.patience=9", ["either"]),
     (
         "strategy=switch strategy.policy.at_update=5 strategy.policy.then=synchronous",
-        ["then=Turns()", "cannot be a part"],
+        ["then=RoundRobin()", "cannot be a part"],
     ),
     ("strategy=switch strategy.policy.at_update=5 strategy.policy.then=asink", ["mean async?"]),
     ("strategy=hybrid strategy.policy=backupp", ["backupp", "mean backup?"]),

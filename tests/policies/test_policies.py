@@ -123,7 +123,7 @@ class Script:
 
     def __init__(self, policy: Policy, n_workers: int) -> None:
         self.policy = policy
-        self.regime = policy.begin(n_workers)
+        self.requirements = policy.begin(n_workers)
         for worker in range(n_workers):
             assert not policy.on(Joined(worker))
         self.state = dict.fromkeys(range(n_workers), "computes")
@@ -161,7 +161,7 @@ class Script:
                 self.state[worker] = "computes"
             return
         assert set(order.workers) <= self.unapplied, "only what has been pushed, and once"
-        assert not isinstance(order, Accumulate) or self.regime.holds
+        assert not isinstance(order, Accumulate) or self.requirements.holds
         self.held = 0 if isinstance(order, Apply) else self.held + isinstance(order, Accumulate)
         self.unapplied.difference_update(order.workers)
 
@@ -309,7 +309,7 @@ def test_a_switch_whose_losses_nobody_tells_stays_where_it_is() -> None:
     ],
 )
 def test_lock_step_is_known_as_such(policy: Policy) -> None:
-    assert policy.begin(3).lockstep
+    assert policy.begin(3).whole_rounds
 
 
 @pytest.mark.parametrize(
@@ -325,4 +325,4 @@ def test_lock_step_is_known_as_such(policy: Policy) -> None:
     ],
 )
 def test_whoever_may_be_ahead_reads_a_copy(policy: Policy) -> None:
-    assert not policy.begin(3).lockstep
+    assert not policy.begin(3).whole_rounds

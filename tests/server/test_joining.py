@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies import Requirements
+from hybridtrain.policies import Needs
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Order, Pushed, Release, SetTimer
 from hybridtrain.protocol.messages import Released
 from hybridtrain.server.server import Server
@@ -20,8 +20,8 @@ class Company:
     def __init__(self, at_first: Sequence[Order] = (SetTimer(7.0),)) -> None:
         self.at_first, self.waiting = at_first, list[int]()
 
-    def begin(self, n_workers: int) -> Requirements:
-        return Requirements(lockstep=False)
+    def begin(self, n_workers: int) -> Needs:
+        return Needs(whole_rounds=False)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

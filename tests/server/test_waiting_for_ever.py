@@ -8,7 +8,7 @@ import pytest
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.policies import Requirements
+from hybridtrain.policies import Needs
 from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release, SetTimer, TimerFired
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
@@ -19,8 +19,8 @@ from tests.support.served import Served, refusals
 class Never:
     """Holds everybody."""
 
-    def begin(self, n_workers: int) -> Requirements:
-        return Requirements(lockstep=False)
+    def begin(self, n_workers: int) -> Needs:
+        return Needs(whole_rounds=False)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         return ()

@@ -27,7 +27,7 @@ from omegaconf import DictConfig
 from hybridtrain.cli.claim import claim_new, release_all
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
 from hybridtrain.cli.quiet import hush
-from hybridtrain.memory.anonymous import anonymous_descriptor
+from hybridtrain.util.anonymous_files import anonymous_descriptor
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
 ENVIRONMENT: dict[str, str] = {}  # as it was when the command started, before any job

@@ -33,7 +33,7 @@ def set_global_step(trainer: pl.Trainer, completed: int) -> None:
 
 def last_version(trainer: Any) -> int | None:
     """How many updates the user wants at most, where Lightning alone would not see to it."""
-    exact = trainer.strategy.regime.lockstep or trainer.max_steps == -1
+    exact = trainer.strategy.requirements.counts == "worker" or trainer.max_steps == -1
     return None if exact else int(trainer.max_steps)
 
 

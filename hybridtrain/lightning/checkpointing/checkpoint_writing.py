@@ -128,7 +128,7 @@ class CheckpointWriting:
         strategy = trainer.strategy
         # Or it would remember a file of a step that is broken off before there is one.
         precede(callback, "_monitor_candidates", strategy.client.settle)
-        if not strategy.regime.lockstep:
+        if not strategy.requirements.whole_rounds:
             count_all_updates(callback, trainer)
         writer = strategy._checkpoint_io
         if not isinstance(writer, WholeCheckpointIO):

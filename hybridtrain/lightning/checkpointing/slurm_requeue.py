@@ -19,7 +19,7 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 
-from hybridtrain.memory.anonymous import SharedBytes
+from hybridtrain.util.anonymous_files import SharedBytes
 
 _ASKED, _DONE = 0, 1  # places in what is shared; how often, modulo 256
 

@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
+from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.update_count import precede, remeasure
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
 from hybridtrain.lightning.checkpointing.mid_epoch import (
@@ -33,7 +34,6 @@ from hybridtrain.lightning.data.stream_dealing import Dealing, shares_nothing, w
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.replay.run_record import data_teller
 from hybridtrain.lightning.strategy_options import DataOptions
-from hybridtrain.policies import Requirements
 from hybridtrain.worker.client import Client
 
 
@@ -43,15 +43,15 @@ class Loaders:
     Args:
         trainer: of this worker.
         client: to the server.
-        regime: whether mini-batches are fixed shares, drawn from the shared queue, or dealt.
+        requirements: whether mini-batches are fixed shares, drawn from the shared queue, or dealt.
         options: what the user has said about data.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, client: Client, regime: Requirements, options: DataOptions
+        self, trainer: pl.Trainer, client: Client, requirements: Requirements, options: DataOptions
     ) -> None:
         self._trainer: Any = trainer
-        self._client, self._regime = client, regime
+        self._client, self._requirements = client, requirements
         self._options = options
         self._tell = data_teller(client, trainer)
         self.samplers: list[EpochSampler] = []
@@ -155,13 +155,13 @@ class Loaders:
         goes_on = self._resumed is not None and not hasattr(dataloader, "load_state_dict")
         begun = self._resumed.begun(number, plan) if self._resumed and goes_on else None
         self._tell(number, dataloader.dataset)
-        kind = ShareSampler if self._regime.lockstep else QueueSampler
+        kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
         return self.samplers[-1]
 
     def _turn(self) -> int:
         """Mini-batches that belong to one optimizer step, and so to one worker."""
-        return int(self._trainer.accumulate_grad_batches) if self._regime.turns else 0
+        return int(self._trainer.accumulate_grad_batches) if self._requirements.takes_turns else 0
 
     def _fills(self) -> bool:
         """Whether a loader may not end early: beside another, or where the user's step fetches."""
@@ -234,7 +234,7 @@ class Loaders:
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
         loops, batches = checkpoint["loops"]["fit_loop"], 0
         # Of the shared queue; what was unseen at the last checkpoint is no longer what is left.
-        unseen = {} if self._regime.lockstep or for_now else self._client.unseen
+        unseen = {} if self._requirements.whole_rounds or for_now else self._client.unseen
         ending: bool = self._trainer.strategy.ending_epoch
         over = ending and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
         if over:

@@ -27,7 +27,7 @@ class FailureHandling:
         self, strategy: HybridStrategy, trainer: Any, loaders: Loaders, back: Rejoin | None
     ) -> None:
         self._making_up: LostSampleRedistribution | None = None
-        self._strategy, self._lockstep = strategy, strategy.regime.lockstep
+        self._strategy, self._lockstep = strategy, strategy.requirements.whole_rounds
         choice, client = strategy.on_failure.choice, strategy.client
         if choice == "stop":
             return

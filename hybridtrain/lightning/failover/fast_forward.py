@@ -18,7 +18,7 @@ def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
     In lock-step that is one loader, of which something has been drawn in this epoch, and one step
     for so many mini-batches. Where workers run freely, the shared queue knows what is left.
     """
-    if not trainer.strategy.regime.lockstep:
+    if not trainer.strategy.requirements.whole_rounds:
         return True
     begun = [sampler.has_begun(trainer.current_epoch) for sampler in samplers]
     return begun == [True] and bool(trainer.lightning_module.automatic_optimization)

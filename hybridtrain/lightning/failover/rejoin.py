@@ -138,7 +138,7 @@ class Rejoin:
         self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
         self._trainer: Any = trainer
         self._version, self.breaks = version, self._ours["breaks"]
-        if trainer.strategy.regime.lockstep:  # type: ignore[attr-defined]
+        if trainer.strategy.requirements.whole_rounds:  # type: ignore[attr-defined]
             advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
         client.joins = client.solo = True
         trainer.strategy.load_checkpoint = self._load  # type: ignore[method-assign]
@@ -172,7 +172,7 @@ class Rejoin:
         """Counters and schedulers are restored; before training begins."""
         if self._trainer.is_global_zero:
             hand_over(self._trainer)
-        if self._trainer.strategy.regime.lockstep:
+        if self._trainer.strategy.requirements.whole_rounds:
             step_schedulers(self._trainer, self._checkpoint["global_step"], self._version)
             set_global_step(self._trainer, self._version)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 import torch
 
-from hybridtrain.memory.anonymous import SharedBytes
+from hybridtrain.util.anonymous_files import SharedBytes
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
@@ -89,7 +89,7 @@ class RngMailbox:
 @contextmanager
 def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """For a run in which a worker may be replaced by one that draws alike."""
-    lockstep, restarts = strategy.regime.lockstep, strategy.on_failure.choice == "restart"
+    lockstep, restarts = strategy.requirements.whole_rounds, strategy.on_failure.choice == "restart"
     if not (lockstep and restarts and trainer.state.fn == "fit"):
         yield
         return

@@ -47,7 +47,7 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
         with suppress(StopRequested, UserError):  # a step that is under way may be broken off
             client.settle()
         client.solo = True
-        counted = trainer.global_step == client.version or not strategy.regime.lockstep
+        counted = trainer.global_step == client.version or not strategy.requirements.whole_rounds
         take_turn_saving(trainer, able=counted)
     except ChannelClosed:
         client.solo = True  # the parent is gone, and nothing can be done any more

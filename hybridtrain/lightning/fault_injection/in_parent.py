@@ -20,7 +20,7 @@ import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies import Requirements
+from hybridtrain.exchanges import Requirements
 from hybridtrain.protocol.messages import Push
 from hybridtrain.server.server import Server
 from hybridtrain.testing.fault_log import FaultLog, Schedule, happened
@@ -46,10 +46,10 @@ class Faults:
         """As the user gives them. Raises UserError."""
         return cls(read_faults(given))
 
-    def check(self, regime: Requirements, n_workers: int) -> None:
+    def check(self, requirements: Requirements, n_workers: int) -> None:
         """Before a process starts. Raises UserError."""
         check_workers(self.wanted, n_workers)
-        if regime.lock_free and any(fault.phase == "update" for fault in self.wanted):
+        if requirements.in_place and any(fault.phase == "update" for fault in self.wanted):
             raise UserError(
                 "faults: phase update was given, but under hogwild workers make their updates "
                 "themselves; use push (before it) or pull (in it), or strategy=async"

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 
+from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.participation.logged_metrics import (
@@ -38,7 +39,6 @@ from hybridtrain.lightning.participation.logged_metrics import (
 from hybridtrain.lightning.participation.uncounted import DoesNotCount, Uncounted
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.monitoring.heartbeat import Doing
-from hybridtrain.policies import Requirements
 from hybridtrain.worker.client import Client
 
 if TYPE_CHECKING:
@@ -56,17 +56,17 @@ class Absence:
         trainer: of this worker.
         client: to the server.
         loaders: know what this worker has in a step.
-        regime: whether all take the same steps.
+        requirements: whether all take the same steps.
     """
 
     def __init__(
-        self, trainer: pl.Trainer, client: Client, loaders: Loaders, regime: Requirements
+        self, trainer: pl.Trainer, client: Client, loaders: Loaders, requirements: Requirements
     ) -> None:
         self._trainer: Any = trainer
         self._client, self._loaders = client, loaders
-        self._regime, self._lockstep = regime, regime.lockstep
+        self._requirements, self._lockstep = requirements, requirements.whole_rounds
         self._session: Session | None = None
-        self.stopping = Stopping(trainer, client, regime.lockstep)
+        self.stopping = Stopping(trainer, client, requirements.whole_rounds)
         self.uncounted: Uncounted | None = None  # where something may turn out not to count
         self._has_had_some = False  # in this epoch
         self._sits_out = False
@@ -83,7 +83,7 @@ class Absence:
         self._session = session
         precede(session, "average", self._gradients_are_there)
         bounded = not self._lockstep and self._loop.max_steps != -1  # some may come behind the last
-        if self._regime.drops_late or bounded:
+        if self._requirements.drops_late or bounded:
             self.uncounted = Uncounted(self._trainer, self._client)
 
     def _begin_epoch(self) -> None:
@@ -185,6 +185,8 @@ class Absence:
             if self._owes:
                 self._session.begin_batch(None, 0.0, together)
                 loop.automatic_optimization._optimizer_step(loop.batch_idx, self._add_nothing)
+            else:
+                self._session.sit_out()
             known = self._client.gather(_MADE, None, patient=True)
             take_steps(loop, next((each for each in known if each is not None), None))
             self._catch_up(self._session)
@@ -213,6 +215,8 @@ class Absence:
     @staticmethod
     def _catch_up(session: Session) -> None:
         """Others have made updates that this worker had no part in."""
+        if session.has_own_parameters:
+            return
         version = session.pull()
         for step in session.steps:
             step.state.forget()

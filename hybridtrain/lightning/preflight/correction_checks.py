@@ -8,15 +8,17 @@ from typing import Any
 
 import torch
 
-from hybridtrain.policies import Requirements
+from hybridtrain.exchanges import Requirements
 from hybridtrain.updates.staleness import Correction
 
 _NOTEWORTHY = 0.5  # updates: as stale as with one and a half workers
 
 
-def check_correction(correction: Correction | None, regime: Requirements, policy: Any) -> None:
+def check_correction(
+    correction: Correction | None, requirements: Requirements, policy: Any
+) -> None:
     """Say so where a correction has nothing to do: in a sweep over strategies it may well stay."""
-    if correction is not None and regime.lockstep:
+    if correction is not None and requirements.whole_rounds:
         warnings.warn(
             f"correction={correction} was given, but under policy {policy} no gradient is ever "
             "late, so it changes nothing",

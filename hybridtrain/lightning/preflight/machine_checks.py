@@ -37,7 +37,7 @@ def check_startup(strategy: Any, start_method: str, threads: int, cores: int, jo
     module, n_workers = job.trainer.lightning_module, strategy.world_size
     on_device = strategy.root_device.type in KINDS
     if job.trainer.state.fn == "fit":
-        copies = 0 if strategy.regime.lockstep or strategy.regime.lock_free or on_device else 1
+        copies = int(strategy.requirements.has_copies and not on_device)
         check_memory(module, n_workers, copies)
     if on_device:
         check_device_memory(module, strategy.workers_per_device)

@@ -68,7 +68,7 @@ def _check(record: Record, strategy: Any, anyway: bool) -> None:
         raise UserError(
             f"{type(strategy).__name__} was given, but only runs of HybridStrategy are replayed"
         )
-    if record.header["regime"]["lock_free"]:
+    if record.in_place:
         raise UserError(
             f"the run's policy was {record.header['policy']}, under which workers write to the "
             "parameters whenever they like; nobody knows the order, so it cannot be replayed"
@@ -78,10 +78,10 @@ def _check(record: Record, strategy: Any, anyway: bool) -> None:
             f"the run had {record.n_workers} workers, and {strategy.world_size} were given; make "
             "the trainer with the same devices and workers_per_device"
         )
-    for name in ("policy", "correction"):
-        if (given := repr(getattr(strategy, name))) != record.header[name]:
+    for name, then in record.strategy.items():
+        if (given := repr(getattr(strategy, name))) != then:
             raise UserError(
-                f"the run's {name} was {record.header[name]}, and {given} was given; make the "
+                f"the run's {name} was {then}, and {given} was given; make the "
                 "trainer with the same strategy"
             )
     found = [*changed_code(record), *changed_versions(record)]

@@ -108,7 +108,14 @@ def serving(
 def server_maker(strategy: HybridStrategy, threads: int) -> Callable[..., Server]:
     """Makes the server that the strategy wants; takes a clock, if it is to have another one."""
     policy, correction = deepcopy((strategy.policy, strategy.correction))
-    return partial(Server, policy, strategy.world_size, threads, correction=correction)
+    return partial(
+        Server,
+        policy,
+        strategy.world_size,
+        threads,
+        correction=correction,
+        exchange=strategy.exchange,
+    )
 
 
 def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:
@@ -119,7 +126,9 @@ def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[
         "server_threads": server_threads,
         "policy": repr(strategy.policy),
         "correction": repr(strategy.correction),
-        "regime": asdict(strategy.regime),
+        "exchange": repr(strategy.exchange),
+        "update": repr(strategy.update),
+        "requirements": asdict(strategy.requirements),
         "versions": versions(),
         "code": {"hybridtrain": _hash_of_package(), **users_code()},
     }

@@ -14,19 +14,20 @@ from typing import Any
 
 import torch
 
+from hybridtrain.exchanges import Offer, Requirements
 from hybridtrain.lightning.step.closures import Closure, as_float, is_empty, run
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
 from hybridtrain.lightning.step.hyper_parameters import HyperParameters
 from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import is_unwatched
 from hybridtrain.lightning.step.remote_state import RemoteState, moved
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers
 from hybridtrain.lightning.step.trained_parameters import parameters_of, slot_numbers
 from hybridtrain.memory import Packed
-from hybridtrain.policies import Requirements
 from hybridtrain.protocol.messages import Clip, Push, Released
 from hybridtrain.updates import Saved
-from hybridtrain.updates.groups import Members, members_of
+from hybridtrain.updates.groups import Groups, Members, members_of
 from hybridtrain.updates.optimizer_traits import calls_closure, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.replica import Replica
@@ -38,10 +39,10 @@ class RemoteOptimizer:
     Args:
         optimizer: the user's; its ``param_groups`` are read at every step.
         number_of: slot numbers by ``id(parameter)``, of all that the module has.
-        exchange: brings gradients out and parameters in.
+        replica: brings gradients out and parameters in.
         client: to the server.
         guard: whether what is brought out may count.
-        regime: in lock-step the optimizer may drive the evaluation, for all wait for it.
+        requirements: in lock-step the optimizer may drive the evaluation, for all wait for it.
     """
 
     # Schedulers look for this mark and warn of a step that was replaced after they were made.
@@ -51,19 +52,19 @@ class RemoteOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         number_of: Mapping[int, int],
-        exchange: Replica,
+        replica: Replica,
         client: Client,
         guard: GradientGuard,
-        regime: Requirements,
+        requirements: Requirements,
     ) -> None:
         self._optimizer, self._number_of = optimizer, number_of
-        self._exchange, self._client, self._guard = exchange, client, guard
-        self._driven = regime.lockstep and calls_closure(optimizer)
+        self._replica, self._client, self._guard = replica, client, guard
+        self._driven = requirements.whole_rounds and calls_closure(optimizer)
         self._parameters = parameters_of(optimizer)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, number_of)
         self.hyper_parameters = HyperParameters(optimizer)
-        self._lockstep = regime.lockstep
+        self._lockstep = requirements.whole_rounds
         self.loss: Any = None  # of the last backward, where the policy watches it
         self.state = RemoteState(self._fetch_state)
         self.number = 0  # which of the module's optimizers
@@ -73,7 +74,9 @@ class RemoteOptimizer:
         self.samples = 0.0  # behind them
         self.clip: Clip | None = None
         self.buffers: SharedBuffers | None = None
-        self.in_place: InPlace | None = None  # where workers step themselves
+        self.in_place: InPlace | None = None  # where workers step the masters themselves
+        self.local: LocalSteps | None = None  # where they step parameters of their own
+        self.follows: frozenset[str] | None = None  # what the server is told of; None: all
         self.version = 0
         self.averaged = False  # the gradients are the mean of all already
         self.pushed = False  # since the mini-batch began
@@ -100,10 +103,58 @@ class RemoteOptimizer:
         if self._driven and closure is not None and not is_empty(closure):
             return self._step_driven(closure)
         loss = run(closure) if closure is not None else None
+        if self.local is not None:
+            self.advance(self.local, self.weight)
+            return loss
         self.offer(self.weight)
         if not (self.lazy and is_unwatched(self._optimizer)):
             self._client.settle()
         return loss
+
+    def advance(self, local: LocalSteps, samples: float) -> None:
+        """One step of the worker's own; with no samples, the others make it. Waits for a release.
+
+        Nothing may leave.
+        """
+        self.count += 1
+        self.pushed, self.clip = True, None
+        vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
+        self.hand_over(local, local.advance(samples))
+
+    def hand_over(self, local: LocalSteps, offer: Offer | None) -> None:
+        """Push what the worker's own steps have come to, and wait for the release."""
+        if offer is None:
+            return
+        absent, weight = local.hand_over(offer), offer.weight
+        if weight > 0 and not self._guard.accepts(self.numbers, absent):
+            weight = 0.0
+        push = Push(
+            self.number,
+            weight,
+            absent,
+            self._told_groups(whole=False),
+            samples=weight,
+            fault=self._guard.pop_fault(),
+            veto=self._guard.veto,
+            loss=self._told_loss(None),
+            fetch=offer.fetch,
+        )
+        self._client.offer(push, partial(self._taken_back, local, offer.fetch))
+        self._client.settle()
+
+    def _taken_back(self, local: LocalSteps, fetched: bool, released: Released) -> None:
+        self.version, self._released = released.version, released
+        self.hyper_parameters.confirm(None)
+        if fetched:
+            local.take()
+
+    def _told_groups(self, whole: bool) -> Groups | None:
+        """What has changed of the hyper-parameters that the update on the masters follows."""
+        changed = self.hyper_parameters.changed(whole=whole)
+        if changed is None or self.follows is None:
+            return changed
+        told = tuple({k: v for k, v in group.items() if k in self.follows} for group in changed)
+        return told if any(told) else None
 
     def push(self, weight: float, loss: Any = None, repeatable: bool = False) -> Released:
         """Offer the gradients with this weight, and wait until the server lets this worker go on.
@@ -122,18 +173,18 @@ class RemoteOptimizer:
         own = weight > 0 and members is None and state is None and self._can_step()
         absent, packed = self._gathered(weight, own)
         looks = weight > 0 and not self.trying and not own
-        finite = self._exchange.finite
+        finite = self._replica.finite
         if looks and not self._guard.accepts(self.numbers, absent, packed, finite):
             weight, absent, packed = 0.0, (), ()
         push = Push(
             self.number,
             weight,
             absent,
-            self.hyper_parameters.changed(whole=members is not None),
+            self._told_groups(whole=members is not None),
             self.clip,
             self.averaged,
             samples=self.samples if weight > 0 else 0.0,
-            writes=self._exchange.writes(),
+            writes=self._replica.writes(),
             fault=self._guard.pop_fault(),
             veto=self._guard.veto,
             packed=packed,
@@ -154,7 +205,7 @@ class RemoteOptimizer:
         """The server has let this worker go on: parameters, and all that follows them, are new."""
         if self.in_place is not None:
             self.in_place.released(released, self.number)
-        self._exchange.refresh()
+        self._replica.refresh()
         self.state.forget()
         if self.buffers is not None:
             self.buffers.adopt()
@@ -177,7 +228,7 @@ class RemoteOptimizer:
             return self.in_place.absent(), ()
         if weight <= 0:
             return (), ()
-        return self._exchange.collect(self.numbers), self._exchange.packed
+        return self._replica.collect(self.numbers), self._replica.packed
 
     def _can_step(self) -> bool:
         """Whether this worker makes the step itself. What is unusual the server does."""
@@ -216,7 +267,7 @@ class RemoteOptimizer:
             return None
         self.numbers = slot_numbers(self._optimizer, self._number_of)
         self._parameters, self._sizes = now, sizes
-        self._exchange.admit(self.numbers, takes_sparse(self._optimizer))
+        self._replica.admit(self.numbers, takes_sparse(self._optimizer))
         return members_of(self._optimizer, self.numbers)
 
     def _changed_state(self) -> bytes | None:
@@ -258,6 +309,8 @@ class RemoteOptimizer:
         State and whatever else the optimizer keeps come from the server; of the hyper-parameters
         those that were changed here since the last push that was heard.
         """
+        if self.local is not None:
+            return dict(self._optimizer.state_dict())
         with self.state.left_alone():
             mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
         if "state" in mine:

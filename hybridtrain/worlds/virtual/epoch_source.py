@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hybridtrain.exchanges import Exchange
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
 from hybridtrain.protocol.spans import dealt, positions, total
 from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.idle import IdleOptimizers
+from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worlds.virtual.training_task import (
     MakeOptimizer,
     SimulatedReplicas,
@@ -26,19 +28,24 @@ from hybridtrain.worlds.virtual.training_task import (
 
 
 def register_workers(
-    server: Server, task: Task | None, optimizer: MakeOptimizer | None, n_workers: int
+    server: Server,
+    task: Task | None,
+    optimizer: MakeOptimizer | None,
+    n_workers: int,
+    exchange: Exchange,
+    update: NamedUpdate | None = None,
 ) -> tuple[SimulatedReplicas | None, EpochSource | None]:
     """Have the server train the task, if there is one; who computes, and what data there are."""
     if task is None or optimizer is None:
         server.adopt(None, IdleOptimizers())
         return None, None
-    regime = server.regime
-    store = Store(layout_of(task), n_workers, private_parameters=True, holding=regime.holds)
-    pupils = SimulatedReplicas(task, optimizer, store)
+    requirements = server.requirements
+    store = Store(layout_of(task), n_workers, private_parameters=True, holding=requirements.holds)
+    pupils = SimulatedReplicas(task, optimizer, store, exchange, update)
     server.adopt(store, pupils.optimizers)
     if not isinstance(task, TrainingTask):
         return pupils, None
-    return pupils, EpochSource(task, server, regime.lockstep, regime.turns)
+    return pupils, EpochSource(task, server)
 
 
 class EpochSource:
@@ -46,14 +53,13 @@ class EpochSource:
 
     Args:
         lesson: what there is to do.
-        server: deals out mini-batches, where they are not fixed.
-        lockstep: they are fixed.
-        turns: they are dealt in turn.
+        server: says how mini-batches are shared out, and deals them where they are not fixed.
     """
 
-    def __init__(self, lesson: TrainingTask, server: Server, lockstep: bool, turns: bool) -> None:
+    def __init__(self, lesson: TrainingTask, server: Server) -> None:
         self._lesson, self._server = lesson, server
-        self._lockstep, self._turns = lockstep, turns
+        self._shares = server.requirements.data == "shares"
+        self._turns = server.requirements.takes_turns
         table = lesson.timetable
         self._places = dealt(table.sizes)
         self._epoch = 0  # how often all have met
@@ -68,7 +74,7 @@ class EpochSource:
         """What the worker will push after its next mini-batch; ``None``: the epoch has no more."""
         if worker in self._ended:
             return None
-        return self._share(worker) if self._lockstep else self._draw(worker)
+        return self._share(worker) if self._shares else self._draw(worker)
 
     def _share(self, worker: int) -> Push | None:
         """The worker's part of the next global mini-batch, if something is left of it."""
@@ -118,15 +124,15 @@ class EpochSource:
     def admit(self, worker: int) -> None:
         """The worker joins where the others are."""
         self._ended.discard(worker)
-        self._step[worker] = max(self._step) if self._lockstep else 0
+        self._step[worker] = max(self._step) if self._shares else 0
 
     # ---- schedules ------------------------------------------------------------------------------
 
-    def told(self, push: Push) -> Push:
+    def told(self, push: Push, pupils: SimulatedReplicas) -> Push:
         """The push, with what has changed of the hyper-parameters."""
         if self._groups is None:
             return push
-        groups, self._groups = self._groups, None
+        groups, self._groups = pupils.tell(self._groups), None
         return replace(push, groups=groups)
 
     def updated(self, version: int) -> None:

@@ -22,10 +22,12 @@ import math
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, exchange_of
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import Begin, Gather, Gathered, Push, Refused, Released
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
+from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.curve import Curve
@@ -54,6 +56,8 @@ class VirtualWorld:
         optimizer: makes the user's optimizer for the task's parameters.
         conditions: the network, what happens to workers, and whether they can be interrupted.
         correction: of late gradients.
+        exchange: what workers hand over; else what goes with the policy.
+        update: how the masters move; else as the exchange wants it.
 
     Raises:
         UserError: if the policy or the script makes no sense for so many workers.
@@ -70,6 +74,8 @@ class VirtualWorld:
         optimizer: MakeOptimizer | None = None,
         conditions: Conditions | None = None,
         correction: Correction | None = None,
+        exchange: Exchange | None = None,
+        update: NamedUpdate | None = None,
     ) -> None:
         self.now_s = 0.0
         self.events = 0  # contributions that have reached the server
@@ -77,21 +83,25 @@ class VirtualWorld:
         self.interrupted = 0  # mini-batches that were begun anew
         self.network_s = 0.0  # spent under way, by all workers together
         self.curve = Curve()  # of the losses, where there are some
-        self.server = Server(policy, n_workers, 1, lambda: self.now_s, correction)
+        exchange = exchange or exchange_of(policy)
+        self.server = Server(policy, n_workers, 1, lambda: self.now_s, correction, exchange)
         self._contribution = Push(0, float(batch_size))
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
         self._due: list[Due] = []
         self._doing = [0] * n_workers  # the number of what the worker does
         self._under = conditions or Conditions()
-        self._interrupts = self._under.interrupt and self.server.regime.drops_late
+        self._interrupts = self._under.interrupt and self.server.requirements.drops_late
         self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
         self._work: dict[int, Push] = {}  # what the worker will push, where they differ
         self._asked: set[int] = set()  # who waits for its turn
+        self._flushing: set[int] = set()  # who hands over the rest of an epoch
         self._in_link: set[int] = set()  # whose contribution passes the server's link
         self._link_s = [0.0, 0.0]  # until when the server's link is busy, inwards and outwards
         self._met: Gathered | None = None  # what the last meeting came to
-        self._pupils, self._course = register_workers(self.server, task, optimizer, n_workers)
-        self._at_once = self._course is None and not self.server.regime.turns
+        self._pupils, self._course = register_workers(
+            self.server, task, optimizer, n_workers, exchange, update
+        )
+        self._at_once = self._course is None and not self.server.requirements.takes_turns
         self._start(n_workers)
 
     def _start(self, n_workers: int) -> None:
@@ -176,6 +186,7 @@ class VirtualWorld:
         self._work.pop(worker, None)
         self._asked.discard(worker)
         self._in_link.discard(worker)
+        self._flushing.discard(worker)
         self._deliver(self.server.lost(worker))
 
     def _join(self, worker: int) -> None:
@@ -187,10 +198,12 @@ class VirtualWorld:
 
     def _released(self, worker: int) -> None:
         """The server lets the worker go on; the parameters are on their way."""
+        if self._pupils is not None:
+            self._pupils.take(worker)
         if self._at_once and not self._passing_s:
             self._compute(worker, self.now_s + self._load_s, self._contribution)
             return
-        if self.server.regime.turns and worker not in self._asked:
+        if self.server.requirements.takes_turns and worker not in self._asked:
             self._go_on(worker, self.now_s + self._under.network.latency_s)  # without a load
             return
         sent_s = self._passes_s(OUTWARDS) if self._passing_s else self.now_s
@@ -206,12 +219,16 @@ class VirtualWorld:
             push = self._work.get(worker) or self._course.next(worker)
         latency_s = self._under.network.latency_s
         if push is None:
-            assert self._course is not None
+            assert self._course is not None and self._pupils is not None
+            if (rest := self._pupils.flush(worker)) is not None:
+                self._flushing.add(worker)
+                self._plan(at_s + latency_s, worker, rest)
+                return
             self._plan(at_s + latency_s, worker, Gather(self._course.tag, b""))
             return
         if self._course is not None:
             self._work[worker] = push
-        if self.server.regime.turns and worker not in self._asked:
+        if self.server.requirements.takes_turns and worker not in self._asked:
             self._asked.add(worker)
             self._plan(at_s + latency_s, worker, Begin())
             return
@@ -248,7 +265,11 @@ class VirtualWorld:
         self._in_link.discard(worker)
         self.events += 1
         if self._pupils is not None:
-            push = self._finished(worker, push, self._pupils)
+            finished = self._finished(worker, push, self._pupils)
+            if finished is None:  # nothing leaves the worker, which goes on by itself
+                self._go_on(worker, self.now_s)
+                return
+            push = finished
         before = self.server.statistics.version
         self._read.pop(worker, None)
         self._deliver(self.server.handle(worker, push))
@@ -266,14 +287,17 @@ class VirtualWorld:
         self._link_s[way] = max(self._link_s[way], self.now_s) + self._passing_s
         return self._link_s[way]
 
-    def _finished(self, worker: int, push: Push, pupils: SimulatedReplicas) -> Push:
-        """What the worker has computed, at its own parameters."""
-        self._work.pop(worker, None)
-        if push.weight > 0:
-            push = pupils.compute(worker, push)
-        if push.loss is not None:
-            self.curve.add(self.now_s, push.loss)
-        return push if self._course is None else self._course.told(push)
+    def _finished(self, worker: int, push: Push, pupils: SimulatedReplicas) -> Push | None:
+        """What the worker has computed, at its own parameters, if it is handed over."""
+        if self._work.pop(worker, None) is None and worker in self._flushing:
+            self._flushing.discard(worker)
+            return push
+        computed = pupils.compute(worker, push) if push.weight > 0 else push
+        if computed is None:
+            return None
+        if computed.loss is not None:
+            self.curve.add(self.now_s, computed.loss)
+        return computed if self._course is None else self._course.told(computed, pupils)
 
     def _deliver(self, replies: Replies) -> None:
         for worker, reply in replies:

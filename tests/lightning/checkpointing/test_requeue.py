@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from hybridtrain.lightning.checkpointing.slurm_requeue import Requeue
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 AT = 3  # the mini-batch in which the signal comes
@@ -27,9 +29,19 @@ class Warned(Regression):
 
     def _warn(self, batch_idx: int) -> None:
         if batch_idx == self.at and self.global_rank == 0:
-            os.kill(os.getppid(), signal.SIGUSR1)
+            self._warn_the_parent()
         if batch_idx == self.at and self.everybody:
             os.kill(os.getpid(), signal.SIGUSR1)
+
+    def _warn_the_parent(self) -> None:
+        """It notes the signal a moment later, on a busy machine perhaps after the last batch."""
+        listening = [each for each in self.trainer.callbacks if isinstance(each, Requeue)]
+        before = [each._warned.shared.map[:] for each in listening]
+        os.kill(os.getppid(), signal.SIGUSR1)
+        until = time.monotonic() + 20
+        while before and before == [each._warned.shared.map[:] for each in listening]:
+            assert time.monotonic() < until, "the parent has not noted the signal"
+            time.sleep(0.001)
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self._warn(batch_idx)
