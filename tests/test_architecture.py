@@ -54,6 +54,7 @@ FLOORS = (
     "memory",
     "protocol",
     "policies",
+    "exchanges",
     "updates",
     "monitoring",
     "recovery",

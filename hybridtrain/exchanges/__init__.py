@@ -4,7 +4,7 @@ Tensors and arithmetic only: no messages, no processes, no Lightning, and no pol
 """
 
 from hybridtrain.exchanges.exchange import Exchange, Local, Offer
-from hybridtrain.exchanges.registry import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
+from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
 from hybridtrain.exchanges.requirements import Requirements, combine
 
 __all__ = [

@@ -34,6 +34,7 @@ from hybridtrain.lightning.lean_hooks import be_lean
 from hybridtrain.lightning.preflight.correction_checks import check_correction
 from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
 from hybridtrain.lightning.preflight.machine_checks import check_startup
+from hybridtrain.lightning.preflight.own_parameter_checks import check_own_parameters
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters, check_trainer
 from hybridtrain.lightning.replay.run_record import serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
@@ -156,6 +157,8 @@ def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     if strategy.requirements.in_place:
         check_lock_free(trainer, strategy.world_size, strategy.correction)
     strategy.transport.check(strategy, trainer, strategy.requirements)
+    if strategy.requirements.parameters == "own":
+        check_own_parameters(strategy, trainer)
     strategy.data_options.check_workers(strategy.world_size)
     strategy.on_failure.check(strategy.world_size)
     strategy.faults.check(strategy.requirements, strategy.world_size)

@@ -38,9 +38,9 @@ from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.replay.run_record import Recording
+from hybridtrain.lightning.scheme import Scheme
 from hybridtrain.lightning.step.gradient_guard import OnFault
 from hybridtrain.lightning.step.remote_state import without_fetching
-from hybridtrain.lightning.step.scheme import Scheme
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
 from hybridtrain.lightning.strategy_options import DataOptions, known_options
@@ -116,6 +116,9 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     _snapshot: list[dict[str, Any]] | None = None
     _count: UpdateCount | None = None  # where workers run freely
     _losses: FailureHandling | None = None  # once training has begun
+    interrupted_by: int | None = None  # the signal that ended the last run
+    callbacks_at_home: list[pl.Callback] | None = None  # of workers
+    _abstains = False
 
     def __init__(
         self,
@@ -161,9 +164,6 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.recording, self.keeping = Recording.at(record), CheckpointWriting.of(checkpoint)
         self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
         self.faults, self.patience = Faults.of(faults), HangTimeout.of(hang_timeout_s)
-        self.interrupted_by: int | None = None  # the signal that ended the last run
-        self._abstains = False
-        self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
 
     # ---- who and where --------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli.hydra_config import complete_overrides, compose_config, conf_dir, groups
 from hybridtrain.cli.validation.target_checks import check_targets
+from hybridtrain.exchanges import exchange_of, make_exchange
 from hybridtrain.policies import POLICIES, make_policy
-from hybridtrain.registration import DESCRIPTIONS
+from hybridtrain.registration import DESCRIPTIONS, SCHEMES
 
 CHOICES = [(group, name) for group, names in groups().items() for name in names if name != "own"]
 FILES = sorted(x for x in conf_dir().rglob("*.yaml"))
@@ -59,7 +60,7 @@ def test_the_trainers_keys_are_lightnings_with_lightnings_defaults() -> None:
 
 
 def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
-    assert set(POLICIES) == set(groups()["strategy"]) - {"ddp"}
+    assert set(POLICIES) == set(groups()["strategy"]) - {"ddp", *SCHEMES}
     for name in POLICIES:
         given = compose_config([f"strategy={name}", "++run_dir=somewhere"]).strategy.policy
         options = {} if isinstance(given, str) else dict(given)
@@ -68,10 +69,20 @@ def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
 
 
 def test_every_policy_that_needs_no_parameters_is_a_name_for_lightnings_trainer() -> None:
-    assert set(DESCRIPTIONS) == set(POLICIES) - {"switch"}
+    assert set(DESCRIPTIONS) == (set(POLICIES) - {"switch"}) | set(SCHEMES)
     for name in DESCRIPTIONS:
+        parts = SCHEMES.get(name, {"policy": name})
         trainer = pl.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
-        assert type(trainer.strategy.policy) is type(make_policy(name))
+        assert type(trainer.strategy.policy) is type(make_policy(parts["policy"]))
+        expected = exchange_of(make_policy(parts["policy"]), parts.get("exchange"))
+        assert trainer.strategy.exchange == expected
+
+
+def test_every_scheme_is_the_same_from_the_command_line_and_by_its_name() -> None:
+    for name, parts in SCHEMES.items():
+        row = compose_config([f"strategy={name}", "++run_dir=somewhere"]).strategy
+        assert row.policy == parts["policy"]
+        assert make_exchange(dict(row.exchange)) == make_exchange(parts["exchange"])
 
 
 @pytest.mark.parametrize("name", groups()["optimizer"])
@@ -125,7 +136,7 @@ def test_help_is_readable_and_needs_no_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for words in ("speech|digits|parabola", "hybrid|async|ddp", "trainer.devices=N", "Examples"):
         assert words in done.stdout
-    assert "strategy: async, backup, ddp, hogwild, hybrid, k_async, k_batch_async" in done.stdout
+    assert "strategy: async, backup, ddp, downpour, hogwild, hybrid, k_async" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 120
 
 

@@ -89,7 +89,7 @@ def test_a_worker_that_hangs_is_named_shown_and_killed(how: Callable[[], None]) 
     assert "hangs: it has shown no sign of life" in verdict
     for text in said:
         assert f"in {how.__name__}" in text, "the innermost call of the user's own code"
-        assert "test_watchman.py" in text
+        assert "test_watchdog.py" in text
 
 
 def test_a_worker_that_was_stopped_is_given_up_as_well_and_it_is_said_how_to_let_it_go_on() -> None:

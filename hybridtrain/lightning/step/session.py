@@ -11,15 +11,14 @@ from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters
+from hybridtrain.lightning.scheme import Scheme
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
-from hybridtrain.lightning.step.gradient_means import take_means
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
 from hybridtrain.lightning.step.in_place import InPlace
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
-from hybridtrain.lightning.step.scheme import Scheme
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.step.trained_parameters import (
     dumped,
@@ -35,6 +34,7 @@ from hybridtrain.server.shared_parameters import made_store
 from hybridtrain.updates.optimizer_traits import takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
+from hybridtrain.worker.gradient_means import take_means
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import CudaReplica, open_replica
 from hybridtrain.worker.replica_own import OwnReplica

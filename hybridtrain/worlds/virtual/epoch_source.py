@@ -16,8 +16,8 @@ from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ti
 from hybridtrain.protocol.spans import dealt, positions, total
 from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import Groups
-from hybridtrain.updates.idle import IdleOptimizers
 from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.worlds.virtual.idle_optimizers import IdleOptimizers
 from hybridtrain.worlds.virtual.training_task import (
     MakeOptimizer,
     SimulatedReplicas,

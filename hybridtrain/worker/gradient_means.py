@@ -12,7 +12,7 @@ from hybridtrain.worker.replica import Replica
 
 
 def take_means(
-    exchange: Replica,
+    replica: Replica,
     trained: Mapping[int, torch.nn.Parameter],
     means: Sequence[torch.Tensor],
     averaged: Averaged,
@@ -20,7 +20,7 @@ def take_means(
     """Every ``.grad`` becomes the mean that the server has left.
 
     Args:
-        exchange: copies them.
+        replica: copies them.
         trained: parameters by slot number.
         means: the place of each slot's mean, host, shared.
         averaged: which of them are there, and which are sparse.
@@ -36,4 +36,4 @@ def take_means(
             parameter.grad = torch.empty_like(parameter)
         gradients.append(parameter.grad)
         sources.append(mean)
-    exchange.take_means(gradients, sources)
+    replica.take_means(gradients, sources)
