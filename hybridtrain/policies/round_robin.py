@@ -3,7 +3,7 @@
 One device reads the parameters, computes, and its gradient is applied before the next device reads
 them; all others are idle. It is sequential descent that wanders from device to device
 (mozilla/DeepSpeech, ``doc/ParallelOptimization.rst``, "Synchronous Parallel Optimization"). What
-the literature calls synchronous is :class:`hybridtrain.policies.All`.
+the literature calls synchronous is :class:`hybridtrain.policies.WaitForAll`.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_figures_stand_to_the_right_and_words_to_the_left() -> None:
 def test_markup_passes_and_everything_else_is_escaped(tmp_path: Path) -> None:
     there = report.link(tmp_path / "a b&c" / "x.html", "<i>", tmp_path)
     assert there == '<a href="./a%20b%26c/x.html">&lt;i&gt;</a>'
-    row = report.Row([there, "<i>", 0.000012345, 1234567.0, float("nan")], bad=True)
+    row = report.TableRow([there, "<i>", 0.000012345, 1234567.0, float("nan")], bad=True)
     assert report.table(["a", "b", "c", "d", "e"], [row]).endswith(
         f'<tr class="bad"><td class="text">{there}</td><td class="text">&lt;i&gt;</td>'
         "<td>1.23e-05</td><td>1,234,567</td><td>nan</td></tr></tbody></table></div>"
