@@ -10,7 +10,7 @@ from hybridtrain.policies import Requirements
 from hybridtrain.protocol.messages import Paused, Resumed
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.async_training.update_count import UpdateCount
+    from hybridtrain.lightning.counting import UpdateCount
     from hybridtrain.lightning.data.loaders import Loaders
     from hybridtrain.lightning.failover.failure_handling import FailureHandling
     from hybridtrain.lightning.participation.absent_steps import Absence
@@ -36,6 +36,11 @@ class WorkerBarriers(SingleHost):
         self._absence.stopping.begin_batch()
         if self.regime.turns and self._session is not None and self._count is not None:
             self._count.reach(self._session.await_turn())
+
+    def validate_behind_last(self) -> None:
+        """As on one device the last step is not counted yet, also if others have made it."""
+        if self._count is not None:
+            self._count.begin_rows()
 
     def align(self) -> None:
         """All workers meet, and agree. In lock-step they always do."""
