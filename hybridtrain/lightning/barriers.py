@@ -10,7 +10,7 @@ from hybridtrain.lightning.single_host import SingleHost
 from hybridtrain.protocol.messages import Paused, Resumed
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.async_training.update_count import UpdateCount
+    from hybridtrain.lightning.async_training.counting import UpdateCount
     from hybridtrain.lightning.data.loaders import Loaders
     from hybridtrain.lightning.failover.failure_handling import FailureHandling
     from hybridtrain.lightning.participation.absent_steps import Absence
@@ -41,6 +41,11 @@ class WorkerBarriers(SingleHost):
         """All hand over what their own steps have come to, unless training is broken off."""
         if self._session is not None and self.client.stop is None and not self.client.solo:
             self._session.flush()
+
+    def validate_behind_last(self) -> None:
+        """As on one device the last step is not counted yet, also if others have made it."""
+        if self._count is not None:
+            self._count.begin_rows()
 
     def align(self) -> None:
         """All workers meet, and agree. In lock-step they always do."""

@@ -23,7 +23,8 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
 from hybridtrain.exchanges import ExchangeSpec, Requirements, exchange_of
-from hybridtrain.lightning.async_training.update_count import UpdateCount, precede
+from hybridtrain.lightning.async_training.counting import UpdateCount
+from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.barriers import WorkerBarriers
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
@@ -217,7 +218,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
                 self._count = UpdateCount(self._session.trainer, self.client)
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
-                self._count.reach(self._session.pull())
+                self._count.join(self._session.pull())
             self.step_rollback = StepRollback(self._session, self.client, self._loaders)
             self._losses = FailureHandling(self, self._session.trainer, self._loaders, self._back)
             self._absence.begin(self._session)

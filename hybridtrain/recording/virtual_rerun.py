@@ -137,7 +137,7 @@ class Rehearsal:
         return self._times[worker]()
 
 
-def check_regime(server: Server) -> None:
+def check_order_is_known(server: Server) -> None:
     """Refuse what has no order of events.
 
     Raises:

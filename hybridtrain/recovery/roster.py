@@ -17,8 +17,9 @@ An announced restart happens, or is called off aloud: training is over, or the r
 
 At the end of a run everybody is asked to stop. Who has stopped waits; the first of them (nobody
 waits for one that has come back and not contributed yet) writes the last checkpoint, the next one
-if it cannot. If nobody is left, one more process is started for that. Late, when half of the time
-given is over, nobody is waited for any longer; when all of it is over, all are killed.
+if it cannot; where workers run freely all have stopped before, so that it has every update. If
+nobody is left, one more process is started for that. Late, when half of the time given is over,
+nobody is waited for any longer; when all of it is over, all are killed.
 """
 
 from __future__ import annotations
@@ -62,11 +63,13 @@ class Roster:
         n_workers: W.
         judge: decides what follows from a failure.
         grace_s: how long workers may take to stop.
+        whole_rounds: no update can be made any more when one of them has stopped.
     """
 
     n_workers: int
     judge: Judge
     grace_s: float = 30.0
+    whole_rounds: bool = True
     kept: bytes = b""  # where training was some time ago
     written: bool = False  # the last checkpoint
     began_s: float = 0.0  # the end, once it has
@@ -270,13 +273,16 @@ class Roster:
         return [*(Name(worker, False) for worker in stopped), *map(Kill, back)]
 
     def _name(self, late: bool) -> list[Act]:
-        """The first one that has stopped; those before it may still come."""
+        """The first one that has stopped; those before it may still come.
+
+        Where workers run freely, any of them may be about to make an update, which is to be in it.
+        """
         stopped = self.those(S.STOPPED)
         if self.those(S.SAVING):
             return []
         if stopped:
-            before = [n for n in self.those(S.STARTING, *TRAINING) if n < stopped[0]]
-            if before and not late:
+            there = self.those(S.STARTING, *TRAINING)
+            if any(n < stopped[0] or not self.whole_rounds for n in there) and not late:
                 return []
             self.on(stopped[0], E.NAME)
             return [Name(stopped[0], True)]

@@ -3,8 +3,8 @@
 Where a hook reads or changes gradients, or the user clips them, every worker must see the merged
 gradient, as it would under all-reduce. Then a step takes two rounds: all bring their gradients and
 get the mean back; each does with it what its hooks do, all alike; all push, and one row stands for
-all. The rule of waiting is that of lock-step (:class:`hybridtrain.policies.WaitForAll`): nobody waits for
-a worker that has gone to push without asking (it abstains) or sits in a meeting.
+all. The rule of waiting is that of lock-step (:class:`hybridtrain.policies.WaitForAll`): nobody
+waits for a worker that has gone to push without asking (it abstains) or sits in a meeting.
 """
 
 from __future__ import annotations

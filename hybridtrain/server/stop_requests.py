@@ -33,18 +33,18 @@ class StopRequests:
     Args:
         members: the workers that are there; shared with the server.
         ledger: counts updates.
-        lockstep: all take the same steps.
+        whole_rounds: all take the same steps.
     """
 
     members: set[int]
     statistics: RunStatistics
-    lockstep: bool
+    whole_rounds: bool
     _payloads: dict[int, bytes] = field(default_factory=dict)
 
     def take(self, worker: int, request: Gather, others_wait: bool) -> Replies:
         """The worker wants to stop; ``others_wait``: some have gone on already."""
         self._payloads[worker] = request.payload
-        if others_wait or not self.lockstep:
+        if others_wait or not self.whole_rounds:
             return self.answer()
         if not self._payloads.keys() >= self.members:
             return []
@@ -57,7 +57,7 @@ class StopRequests:
         """Somebody goes on, or will never answer: all hear of the wish, if there is one."""
         if not self._payloads:
             return []
-        behind = self.statistics.version + 1 if self.lockstep else 0
+        behind = self.statistics.version + 1 if self.whole_rounds else 0
         told: Replies = [(worker, Stop(behind=behind)) for worker in sorted(self.members)]
         known, self._payloads = self._payloads, {}
         return told + [(w, Gathered((payload,), (w,))) for w, payload in sorted(known.items())]

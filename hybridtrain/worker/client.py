@@ -95,6 +95,7 @@ class Client:
         self.gone: list[Gone] = []  # who will not come back
         self.left = False  # whether they left something of the shared queue
         self.away: set[int] = set()  # who will come back
+        self.lost_at = 0  # updates when the last of them was lost
         self.on_change: Callable[[], object] = lambda: None  # somebody has gone, or is back
         self.tells: Callable[[], bytes] | None = None  # where training is
         self._covers: list[DrawnBatch] = []
@@ -294,7 +295,8 @@ class Client:
         match reply:
             case Stop():
                 self.stop = reply
-            case Gone(worker, _, for_now):
+            case Gone(worker, version, for_now):
+                self.lost_at = version
                 self.away |= {worker} if for_now else set()
                 self.gone += [] if for_now else [reply]
                 self.on_change()

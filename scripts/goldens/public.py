@@ -126,7 +126,7 @@ def train_with_own_policy() -> None:
     class Both:
         def begin(self, n_workers: int) -> Requirements:
             self.n, self.there, self.gone = n_workers, [], set()
-            return Requirements(lockstep=True)
+            return Requirements(whole_rounds=True)
 
         def on(self, fact: Any) -> Any:
             if isinstance(fact, Joined):

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from hybridtrain.recovery.actions import Ask, GiveUp, Kill, Name, Say, Start
+from hybridtrain.recovery.actions import Ask, BreakOff, GiveUp, Kill, Name, Say, Start
 from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
 from hybridtrain.recovery.lifecycle import AWAY, TABLE, THERE, LifecycleEvent, WorkerState
 from hybridtrain.recovery.roster import Roster
@@ -196,6 +196,22 @@ def test_one_that_does_not_come_is_not_waited_for_too_long() -> None:
     made.stopped(2)
     assert made.advance(14.0) == []
     assert made.advance(15.0)[1:] == [Name(2, True)]
+
+
+def test_where_workers_run_freely_the_others_may_make_an_update_before_it_is_written() -> None:
+    made = roster()
+    made.lockstep = False
+    ending(made)
+    made.stopped(0)
+    assert made.advance(0.1) == []
+    made.stopped(2)
+    assert made.advance(0.2) == []
+    made.reaped(1)
+    assert made.advance(0.3) == [Name(0, True)]
+    late = roster()
+    late.lockstep = False
+    ending(late).stopped(0)
+    assert late.advance(15.0) == [BreakOff(), Name(0, True)], "nobody makes one behind it"
 
 
 def test_one_that_has_just_come_back_is_not_waited_for_nor_needed() -> None:

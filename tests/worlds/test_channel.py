@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
+from hybridtrain.protocol.messages import Push
+from hybridtrain.worlds.local import host_pickle
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, channel_pair
 
 
@@ -268,3 +271,28 @@ def test_posting_to_nobody_says_so(ends: tuple[Channel, Channel]) -> None:
         mine.flush()
     with pytest.raises(ChannelClosed):
         mine.post("?")
+
+
+class Kept:
+    """Something of a user's own, with a tensor in it."""
+
+    def __init__(self) -> None:
+        self.inside = {"one": [torch.nn.Parameter(torch.arange(3.0))]}
+
+
+@pytest.mark.parametrize(
+    ("message", "anew"), [(Push(0, 32.0, (), samples=32.0), False), (Kept(), True)]
+)
+def test_only_messages_with_tensors_cost_a_pickler_that_looks_at_each(
+    message: Any, anew: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Any] = []
+
+    class Counted(host_pickle._Pickler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(host_pickle, "_Pickler", Counted)
+    again = pickle.loads(host_pickle.pickled(message))
+    assert type(again) is type(message) and bool(made) == anew

@@ -179,7 +179,8 @@ class RunMonitor(pl.Callback):
     def _log(self, trainer: pl.Trainer, stats: RunStats) -> None:
         if not trainer.is_global_zero or not trainer.loggers:
             return
-        metrics, step = scalars(stats), trainer.global_step
+        # As the rows of training that belong to it.
+        metrics, step = scalars(stats), trainer.fit_loop.epoch_loop._batches_that_stepped
         ages = stats["staleness"].get("histogram", {})
         fresh = {age: n - self._ages.get(age, 0) for age, n in ages.items()}
         self._ages = dict(ages)

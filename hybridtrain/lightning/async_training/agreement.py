@@ -17,7 +17,8 @@ from typing import Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 
-from hybridtrain.lightning.async_training.update_count import UpdateCount, multiples, precede
+from hybridtrain.lightning.async_training.counting import UpdateCount
+from hybridtrain.lightning.async_training.update_count import multiples, precede
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochIsOver
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
@@ -63,6 +64,8 @@ class Validations:
         if self._decided is None or self._decided[0] != epoch:
             self._strategy.align()
             self._decided = epoch, self._strategy.reduce_boolean_decision(mine, all=False)
+        if self._decided[1]:
+            self._strategy.validate_behind_last()
         return self._decided[1]
 
     def _go_on(self, fetcher: Any) -> None:

@@ -23,11 +23,11 @@ class Stopping:
     Args:
         trainer: of this worker.
         client: to the server.
-        lockstep: all take the same steps.
+        whole_rounds: all take the same steps.
     """
 
-    def __init__(self, trainer: Any, client: Client, lockstep: bool) -> None:
-        self._trainer, self._client, self._lockstep = trainer, client, lockstep
+    def __init__(self, trainer: Any, client: Client, whole_rounds: bool) -> None:
+        self._trainer, self._client, self._whole_rounds = trainer, client, whole_rounds
         self._told = False
 
     def begin_batch(self) -> None:
@@ -52,14 +52,14 @@ class Stopping:
             return
         client.gather("a wish to stop", None, wish=True)
         all_wish = set(client.met) >= set(client.there)
-        self._told = all_wish or not self._lockstep
+        self._told = all_wish or not self._whole_rounds
         if not self._told:
             trainer.should_stop = False  # until the others are where this worker is then
 
     def meet(self) -> None:
         """All are here, at the end of an epoch or before a validation."""
         trainer, client = self._trainer, self._client
-        if self._lockstep and client.n_workers > 1 and not trainer.sanity_checking:
+        if self._whole_rounds and client.n_workers > 1 and not trainer.sanity_checking:
             told = client.stop is not None and client.stop.behind is not None
             wishes = client.gather("who wants to stop", trainer.should_stop or told)
             trainer.should_stop = any(wishes)

@@ -1,8 +1,9 @@
-"""What "step" means when workers run freely: the server's count of updates.
+"""Where training is, as Lightning counts it, and how that is changed.
 
-A worker's own count says little there, since fast workers take more steps. With the server's
-version as Lightning's ``global_step``, ``max_steps``, checkpoint names, loggers and schedules in
-steps mean the same under every policy.
+When workers run freely a worker's own count of steps says little, since fast workers take more.
+With the server's version as Lightning's ``global_step``, ``max_steps``, checkpoint names, loggers
+and schedules in steps mean the same under every policy
+(:mod:`hybridtrain.lightning.async_training.counting`).
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from lightning_fabric.utilities.data import sized_len
 from pytorch_lightning.trainer import call
 from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
 from pytorch_lightning.trainer.states import RunningStage
-
-from hybridtrain.worker.client import Client
 
 
 def set_global_step(trainer: pl.Trainer, completed: int) -> None:
@@ -35,41 +34,6 @@ def last_version(trainer: Any) -> int | None:
     """How many updates the user wants at most, where Lightning alone would not see to it."""
     exact = trainer.strategy.requirements.counts == "worker" or trainer.max_steps == -1
     return None if exact else int(trainer.max_steps)
-
-
-class UpdateCount:
-    """Steps, and schedulers that count them, follow the updates, whoever has made them.
-
-    Lightning would step a scheduler once for each push of this worker, also of one that made no
-    update.
-
-    Args:
-        trainer: of this worker, whose training begins.
-        client: knows how many updates are behind the worker's parameters.
-    """
-
-    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
-        self._trainer, self._client, self._before = trainer, client, client.version
-        loop = trainer.fit_loop.epoch_loop
-        self._lightnings = loop.update_lr_schedulers
-        loop.update_lr_schedulers = self._update  # type: ignore[method-assign]
-
-    def reach(self, version: int) -> None:
-        """This worker's parameters are those after so many updates."""
-        set_global_step(self._trainer, version)
-        self._client.version = version
-        self._catch_up()
-
-    def _update(self, interval: str, update_plateau_schedulers: bool) -> None:
-        if interval != "step" or update_plateau_schedulers:
-            self._lightnings(interval, update_plateau_schedulers)
-        elif not self._trainer.fit_loop.epoch_loop._should_accumulate():
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        if self._trainer.lightning_module.automatic_optimization:
-            step_schedulers(self._trainer, self._before, self._client.version)
-            self._before = self._client.version
 
 
 def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:

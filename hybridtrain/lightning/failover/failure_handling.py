@@ -27,7 +27,7 @@ class FailureHandling:
         self, strategy: HybridStrategy, trainer: Any, loaders: Loaders, back: Rejoin | None
     ) -> None:
         self._making_up: LostSampleRedistribution | None = None
-        self._strategy, self._lockstep = strategy, strategy.requirements.whole_rounds
+        self._strategy, self._whole_rounds = strategy, strategy.requirements.whole_rounds
         choice, client = strategy.on_failure.choice, strategy.client
         if choice == "stop":
             return
@@ -35,10 +35,10 @@ class FailureHandling:
             know_the_loggers(trainer, strategy.collectives)
         LeaderFailover(trainer, client)
         if choice == "continue":
-            loaders.remembers = self._lockstep
+            loaders.remembers = self._whole_rounds
         else:
             client.tells = RejoinState(trainer, loaders, strategy.rng_mailbox, back).tell
-        if choice == "continue" or not self._lockstep:  # in lock-step a place is kept
+        if choice == "continue" or not self._whole_rounds:  # in lock-step a place is kept
             self._making_up = LostSampleRedistribution(
                 trainer, client, lambda: loaders.samplers, self._meet_early
             )
@@ -46,11 +46,11 @@ class FailureHandling:
     def _meet_early(self) -> None:
         """All meet, but the hooks of this mini-batch are still to come, and others have none."""
         self._strategy.meet()
-        self._strategy.collectives.local = not self._lockstep
+        self._strategy.collectives.local = not self._whole_rounds
 
     def end_epoch(self) -> None:
         """All will meet; a worker that has stopped early has not met the others at its end yet."""
-        if self._making_up is not None and not self._lockstep:
+        if self._making_up is not None and not self._whole_rounds:
             self._making_up.end()
 
     def meet(self) -> None:

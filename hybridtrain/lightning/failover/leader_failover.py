@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.callbacks import ProgressBar
 from pytorch_lightning.loggers import CSVLogger
 
+from hybridtrain.lightning.async_training.counting import LogEvery
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.worker.client import Client
@@ -54,6 +55,8 @@ class LeaderFailover:
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 keep_rows(logger)
+        if isinstance(trainer.log_every_n_steps, LogEvery):
+            trainer.log_every_n_steps.pass_over(self._client.lost_at)
         for callback in trainer.callbacks:
             if isinstance(callback, ProgressBar):
                 callback.enable()

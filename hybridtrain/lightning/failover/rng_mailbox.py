@@ -89,8 +89,11 @@ class RngMailbox:
 @contextmanager
 def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """For a run in which a worker may be replaced by one that draws alike."""
-    lockstep, restarts = strategy.requirements.whole_rounds, strategy.on_failure.choice == "restart"
-    if not (lockstep and restarts and trainer.state.fn == "fit"):
+    whole_rounds, restarts = (
+        strategy.requirements.whole_rounds,
+        strategy.on_failure.choice == "restart",
+    )
+    if not (whole_rounds and restarts and trainer.state.fn == "fit"):
         yield
         return
     strategy.rng_mailbox = pages = RngMailbox(strategy.world_size)

@@ -64,7 +64,7 @@ class Absence:
     ) -> None:
         self._trainer: Any = trainer
         self._client, self._loaders = client, loaders
-        self._requirements, self._lockstep = requirements, requirements.whole_rounds
+        self._requirements, self._whole_rounds = requirements, requirements.whole_rounds
         self._session: Session | None = None
         self.stopping = Stopping(trainer, client, requirements.whole_rounds)
         self.uncounted: Uncounted | None = None  # where something may turn out not to count
@@ -82,7 +82,9 @@ class Absence:
         """Training begins."""
         self._session = session
         precede(session, "average", self._gradients_are_there)
-        bounded = not self._lockstep and self._loop.max_steps != -1  # some may come behind the last
+        bounded = (
+            not self._whole_rounds and self._loop.max_steps != -1
+        )  # some may come behind the last
         if self._requirements.drops_late or bounded:
             self.uncounted = Uncounted(self._trainer, self._client)
 
@@ -111,7 +113,7 @@ class Absence:
                 raise
             if not self._has_nothing():
                 raise
-            self._sit_out() if self._lockstep else self._end_epoch()
+            self._sit_out() if self._whole_rounds else self._end_epoch()
             return
         self._has_had_some |= self._loop.batch_progress.current.ready != ready
         self._tell_outcome()
@@ -127,7 +129,7 @@ class Absence:
     def _has_nothing(self) -> bool:
         """There was no mini-batch; whether there should have been none."""
         samplers = self._loaders.samplers
-        if self._lockstep:
+        if self._whole_rounds:
             return any(sampler.has_nothing_next for sampler in samplers)
         return any(sampler.ended for sampler in samplers)
 
@@ -143,7 +145,7 @@ class Absence:
             self._come_to(_MADE, steps_of(self._loop))
 
     def _look_who_waits(self) -> None:
-        if not self._lockstep or self._sits_out:
+        if not self._whole_rounds or self._sits_out:
             return
         if any(sampler.pop_without() for sampler in self._loaders.samplers):
             self._to_come = [_READY, _MADE, _ENDED]

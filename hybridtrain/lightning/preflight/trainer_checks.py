@@ -15,7 +15,7 @@ from hybridtrain.memory import overlapping
 from hybridtrain.worker.device import KINDS
 
 
-def check_trainer(trainer: Any, lockstep: bool) -> None:
+def check_trainer(trainer: Any, whole_rounds: bool) -> None:
     """Look at the trainer's options with the policy in mind.
 
     Raises:
@@ -31,7 +31,7 @@ def check_trainer(trainer: Any, lockstep: bool) -> None:
             "the callback BatchSizeFinder was given, but one worker cannot find a batch size for "
             "all; find it first with strategy='auto', devices=1, and give it to your loader"
         )
-    if not lockstep:
+    if not whole_rounds:
         if any(isinstance(callback, LearningRateFinder) for callback in trainer.callbacks):
             raise UserError(
                 "a search for the learning rate was asked for, but workers that run freely are "

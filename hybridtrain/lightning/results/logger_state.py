@@ -17,7 +17,9 @@ from typing import Any
 
 from lightning_fabric.loggers.csv_logs import CSVLogger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
+from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.loggers import Logger
+from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
 from hybridtrain.lightning.results.callback_state import give_plain, plain_attributes
 
@@ -73,12 +75,30 @@ def give_to_logger(logger: Any, brought: dict[str, dict[str, Any]]) -> None:
         give_plain(writer, brought["writer"])
 
 
+class _Reopened(ExperimentWriter):
+    """Goes on with the file of another process, which may be writing to it still."""
+
+    def _check_log_dir_exists(self) -> None:
+        """What is there stays; Lightning's would delete it."""
+
+    def save(self) -> None:
+        """Add the rows; the other one may have added columns."""
+        self.metrics_keys = _columns(Path(self.metrics_file_path)) or self.metrics_keys
+        super().save()
+
+
+def _columns(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    with path.open(newline="") as file:
+        return next(csv.reader(file), [])
+
+
 def keep_rows(logger: CSVLogger) -> None:
-    """Open it; it would delete what another process has written, and not know its columns."""
-    path = Path(logger.log_dir) / "metrics.csv"
-    before = path.read_bytes() if path.is_file() else b""
-    writer: Any = logger.experiment
-    if before:
-        if not path.is_file():
-            path.write_bytes(before)
-        writer.metrics_keys = next(csv.reader(before.decode().splitlines()), [])
+    """Go on with the rows and columns that another process has written."""
+    if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
+        return
+    if logger._experiment is None:
+        logger._experiment = _Reopened(logger.log_dir)
+    elif type(logger._experiment) is ExperimentWriter:
+        vars(logger)[_WRITER].__class__ = _Reopened

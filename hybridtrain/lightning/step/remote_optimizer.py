@@ -64,7 +64,7 @@ class RemoteOptimizer:
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, number_of)
         self.hyper_parameters = HyperParameters(optimizer)
-        self._lockstep = requirements.whole_rounds
+        self._whole_rounds = requirements.whole_rounds
         self.loss: Any = None  # of the last backward, where the policy watches it
         self.state = RemoteState(self._fetch_state)
         self.number = 0  # which of the module's optimizers
@@ -278,7 +278,7 @@ class RemoteOptimizer:
         numbers = dict(zip(map(id, self._parameters), self.numbers, strict=True))
         states = {numbers.get(id(key), key): value for key, value in own.items()}
         self._optimizer.state = self.state
-        if self._lockstep and self._client.worker != 0:
+        if self._whole_rounds and self._client.worker != 0:
             return None
         buffer = io.BytesIO()
         torch.save(states, buffer)

@@ -24,6 +24,9 @@ def _on_the_host(tensor: torch.Tensor) -> Any:
     return here.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
+_OF_TORCH = b"torch"  # the module of what makes a tensor again
+
+
 class _Pickler(pickle.Pickler):
     dispatch_table = copyreg.dispatch_table | {
         torch.Tensor: _on_the_host,
@@ -33,6 +36,9 @@ class _Pickler(pickle.Pickler):
 
 def pickled(message: Any) -> bytes:
     """The message; its tensors as ones in host memory, wherever they lie."""
+    plain = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    if _OF_TORCH not in plain:  # nearly all have no tensor, and a pickler of one's own is slow
+        return plain
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
     return buffer.getvalue()

@@ -112,7 +112,9 @@ class ProcessWorld:
             Interrupted: if SIGINT or SIGTERM ended the run.
             BaseException: what the first failing worker raised, with its traceback as a note.
         """
-        self._again, self.roster = again, Roster(self.n_workers, self.judge, self.grace_s)
+        whole_rounds = self.server.membership.rounds.requirements.whole_rounds
+        self._again = again
+        self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
         n_workers, threads = self.n_workers, self.threads_per_worker
         self._crew = WorkerStarter(n_workers, self.start_method, threads, self.places)
         self._workers = self._crew.workers

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytorch_lightning as pl
@@ -25,7 +25,7 @@ from hybridtrain.policies import (
     Switch,
     make_policy,
 )
-from tests.lightning.toys import Regression, distance, fit, flat, regression_data
+from tests.lightning.toys import Recorder, Regression, distance, fit, flat, regression_data
 
 SGD = partial(torch.optim.SGD, lr=0.02)
 ADAM = partial(torch.optim.Adam, lr=0.01)
@@ -287,3 +287,16 @@ def test_a_run_that_goes_on_in_mid_epoch_does_what_is_left_and_nothing_twice(
     torch.testing.assert_close(applied[done > 0], done[done > 0], rtol=rounding, atol=0)
     assert torch.equal(applied[done == 0], torch.full_like(applied[done == 0], 0.25)), "all else"
     assert trainer.global_step == begun["global_step"] + int((done == 0).sum()) // 4
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["async", *(pytest.param(p, marks=pytest.mark.slow) for p in ("ssp", "k_async", "hogwild"))],
+)
+@pytest.mark.parametrize("limit", [3, pytest.param(9, marks=pytest.mark.slow)])
+def test_a_limit_in_mini_batches_is_each_workers_as_in_lock_step(policy: str, limit: int) -> None:
+    data = Recorder(regression_data())
+    _, trainer = fit(policy, 2, 4, Regression, data, max_epochs=1, limit_train_batches=limit)
+    done = min(2 * limit * 4, len(data))
+    assert cast(Any, trainer.strategy).run_stats()["samples"] == int(data.counts.sum()) == done
+    assert int(data.counts.max()) == 1

@@ -9,7 +9,7 @@ import time
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import pytorch_lightning as pl
@@ -48,7 +48,7 @@ def fail(
     folder: Path, ways: dict[int, str], policy: str = "hybrid", workers: int = 3, **options: Any
 ) -> tuple[Failing, pl.Trainer]:
     """Train until it fails; checkpoints go to ``folder``."""
-    module = Failing(ways)
+    module = options.pop("made", Failing)(ways)
     callbacks = [ModelCheckpoint(folder), *options.pop("callbacks", [])]
     trainer = make_trainer(
         HybridStrategy(policy, **options), workers, callbacks=callbacks, enable_checkpointing=True
@@ -95,6 +95,27 @@ def test_where_workers_run_freely_it_is_of_what_was_made(
 ) -> None:
     fail(tmp_path, ways, "async")
     assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] > 0
+
+
+class OthersSlow(Failing):
+    """All but worker 0 are in the midst of a mini-batch when it fails."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank > 0:
+            time.sleep(0.2)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["async", *(pytest.param(p, marks=pytest.mark.slow) for p in ("ssp", "k_async", "hogwild"))],
+)
+def test_where_workers_run_freely_it_has_all_updates_that_are_counted(
+    policy: str, tmp_path: Path
+) -> None:
+    _, trainer = fail(tmp_path, {0: "raise"}, policy, made=OthersSlow)
+    stats = cast(Any, trainer.strategy).run_stats()
+    assert saved(tmp_path / "interrupted/interrupted.ckpt")["global_step"] == stats["updates"] > 0
 
 
 def test_a_worker_that_is_alone_saves_before_it_says_that_it_has_failed(tmp_path: Path) -> None:

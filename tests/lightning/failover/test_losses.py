@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -189,6 +191,43 @@ def test_when_worker_0_is_lost_another_logs_and_saves(tmp_path: Path) -> None:
     assert all(torch.equal(last[name], value) for name, value in module.state_dict().items())
 
 
+class Losing(Mortal):
+    """Its row of each mini-batch says which worker has written it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("who", float(self.global_rank))
+        time.sleep(0.02)  # so that all have some of the epoch
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("policy", "on_failure"),
+    [
+        ("async", "restart"),
+        *(
+            pytest.param(policy, choice, marks=pytest.mark.slow)
+            for policy in ("async", "k_batch_async", "softsync", "ssp", "hogwild", "hybrid")
+            for choice in ("continue", "restart")
+            if (policy, choice) != ("async", "restart")
+        ),
+    ],
+)
+def test_rows_go_on_where_those_of_the_lost_worker_ended(
+    tmp_path: Path, policy: str, on_failure: str
+) -> None:
+    pl.seed_everything(5, verbose=False)
+    module = Losing(tmp_path, 0, 2, "end")
+    logger = CSVLogger(tmp_path, name="", version="log")
+    trainer = run(module, policy, on_failure, 72, logger=logger, log_every_n_steps=1)
+    with (tmp_path / "log" / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    steps = [int(row["step"]) for row in rows if row["who"]]
+    assert steps == sorted(set(steps)) and steps[-1] < trainer.global_step
+    validated = [int(row["step"]) for row in rows if row["val"]]
+    assert len(validated) == 2 and validated[-1] == trainer.global_step - 1
+    assert [int(row["step"]) for row in rows] == sorted(steps + validated)
+
+
 def raises(module: Any, **options: Any) -> pytest.ExceptionInfo[WorkerDied]:
     strategy = HybridStrategy(**options)
     trainer = make_trainer(strategy, 2, max_epochs=2)
@@ -271,6 +310,5 @@ def test_a_worker_that_was_alone_goes_on_from_where_training_had_come(
     other.fit(expected, DataLoader(Numbered(), SIZE, shuffle=True))
     assert distance(module, expected) == 0.0
     assert trainer.global_step == other.global_step == 22
-    if policy == "hybrid":  # as loggers count; elsewhere each worker counts its own
-        loops = trainer.fit_loop.epoch_loop, other.fit_loop.epoch_loop
-        assert [loop._batches_that_stepped for loop in loops] == [22, 22]
+    loops = trainer.fit_loop.epoch_loop, other.fit_loop.epoch_loop  # as loggers count
+    assert [loop._batches_that_stepped for loop in loops] == [22, 22]
