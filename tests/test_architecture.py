@@ -71,7 +71,7 @@ FLOORS = (
     "simulate",
 )
 COMMANDS = ("__init__.py", "__main__.py", "registration.py", "compare.py", "replay.py")
-COMMANDS += ("transcribe.py",)
+COMMANDS += ("transcribe.py", "events.py")
 
 
 def folder(name: str) -> str:

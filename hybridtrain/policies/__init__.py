@@ -1,4 +1,13 @@
-"""When does a contribution count, and who may go on? One small state machine for each answer."""
+"""When does a contribution count, and who may go on? One small state machine for each answer.
+
+A policy reads facts and writes orders (:mod:`hybridtrain.protocol.facts`); it knows no tensors, no
+processes and no clocks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
 
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.deadline import Deadline
@@ -9,20 +18,67 @@ from hybridtrain.policies.registry import POLICIES, Spec, make_policy
 from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
 from hybridtrain.policies.wait_for_all import WaitForAll
+from hybridtrain.protocol.facts import (
+    Accumulate,
+    Apply,
+    Began,
+    Drop,
+    Fact,
+    Joined,
+    Left,
+    Order,
+    Pushed,
+    Ready,
+    Release,
+    SetTimer,
+    TimerFired,
+    Waiting,
+)
 
 __all__ = [
     "POLICIES",
+    "Accumulate",
+    "Apply",
+    "Began",
     "BoundedStaleness",
     "Deadline",
+    "Drop",
+    "Fact",
     "FirstK",
+    "Joined",
+    "Left",
     "LockFree",
     "Needs",
     "OnArrival",
+    "Order",
     "Policy",
+    "Pushed",
+    "Ready",
+    "Release",
     "RoundRobin",
+    "SetTimer",
     "Softsync",
     "Spec",
     "Switch",
+    "TimerFired",
     "WaitForAll",
+    "Waiting",
     "make_policy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What policies of users' own returned until version 0.1."""
+    if name != "Regime":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "hybridtrain.policies.Regime(lockstep=...) is called Needs(whole_rounds=...) now",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return _regime
+
+
+def _regime(lockstep: bool, **others: bool) -> Needs:
+    others.pop("lock_free", None)  # a matter of the exchange now
+    return Needs(whole_rounds=lockstep, **others)
