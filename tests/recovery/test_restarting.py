@@ -17,7 +17,7 @@ import torch
 from hybridtrain.memory import Layout, Store
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.messages import Install, Push, Stopped
-from hybridtrain.protocol.notices import Saved, SavePermission
+from hybridtrain.protocol.notices import Progress, Saved, SavePermission
 from hybridtrain.recovery import failure_policy, roster
 from hybridtrain.recovery.failure_policy import Judge, OnFailure
 from hybridtrain.server.server import Server
@@ -36,22 +36,27 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roster, "_FIRST_DELAY_S", 0.02)
 
 
-def train(client: Client, then: Then, folder: Path, version: int | None = None) -> int:
+def train(
+    client: Client, then: Then, folder: Path, version: int | None = None, averages: bool = False
+) -> int:
     """All steps, or from ``version`` on; who stops waits to be told whether to save."""
     client.tells = lambda: b"here"
     client.joins = client.solo = version is not None
     w = torch.nn.Parameter(torch.zeros(20))
     layout = Layout.of([("w", w)])
-    store = Store(layout, client.n_workers, False, client.share(layout))
+    store = Store(layout, client.n_workers, False, client.share(layout, averages), averages)
     optimizer = torch.optim.SGD([w], lr=1.0)
     mine = (dump(optimizer, {id(w): 0}),) if client.worker == 0 and version is None else ()
     client.install(Install(mine))
     client.version = version or 0
+    client.note(Progress(None, b"here"))
     try:
         while client.version < STEPS:
             client.check_stop()
             then(client, client.version)
             store.gradient(client.worker, layout.slots[0]).fill_(-1.0)
+            if averages:
+                client.average(1.0, ())
             client.push(Push(0, 1.0))
     except StopRequested:
         client.note(Stopped())
@@ -65,15 +70,17 @@ def train(client: Client, then: Then, folder: Path, version: int | None = None) 
     return int(store.master(layout.slots[0])[0])
 
 
-def run(then: Then, folder: Path, n: int = 3) -> list[int]:
+def run(then: Then, folder: Path, n: int = 3, averages: bool = False) -> list[int]:
     judge = Judge(OnFailure("restart", max_restarts=None))
     world = ProcessWorld(Server(WaitForAll(), n), n, grace_s=GRACE_S, judge=judge)
 
+    begin = partial(train, then=then, folder=folder, averages=averages)
+
     def again(told: bytes, version: int) -> Callable[[Client], Any]:
         assert told == b"here"
-        return partial(train, then=then, folder=folder, version=version)
+        return partial(begin, version=version)
 
-    return world.run(partial(train, then=then, folder=folder), again)
+    return world.run(begin, again)
 
 
 def die_once(client: Client, folder: Path) -> None:
@@ -91,6 +98,17 @@ def test_two_that_are_lost_at_once_both_come_back_though_one_tells_for_both(tmp_
             time.sleep(0.5)  # both questions come between two steps
 
     assert run(then, tmp_path) == [STEPS] * 3
+
+
+@pytest.mark.parametrize("averages", [False, True])
+def test_if_all_are_lost_in_a_step_the_first_that_is_back_tells_the_others(
+    tmp_path: Path, averages: bool
+) -> None:
+    def then(client: Client, version: int) -> None:
+        if version == 2:
+            die_once(client, tmp_path)
+
+    assert run(then, tmp_path, averages=averages) == [STEPS] * 3
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int) -> None:

@@ -68,7 +68,7 @@ from hybridtrain.worlds.local.worker_process import WorkerProcess
 Again = Callable[[bytes, int], Body]
 
 _POLL_S = 1.0
-_EVENTS = {Push: LifecycleEvent.PUSHES, Average: LifecycleEvent.WAITS, Begin: LifecycleEvent.WAITS}
+_EVENTS = dict.fromkeys((Push, Average, Begin), LifecycleEvent.WAITS)
 _EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
 
