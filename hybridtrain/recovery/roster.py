@@ -110,6 +110,11 @@ class Roster:
         """Whether somebody is to come back."""
         return S.FAILED in self.states or S.CALLED in self.states  # asked for in each turn
 
+    @property
+    def telling(self) -> bool:
+        """Whether somebody who can answer was asked where training is."""
+        return any(self.states[who] in TRAINING for who, _ in self._asked.values())
+
     def next_s(self) -> list[float]:
         """When something is due."""
         if self.deadline_s is None:

@@ -15,16 +15,20 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
+from hybridtrain.monitoring import standstill
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.messages import Install, Push, Stopped
 from hybridtrain.protocol.notices import Progress, Saved, SavePermission
 from hybridtrain.recovery import failure_policy, roster
+from hybridtrain.recovery.actions import Say
 from hybridtrain.recovery.failure_policy import Judge, OnFailure
 from hybridtrain.server.server import Server
 from hybridtrain.updates.serialize import dump
 from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.worlds.local import process_world
 from hybridtrain.worlds.local.process_world import ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted
+from hybridtrain.worlds.local.worker_exit import WorkerError
 
 STEPS, GRACE_S = 6, 20.0
 Then = Callable[[Client, int], None]  # what a worker does before its step
@@ -109,6 +113,25 @@ def test_if_all_are_lost_in_a_step_the_first_that_is_back_tells_the_others(
             die_once(client, tmp_path)
 
     assert run(then, tmp_path, averages=averages) == [STEPS] * 3
+
+
+@pytest.mark.parametrize("alive", [0, 1])
+def test_if_all_wait_and_nobody_will_come_the_run_ends_with_a_checkpoint_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: int
+) -> None:
+    def then(client: Client, version: int) -> None:
+        if version == 2 and client.worker >= alive:
+            die_once(client, tmp_path)
+
+    monkeypatch.setattr(roster.Roster, "_ask", lambda *_: [])  # an error as none is known
+    if not alive:
+        monkeypatch.setattr(roster, "Start", lambda *_: Say("and nobody does"))
+    monkeypatch.setattr(standstill, "_LONG_S", 0.2)
+    monkeypatch.setattr(process_world, "_POLL_S", 0.05)
+    waits = "worker 0 waits for its release; " if alive else "worker 0 is to come back; "
+    with pytest.raises(WorkerError, match=f"stands still.*{waits}worker 1 is to come back"):
+        run(then, tmp_path, n=2)
+    assert not alive or (tmp_path / "saved").read_text() == "2.0"
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int) -> None:

@@ -84,7 +84,7 @@ class Served:
         return self.server.store
 
     def bring(self, worker: int, gradient: float) -> Replies:
-        """Every element has this gradient, and the worker wants the mean of all before it pushes."""
+        """Every element has this gradient; the worker wants the mean of all before it pushes."""
         for slot in self.layout.slots:
             self.store.gradient(worker, slot).fill_(gradient)
         return self.server.handle(worker, Average(1.0))
