@@ -38,6 +38,7 @@ from hybridtrain.lightning.replay.run_record import serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, unpack
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
+from hybridtrain.lightning.stop_iteration import take_for_an_error
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.stragglers import SlowReport
 from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
@@ -235,6 +236,7 @@ class _Job:
 def _run_in_process(job: _Job, client: Client) -> Any:
     """In one of its own, which nobody else uses; not so in a replay."""
     be_lean()
+    take_for_an_error()
     return _run_in_worker(job, client)
 
 
