@@ -241,7 +241,7 @@ def _sum_up(
     if (stats := up_to_date(summary.left_stats(directory), trainer)) is not None:
         result.take(stats)
     result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
-    result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt)
+    result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt or "")
     summary.write(result, directory)
     outcome = replace(outcome, exit=result.exit, error=result.error)
     if outcome.exit == BAD_INPUT and not result.updates:

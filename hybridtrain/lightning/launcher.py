@@ -40,6 +40,7 @@ from hybridtrain.lightning.replay.run_record import serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, unpack
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
+from hybridtrain.lightning.stop_iteration import take_for_an_error
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.stragglers import SlowReport
 from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
@@ -240,6 +241,7 @@ class _Job:
 def _run_in_process(job: _Job, client: Client) -> Any:
     """In one of its own, which nobody else uses; not so in a replay."""
     be_lean()
+    take_for_an_error()
     return _run_in_worker(job, client)
 
 
@@ -275,11 +277,13 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         end_worker(trainer, stop)
         raise
     except BaseException as error:
-        report_failure(trainer, error)
-        end_worker(trainer, error)
+        if not client.forked:
+            report_failure(trainer, error)
+            end_worker(trainer, error)
         raise
     finally:
-        leave_profile(trainer, client.worker)
+        if not client.forked:
+            leave_profile(trainer, client.worker)
 
 
 def arguments(job: _Job, back: Rejoin | None) -> dict[str, Any]:

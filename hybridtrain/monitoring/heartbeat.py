@@ -92,6 +92,10 @@ class Heartbeat:
         if STACKS_SIGNAL is not None and self._fd is not None:
             faulthandler.register(STACKS_SIGNAL, self._fd, all_threads=True, chain=False)
 
+    def fall_silent(self) -> None:
+        """In a process that was forked from the worker: nobody hears it any more."""
+        self._numbers = memoryview(bytearray(_N_BYTES)).cast("q")
+
     # ---- the parent's side ----------------------------------------------------------------------
 
     @property

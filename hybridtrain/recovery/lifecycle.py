@@ -3,7 +3,7 @@ r"""A worker's life in a run, from its first process to its last: states, and wh
                  first step           answered
     STARTING ────────────────▶ WAITING ◀──────▶ COMPUTING ◀──────▶ MEETING
         │                         ▲  │               │                │
-        │              first push │  └──── fails, to come back ───────┘
+        │              first step │  └──── fails, to come back ───────┘
         └─────────────────────┐   │                  │
                               │  RESTARTING ───────┐ │
                               │   ▲                ▼ ▼
@@ -30,7 +30,7 @@ class WorkerState(StrEnum):
     MEETING = "meeting"  # until all are there
     FAILED = "failed"  # and is to come back
     CALLED = "called"  # to come back as soon as somebody has told where training is
-    RESTARTING = "restarting"  # another process, which has contributed nothing yet
+    RESTARTING = "restarting"  # another process, which has come to no step yet
     STOPPED = "stopped"  # and waits to be told whether to write the last checkpoint
     SAVING = "saving"  # writes it
     ENDED = "ended"  # and does nothing any more
@@ -41,7 +41,6 @@ class LifecycleEvent(StrEnum):
     """What happens to one."""
 
     WAITS = "waits"  # in the middle of a step
-    PUSHES = "pushes"  # what it has computed, and waits
     MEETS = "meets"
     GOES_ON = "goes on"  # it has been answered
     BREAKS = "breaks"  # it has failed, and is to come back
@@ -63,7 +62,7 @@ LAST = (S.STOPPED, S.SAVING)
 # What is not listed has no effect: it comes too late.
 TABLE: dict[tuple[WorkerState, LifecycleEvent], WorkerState] = {
     **{(state, E.WAITS): S.WAITING for state in (S.STARTING, S.COMPUTING, S.MEETING)},
-    **{(state, E.PUSHES): S.WAITING for state in (S.STARTING, S.COMPUTING, S.RESTARTING)},
+    (S.RESTARTING, E.WAITS): S.WAITING,  # where it can say where training is
     **{(state, E.MEETS): S.MEETING for state in (S.COMPUTING, S.WAITING)},
     **{(state, E.GOES_ON): S.COMPUTING for state in (S.WAITING, S.MEETING)},
     **{(state, E.BREAKS): S.FAILED for state in THERE},

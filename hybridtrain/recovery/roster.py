@@ -10,13 +10,14 @@ has come it is CALLED: somebody is asked where training is. That is one who trai
 waits in a step, for it answers at once. Its answer counts once, and only the one to the last
 question: where the one asked fails, ends or goes to a meeting, another one is asked. In lock-step
 what the lost worker has pushed lies in its row; then nobody is asked before the update is made. If
-all are away, one begins where training was some time ago (``kept``), and answers for the others.
+all are away, one begins where training was some time ago (``kept``), and answers for the others as
+soon as it waits in its step, for whatever: it may wait for them.
 A process that the system refuses to start is tried again, and its worker is called anew then.
 
 An announced restart happens, or is called off aloud: training is over, or the run ends.
 
 At the end of a run everybody is asked to stop. Who has stopped waits; the first of them (nobody
-waits for one that has come back and not contributed yet) writes the last checkpoint, the next one
+waits for one that has come back and not come to its step) writes the last checkpoint, the next one
 if it cannot; where workers run freely all have stopped before, so that it has every update. If
 nobody is left, one more process is started for that. Late, when half of the time given is over,
 nobody is waited for any longer; when all of it is over, all are killed.
@@ -111,6 +112,11 @@ class Roster:
     def away(self) -> bool:
         """Whether somebody is to come back."""
         return S.FAILED in self.states or S.CALLED in self.states  # asked for in each turn
+
+    @property
+    def telling(self) -> bool:
+        """Whether somebody who can answer was asked where training is."""
+        return any(self.states[who] in TRAINING for who, _ in self._asked.values())
 
     def next_s(self) -> list[float]:
         """When something is due."""

@@ -56,6 +56,14 @@ class Averaging:
         """The worker computes again."""
         self._rule.on(Joined(worker))
 
+    def miss(self, worker: int) -> None:
+        """The worker's process is gone; another will bring its gradient, and write to its row.
+
+        Nobody is freed: if all the others had brought theirs, nobody would wait.
+        """
+        if self._asked.pop(worker, None) is not None:
+            self._rule.on(Left(worker))
+
     def left(self, worker: int, store: Store | None) -> list[tuple[int, Averaged]]:
         """The worker is gone."""
         self._asked.pop(worker, None)

@@ -26,6 +26,16 @@ def stuck(policy: object, waiting: Sequence[tuple[str, Iterable[int]]]) -> str:
     )
 
 
+def standing(for_s: float, waiting: Mapping[int, str], away: Sequence[int]) -> str:
+    """Nothing happens any more. ``waiting``: who waits, and for what."""
+    who = [f"worker {worker} waits for {what}" for worker, what in waiting.items()]
+    who += [f"worker {worker} is to come back" for worker in away]
+    return (
+        f"the run stands still: nothing has happened for {for_s:.0f} s, nothing is due, and all "
+        f"who are left wait ({'; '.join(who)}); this is an error of hybridtrain, please report it"
+    )
+
+
 def too_early(policy: object, worker: int) -> str:
     """Somebody is let go on who does not wait."""
     return (

@@ -172,7 +172,10 @@ class Rounds:
             return self.lost(worker)
         self._ready.discard(worker)
         self._ledger.idle(worker)
-        return self.join(worker)  # it may have been parked; what it has pushed lies in its row
+        if worker in self._pushes:  # which lies in its row: nothing more is to come from it
+            return []
+        self._averaging.miss(worker)
+        return self.join(worker)  # it may have been parked
 
     def settle_held(self, worker: int) -> None:
         """What the worker has contributed and is held will count, whatever becomes of it."""

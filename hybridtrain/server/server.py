@@ -299,7 +299,7 @@ class Server:
     def break_off(self) -> Replies:
         """It is late: nobody is waited for any longer."""
         self._rounds.broken = True
-        return self._dismiss(waits=True)
+        return self._wishes.answer() + self._dismiss(waits=True)
 
     def _dismiss(self, waits: bool, but: int | None = None) -> Replies:
         """Who is in a meeting will not be answered; nor who ``waits`` in a round."""

@@ -9,6 +9,7 @@ says that the answer will never come.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
@@ -86,6 +87,7 @@ class Client:
         self.heartbeat = Heartbeat()  # whether anybody watches is for the world to say
         self.joins = False  # training has begun long ago
         self.line = line
+        self._pid = os.getpid()
         self.stop: Stop | None = None
         self._asked: dict[
             int, RequestProgress
@@ -242,6 +244,11 @@ class Client:
     def note(self, note: Note) -> None:
         """Say something that needs no answer."""
         self.line.send(note)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is not the worker, but a process that its user's code has forked from it."""
+        return os.getpid() != self._pid
 
     # ---- stopping -------------------------------------------------------------------------------
 

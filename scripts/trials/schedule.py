@@ -48,6 +48,7 @@ class Plan:
     after_s: float  # a callback takes so long after each mini-batch
     max_restarts: int | None
     back_off_s: float
+    looks: bool  # at gradients before a step, so that all wait for their mean
 
 
 def drawn(policy: str, seed: int) -> Plan:
@@ -62,7 +63,8 @@ def drawn(policy: str, seed: int) -> Plan:
         blows.append((rng.random() * 1.5, rng.choice(["SIGINT", "SIGTERM"]), 1))
     slow = rng.choice([0.0, 0.0, 0.3])
     most = rng.choice([None, None, 8, 2])
-    return Plan(policy, tuple(blows), rng.choice([0.01, 0.05, 0.2]), slow, most, 0.3)
+    step_s = rng.choice([0.01, 0.05, 0.2])
+    return Plan(policy, tuple(blows), step_s, slow, most, 0.3, rng.random() < 0.5)
 
 
 @dataclass
@@ -131,6 +133,13 @@ class Count(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Looking(Count):
+    """The same, but every worker needs the mean of all gradients before it pushes."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
 
 
 class Fragile(pl.Callback):
@@ -261,7 +270,8 @@ def _fit(strategy: Any, plan: Plan, seed: int, folder: Path, diary: torch.Tensor
     )
     data = TensorDataset(torch.arange(SAMPLES))
     training = DataLoader(data, BATCH, shuffle=True)
-    trainer.fit(Count(diary, plan.step_s), training, DataLoader(data, 16))
+    kind = Looking if plan.looks else Count
+    trainer.fit(kind(diary, plan.step_s), training, DataLoader(data, 16))
 
 
 def _listen(seen: Seen, folder: Path) -> list[torch.Tensor]:

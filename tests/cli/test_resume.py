@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import signal
 import zipfile
@@ -154,7 +155,8 @@ def test_a_run_that_left_no_checkpoint_begins_again_in_its_directory(ended: Comm
     done = ended("resume=old")
     assert done.code == 0 and "old goes on from its beginning" in done.out
     assert "last.ckpt is passed over: it is cut short" in done.err
-    assert summary("old")["updates"] == 12
+    assert re.search(r"resumed +from the beginning, there was no whole checkpoint", done.out)
+    assert summary("old")["updates"] == 12 and summary("old")["resumed"] == ""
 
 
 def test_a_torn_checkpoint_is_passed_over_by_name_and_the_one_before_is_taken(

@@ -44,7 +44,7 @@ def test_every_state_can_be_reached_and_left_until_there_is_nobody() -> None:
     assert {event for _, event in TABLE} == set(LifecycleEvent)
     assert {then for (_, event), then in TABLE.items() if event is E.DIES} == {S.GONE}
     for state in AWAY:  # nothing that a lost process has still said brings its worker back
-        assert not {e for (s, e) in TABLE if s is state} & {E.WAITS, E.PUSHES, E.MEETS, E.GOES_ON}
+        assert not {e for (s, e) in TABLE if s is state} & {E.WAITS, E.MEETS, E.GOES_ON}
 
 
 def test_one_worker_is_asked_for_several_and_each_answer_counts_once() -> None:
@@ -90,8 +90,18 @@ def test_if_all_are_lost_one_begins_where_training_was_and_answers() -> None:
     assert made.advance(1.0, pushed={0}) == [Start(1, b"kept")]
     made.started(1)
     assert made.advance(1.1) == []
-    made.on(1, E.PUSHES)
+    made.on(1, E.WAITS)
     assert made.advance(1.2) == [Ask(1, 0, 1), Ask(1, 2, 2)]
+
+
+def test_who_has_come_back_answers_as_it_waits_for_the_mean_of_all() -> None:
+    made = roster(2)
+    made.told(0, None, 0, b"kept")
+    lose(made, 0, 1)
+    assert made.advance(1.0) == [Start(0, b"kept")]
+    made.started(0)
+    made.on(0, E.WAITS)  # for worker 1, too
+    assert made.advance(1.1) == [Ask(0, 1, 1)]
 
 
 def test_what_a_lost_process_was_asked_its_successor_is_asked_anew() -> None:
@@ -106,7 +116,7 @@ def test_what_a_lost_process_was_asked_its_successor_is_asked_anew() -> None:
     made.refused(0, OSError("no process"), 1.5)
     assert made.advance(1.6) == [Start(1, b"kept")]
     made.started(1)
-    made.on(1, E.PUSHES)
+    made.on(1, E.WAITS)
     assert made.advance(3.0) == [Ask(1, 0, 2)]
 
 

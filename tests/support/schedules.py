@@ -42,11 +42,14 @@ class Schedule:
         self.rng = rng
         self.n = 1 + int(rng.random() * 4)
         self.lockstep = rng.random() < 0.5
+        self.averages = self.lockstep and rng.random() < 0.5
         most = None if rng.random() < 0.7 else 2
         self.roster = Roster(self.n, Judge(OnFailure("restart", max_restarts=most)), GRACE_S)
         self.processes = [Process("boot") for _ in range(self.n)]
         self.now_s, self.step = 0.0, 0
         self.rows: set[int] = set()  # who has pushed, in lock-step
+        self.brought: set[int] = set()  # who waits for the mean of all gradients
+        self.means: set[int] = set()  # who has it, or had, and has not pushed yet
         self.broken = False  # no round, nor any meeting, any more
         self.failures_left = int(rng.random() * 6)
         self.signals_left = int(rng.random() * 1.6)
@@ -124,7 +127,7 @@ class Schedule:
         if self.broken:
             self._stop(worker)
         elif not self.lockstep:
-            self.roster.on(worker, E.PUSHES)
+            self.roster.on(worker, E.WAITS)
             for other, question in process.asked.items():
                 self._do(self.roster.told(worker, other, question, b"told"))
             process.asked, process.mode = {}, "compute"
@@ -132,11 +135,27 @@ class Schedule:
             self.step += 1
             if self.step >= STEPS * self.n:
                 self._meet(worker)
+        elif self.averages and worker not in self.means:
+            process.mode = "wait"
+            self.brought.add(worker)
+            self.roster.on(worker, E.WAITS)
+            self._average()
         else:
             process.mode = "wait"
+            self.means.discard(worker)
             self.rows.add(worker)
-            self.roster.on(worker, E.PUSHES)
+            self.roster.on(worker, E.WAITS)
             self._update()
+
+    def _average(self) -> None:
+        """When all have brought a gradient; a place is kept for those who are away."""
+        if len(self.brought) < self.n:
+            return
+        for worker in self.brought:
+            assert self.processes[worker].mode == "wait", "an answer to who has not asked"
+            self.processes[worker].mode = "compute"
+            self.roster.on(worker, E.GOES_ON)
+        self.means, self.brought = self.brought, set()
 
     def _update(self) -> None:
         """In lock-step, when all have pushed; a place is kept for those who are away."""
@@ -180,6 +199,7 @@ class Schedule:
     def _break(self, worker: int) -> None:
         """Nobody waits for it in lock-step, nor in a meeting."""
         self.rows.discard(worker)
+        self.brought.discard(worker)
         self.broken = self.broken or self.lockstep
         free = ("wait", "meet") if self.lockstep else ("meet",)
         for other, process in enumerate(self.processes):
@@ -220,6 +240,7 @@ class Schedule:
         match verdict:
             case Replace():
                 self.announced.add(worker)
+                self.brought.discard(worker)
                 if not self.lockstep:
                     self.rows.discard(worker)
             case End(reason):

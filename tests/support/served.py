@@ -10,6 +10,7 @@ import torch
 from hybridtrain.memory import Layout
 from hybridtrain.policies import Policy, WaitForAll
 from hybridtrain.protocol.messages import (
+    Average,
     Done,
     Gather,
     Gathered,
@@ -43,6 +44,7 @@ class Served:
         parameters: the initial values.
         optimizers: made over all parameters; one or several.
         correction: of late gradients.
+        averaging: gradients are averaged before they are pushed.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Served:
         parameters: Sequence[torch.Tensor] = (torch.zeros(3),),
         optimizers: Sequence[Make] = (sgd,),
         correction: Correction | None = None,
+        averaging: bool = False,
     ) -> None:
         self.now_s = 0.0
         self.n_workers = n_workers
@@ -59,11 +62,12 @@ class Served:
         self.server = Server(policy or WaitForAll(), n_workers, clock=clock, correction=correction)
         self.parameters = [torch.nn.Parameter(p.clone()) for p in parameters]
         self.layout = Layout.of((f"p{n}", p) for n, p in enumerate(self.parameters))
-        self._optimizers = optimizers
+        self._optimizers, self._averaging = optimizers, averaging
         self._begin()
 
     def _begin(self) -> None:
-        replies = [self.server.handle(w, Share(self.layout)) for w in range(self.n_workers)]
+        share = Share(self.layout, self._averaging)
+        replies = [self.server.handle(w, share) for w in range(self.n_workers)]
         assert replies[:-1] == [[]] * (self.n_workers - 1), "nobody shares before all have asked"
         assert all(isinstance(reply, Shared) for _, reply in replies[-1])
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -78,6 +82,12 @@ class Served:
     def store(self) -> Any:
         assert self.server.store is not None
         return self.server.store
+
+    def bring(self, worker: int, gradient: float) -> Replies:
+        """Every element has this gradient; the worker wants the mean of all before it pushes."""
+        for slot in self.layout.slots:
+            self.store.gradient(worker, slot).fill_(gradient)
+        return self.server.handle(worker, Average(1.0))
 
     def push(self, worker: int, gradient: float, weight: float = 1.0, **rest: Any) -> Replies:
         """Every element of every parameter has this gradient."""

@@ -44,7 +44,7 @@ class Summary:
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     unsaved: dict[str, str] = field(default_factory=dict)  # checkpoints that are missing: reasons
-    resumed: str | None = None  # the checkpoint that the run went on from, in the same directory
+    resumed: str | None = None  # from this checkpoint, in the same directory; "": there was none
     exit: int = 0
     error: str | None = None
 
@@ -126,7 +126,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
         ("not saved", "; ".join(f"{short(k)} ({v})" for k, v in summary.unsaved.items())),
-        ("resumed", f"from {short(summary.resumed)}" if summary.resumed else ""),
+        ("resumed", _resumed(summary)),
         ("to go on", _go_on(summary, directory)),
         ("logs", short(directory)),
     ]
@@ -134,6 +134,12 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(short(directory))}"))
     width = max(len(name) for name, _ in rows)
     return [head, *(f"  {name.ljust(width)}  {text}" for name, text in rows if text)]
+
+
+def _resumed(summary: Summary) -> str:
+    if summary.resumed == "":
+        return "from the beginning, there was no whole checkpoint"
+    return "" if summary.resumed is None else f"from {short(summary.resumed)}"
 
 
 def _go_on(summary: Summary, directory: Path) -> str:

@@ -261,7 +261,7 @@ class Channel:
                 return True
 
     def close(self) -> None:
-        """Close this end."""
+        """Close this end; in a process that was forked from its owner, for that process only."""
         self._socket.close()
         for bell in (self._hears, self._rings):
             if bell is not None:

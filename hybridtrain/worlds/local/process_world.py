@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from selectors import BaseSelector, DefaultSelector
 from typing import Any
 
+from hybridtrain.monitoring.standstill import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
 from hybridtrain.protocol.early_gradients import GradientsReady
 from hybridtrain.protocol.messages import (
@@ -47,9 +48,10 @@ from hybridtrain.recovery.actions import (
     Start,
 )
 from hybridtrain.recovery.failure_policy import End, GoOn, Judge, OnFailure, Replace
-from hybridtrain.recovery.lifecycle import THERE, LifecycleEvent, WorkerState
+from hybridtrain.recovery.lifecycle import AWAY, THERE, LifecycleEvent, WorkerState
 from hybridtrain.recovery.roster import Roster
 from hybridtrain.server.interface import ServerInterface
+from hybridtrain.server.refusals import standing
 from hybridtrain.server.rounds import Replies
 from hybridtrain.worlds.local.channel import ChannelClosed
 from hybridtrain.worlds.local.cpu_affinity import one_thread, stand_aside
@@ -68,7 +70,7 @@ from hybridtrain.worlds.local.worker_process import WorkerProcess
 Again = Callable[[bytes, int], Body]
 
 _POLL_S = 1.0
-_EVENTS = {Push: LifecycleEvent.PUSHES, Average: LifecycleEvent.WAITS, Begin: LifecycleEvent.WAITS}
+_EVENTS = dict.fromkeys((Push, Average, Begin), LifecycleEvent.WAITS)
 _EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
 
@@ -99,6 +101,7 @@ class ProcessWorld:
     _failure: BaseException | None = None
     _signals: list[int] = field(default_factory=list)
     _look_at_s: float = 0.0  # when to see next who shares a core
+    _standstill: Standstill = field(default_factory=Standstill)
 
     def run(self, body: Body, again: Again | None = None) -> list[Any]:
         """Run ``body(client)`` in every worker; the results in the order of the workers.
@@ -164,9 +167,22 @@ class ProcessWorld:
         if (now_s := time.monotonic()) > self._look_at_s:
             self._look_at_s = now_s + _POLL_S
             stand_aside(worker.pid for worker in self._workers if not worker.gone)
+            self._look_for_standstill(now_s)
         if not self.roster.ending and now_s >= self.watchdog.due_s:
             there = [worker for worker in self._workers if not worker.gone and not worker.cause]
             self.watchdog.look(now_s, there)
+
+    def _look_for_standstill(self, now_s: float) -> None:
+        """All wait, no timer runs, and who is to come back does not."""
+        roster, workers = self.roster, self._workers
+        due = self.server.wake_at_s is not None or any(at_s > now_s for at_s in roster.next_s())
+        stands = not (roster.ending or due) and all(each.gone or each.asked for each in workers)
+        heard = sum(each.heard for each in workers)
+        if self._standstill.look(now_s, stands, heard, roster.telling):
+            who = {each.number: each.asked for each in workers if not each.gone}
+            self._failure = WorkerError(standing(self._standstill.for_s, who, roster.those(*AWAY)))
+            self._end()
+            self._send(self.server.break_off())
 
     def _timeout_s(self) -> float:
         times = [self.server.wake_at_s, None if self.roster.ending else self.watchdog.due_s]
@@ -189,10 +205,11 @@ class ProcessWorld:
         roster, number = self.roster, worker.number
         match message:
             case Finished(result):
-                worker.result = result
+                worker.request, worker.result = None, result
                 roster.finished(number)
                 self._send(self.server.finished(number))
             case Failed():
+                worker.request = None  # it waits for no answer any more
                 self._fail(worker, message.rebuild(number, worker.place), message.waits)
             case Progress(whom, payload, question):
                 self._do(roster.told(number, whom, question, payload), selector)

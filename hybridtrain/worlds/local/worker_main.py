@@ -19,6 +19,7 @@ from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed
+from hybridtrain.worlds.local.forked_child import end_child, mute_children
 from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
 from hybridtrain.worlds.local.worker_exit import Failed, Finished
 
@@ -64,6 +65,7 @@ def run_worker(
     try:
         client.heartbeat = Heartbeat(channel.take_bells())
         client.heartbeat.tell_stacks()
+        mute_children(client, channel)
         outcome = _outcome(client, body)
         client.heartbeat.beat(Doing.ENDING)
         _run_exit_functions()
@@ -78,12 +80,17 @@ def run_worker(
 
 def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped | None:
     try:
-        return Finished(body(client))
-    except StopRequested:
-        return Stopped()
-    except ChannelClosed:
-        raise
+        result = body(client)
+        if client.forked:
+            end_child(None)
+        return Finished(result)
     except BaseException as error:  # SystemExit too: the parent must hear of it, if it has not
+        if client.forked:
+            end_child(error)
+        if isinstance(error, StopRequested):
+            return Stopped()
+        if isinstance(error, ChannelClosed):
+            raise
         return None if client.heartbeat.failed_in else Failed.of(error, client.heartbeat.where)
 
 
