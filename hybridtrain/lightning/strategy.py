@@ -22,6 +22,10 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
+from hybridtrain.lightning.async_training.expected_updates import (
+    ExpectedUpdates,
+    answer_for_all_workers,
+)
 from hybridtrain.lightning.async_training.update_count import UpdateCount, precede
 from hybridtrain.lightning.barriers import WorkerBarriers
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
@@ -105,6 +109,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     _session: Session | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _count: UpdateCount | None = None  # where workers run freely
+    expected_updates: ExpectedUpdates | None = None  # likewise
     _losses: FailureHandling | None = None  # once training has begun
 
     def __init__(
@@ -174,6 +179,9 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self._loaders = Loaders(trainer, client, self.regime, self.data_options)
         self._absence = Absence(trainer, client, self._loaders, self.regime)
         self._loaders.attach()
+        if not self.regime.lockstep:
+            self.expected_updates = ExpectedUpdates(trainer, self.regime, client.n_workers)
+            answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, WorkerCallback(client, self))
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
@@ -200,7 +208,9 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
                 self._back.catch_up()
             self._session.install()
             if not self.regime.lockstep:
-                self._count = UpdateCount(self._session.trainer, self.client)
+                assert self.expected_updates is not None, "workers run freely"
+                trainer, expected = self._session.trainer, self.expected_updates
+                self._count = UpdateCount(trainer, self.client, expected)
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
                 self._count.reach(self._session.pull())

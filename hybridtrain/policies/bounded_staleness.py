@@ -46,7 +46,7 @@ class BoundedStaleness:
 
     def begin(self, n_workers: int) -> Requirements:
         self._clocks, self._blocked, self._pending = StepCounts(), set(), set()
-        return Requirements(lockstep=self.lead == 0)
+        return Requirements(lockstep=self.lead == 0, gathers=n_workers if self.lead == 0 else 1)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

@@ -83,9 +83,11 @@ class FirstK:
         self._round, self._since, self._got, self._held = 0, {}, set(), 0
         drops = self.late == "drop"
         if self.several:
-            return Requirements(lockstep=False, holds=self._n > 1, drops_late=drops)
+            return Requirements(
+                lockstep=False, holds=self._n > 1, drops_late=drops, gathers=self._n
+            )
         lockstep = self._n == n_workers
-        return Requirements(lockstep, drops_late=drops and not lockstep)
+        return Requirements(lockstep, drops_late=drops and not lockstep, gathers=self._n)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

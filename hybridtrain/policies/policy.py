@@ -20,6 +20,8 @@ class Requirements:
     ``holds``: contributions may be put aside (``Hold``), which takes one more row of gradients.
     ``drops_late``: what was begun before the last update will be dropped. ``watches_loss``: pushes
     are to tell the loss. ``lock_free``: workers write to the master parameters themselves.
+    ``gathers``: contributions that make an update, as a rule; ``later``: after which update another
+    number does, and which. Schedules are told by them how many updates there will be.
     """
 
     lockstep: bool
@@ -28,6 +30,8 @@ class Requirements:
     drops_late: bool = False
     watches_loss: bool = False
     lock_free: bool = False
+    gathers: int = 1
+    later: tuple[int, int] | None = None
 
 
 @runtime_checkable

@@ -28,7 +28,7 @@ class WaitForAll:
 
     def begin(self, n_workers: int) -> Requirements:
         self._expected, self._pushed = set(), set()
-        return Requirements(lockstep=True)
+        return Requirements(lockstep=True, gathers=n_workers)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

@@ -16,6 +16,7 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
 from pytorch_lightning.trainer.states import RunningStage
 
+from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
 from hybridtrain.worker.client import Client
 
 
@@ -46,9 +47,11 @@ class UpdateCount:
     Args:
         trainer: of this worker, whose training begins.
         client: knows how many updates are behind the worker's parameters.
+        expected: how many the user's schedulers were told.
     """
 
-    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+    def __init__(self, trainer: pl.Trainer, client: Client, expected: ExpectedUpdates) -> None:
+        self._expected = expected
         self._trainer, self._client, self._before = trainer, client, client.version
         loop = trainer.fit_loop.epoch_loop
         self._lightnings = loop.update_lr_schedulers
@@ -68,8 +71,9 @@ class UpdateCount:
 
     def _catch_up(self) -> None:
         if self._trainer.lightning_module.automatic_optimization:
-            step_schedulers(self._trainer, self._before, self._client.version)
-            self._before = self._client.version
+            now, limit = self._client.version, self._expected.limit
+            step_schedulers(self._trainer, self._before, now if limit is None else min(now, limit))
+            self._before = now
 
 
 def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
