@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
+from hybridtrain.lightning.results.callback_state import give_to_module, of_module
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 
 
@@ -92,3 +93,12 @@ def test_a_hook_that_works_in_workers_only_is_told_of() -> None:
     trainer = make_trainer("hybrid", 1, max_epochs=1)
     with pytest.warns(UserWarning, match=r"net\.bias, net\.weight.*AttributeError"):
         trainer.fit(Failing(), loader())
+
+
+def test_spawned_workers_know_a_scripts_classes_by_another_name() -> None:
+    here = type("Own", (Late,), {"__module__": "__main__"})
+    there = type("Own", (Late,), {"__module__": "__mp_main__"})
+    module, other = here(), there()
+    other.width = 5
+    give_to_module(module, of_module(other))
+    assert module.width == 5
