@@ -89,7 +89,10 @@ def find_fault(overrides: Sequence[str]) -> str | None:
         if item.key_or_group in choices and (line := _group_fault(item, choices)):
             return line
     base = base_config(parsed)
-    return next((x for x in (_key_fault(item, base, choices) for item in parsed) if x), None)
+    for item in parsed:
+        if line := _key_fault(item, base, choices):
+            return _other_choice(item, parsed, choices) or line
+    return None
 
 
 def values(item: Override) -> list[str]:
@@ -103,9 +106,13 @@ def values(item: Override) -> list[str]:
 
 def base_config(parsed: Sequence[Override]) -> DictConfig:
     """The configuration with the choices of groups made and no single value changed."""
+    return hydra_config.compose_config(_chosen(parsed))
+
+
+def _chosen(parsed: Sequence[Override]) -> list[str]:
     known = hydra_config.groups()
     chosen = {x.key_or_group: values(x)[0] for x in parsed if x.key_or_group in known and values(x)}
-    return hydra_config.compose_config([f"{group}={name}" for group, name in chosen.items()])
+    return [f"{group}={name}" for group, name in chosen.items()]
 
 
 def _group_fault(item: Override, choices: dict[str, list[str]]) -> str | None:
@@ -139,6 +146,33 @@ def _key_fault(item: Override, base: DictConfig, choices: dict[str, list[str]]) 
     valid = ", ".join(sorted(set(names)))
     known = f"Valid are {valid}." if valid else "There are none."
     return f"{key}: there is no key {wanted!r} {where}{hint} {known}"
+
+
+def _other_choice(
+    item: Override, parsed: Sequence[Override], choices: dict[str, list[str]]
+) -> str | None:
+    """What to say of a key that other choices of its group have: ``k``, but not of ``hybrid``."""
+    group, _, path = item.key_or_group.partition(".")
+    others = [name for name in choices.get(group, ()) if path and _has(group, name, path)]
+    if not others:
+        return None
+    composed = hydra_config.compose_config(_chosen(parsed), with_hydra=True)
+    now = composed.hydra.runtime.choices[group]
+    text = f"{item.key_or_group}={','.join(values(item))}"
+    return (
+        f"{text}: {group}={now} takes no {path}; {', '.join(others)} "
+        f"{'do' if others[1:] else 'does'}, as in {group}={others[0]} {text}"
+    )
+
+
+def _has(group: str, name: str, path: str) -> bool:
+    """Whether the file of this choice has the key."""
+    node: Any = OmegaConf.load(hydra_config.conf_dir() / group / f"{name}.yaml")
+    for part in path.split("."):
+        if not isinstance(node, DictConfig) or part not in node:
+            return False
+        node = node._get_node(part)
+    return True
 
 
 _SPECIAL = {

@@ -77,10 +77,13 @@ def composer() -> Iterator[None]:
         yield
 
 
-def compose_config(overrides: Sequence[str] = ()) -> DictConfig:
-    """The configuration of a run with these overrides, unresolved; raises Hydra's exceptions."""
+def compose_config(overrides: Sequence[str] = (), with_hydra: bool = False) -> DictConfig:
+    """The configuration of a run with these overrides, unresolved; raises Hydra's exceptions.
+
+    ``with_hydra``: with Hydra's own part, which knows the choices of all groups.
+    """
     with composer():
-        return compose(CONFIG_NAME, overrides=list(overrides))
+        return compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=with_hydra)
 
 
 def complete_overrides(overrides: Sequence[str]) -> list[str]:

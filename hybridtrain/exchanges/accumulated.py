@@ -31,6 +31,10 @@ class Accumulated:
         positive("exchange.n_push", self.n_push)
         positive("exchange.n_fetch", self.n_fetch)
 
+    @property
+    def steps(self) -> int:
+        return self.n_push
+
     def step(self, local: Local) -> Offer | None:
         for number, gradient in enumerate(local.gradients):
             if gradient is not None:

@@ -63,6 +63,11 @@ class Exchange(Protocol):
     parameters: ClassVar[Parameters]
     update: ClassVar[str]
 
+    @property
+    def steps(self) -> int:
+        """A worker's own steps behind an offer, as a rule."""
+        ...
+
     def step(self, local: Local) -> Offer | None:
         """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""
         ...

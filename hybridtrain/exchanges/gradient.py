@@ -13,6 +13,8 @@ from hybridtrain.exchanges.exchange import Local, Offer, Parameters
 class _NothingOfItsOwn:
     """There is nothing to decide: every step goes to the server."""
 
+    steps: ClassVar[int] = 1
+
     def step(self, local: Local) -> Offer | None:
         return self._never()
 

@@ -28,6 +28,10 @@ class Movement:
     def __post_init__(self) -> None:
         positive("exchange.every", self.every)
 
+    @property
+    def steps(self) -> int:
+        return self.every
+
     def step(self, local: Local) -> Offer | None:
         local.step()
         self._samples += local.samples

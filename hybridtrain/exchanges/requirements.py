@@ -24,6 +24,8 @@ class Requirements:
     one shared ``"queue"``, or mini-batches ``"dealt"`` in turn. ``counts``: whose count of steps is
     the training's: each ``"worker"``'s (all are equal), or the ``"server"``'s of updates. For
     ``holds``, ``drops_late`` and ``watches_loss`` see :class:`hybridtrain.policies.Needs`.
+    ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
+    number does, and which.
     """
 
     whole_rounds: bool = True
@@ -33,6 +35,8 @@ class Requirements:
     holds: bool = False
     drops_late: bool = False
     watches_loss: bool = False
+    gathers: int = 1
+    later: tuple[int, int] | None = None
 
     @property
     def steps_in_worker(self) -> bool:
@@ -78,6 +82,8 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         needs.holds,
         needs.drops_late,
         needs.watches_loss,
+        needs.gathers * exchange.steps,
+        None if needs.later is None else (needs.later[0], needs.later[1] * exchange.steps),
     )
 
 

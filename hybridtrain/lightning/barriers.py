@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.agreement import agree
+from hybridtrain.lightning.results.configured_model import before_configuring
 from hybridtrain.lightning.single_host import SingleHost
 from hybridtrain.protocol.messages import Paused, Resumed
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from hybridtrain.lightning.data.loaders import Loaders
     from hybridtrain.lightning.failover.failure_handling import FailureHandling
     from hybridtrain.lightning.participation.absent_steps import Absence
+    from hybridtrain.lightning.results.callback_state import CallbackState
     from hybridtrain.lightning.step.session import Session
 
 
@@ -26,6 +28,13 @@ class WorkerBarriers(SingleHost):
     _loaders: Loaders | None
     _losses: FailureHandling | None
     _session: Session | None
+    before_configuring: CallbackState | None = None  # what the module has written down by then
+
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name == "post_setup" and self._client is not None:
+            module = self.lightning_module  # type: ignore[attr-defined]
+            self.before_configuring = before_configuring(module)
 
     def await_turn(self) -> None:
         """Before a mini-batch begins: where workers take turns, wait for this one's.

@@ -24,6 +24,10 @@ from torch.optim import Optimizer
 
 from hybridtrain.exchanges import ExchangeSpec, Requirements, exchange_of
 from hybridtrain.lightning.async_training.counting import UpdateCount
+from hybridtrain.lightning.async_training.expected_updates import (
+    ExpectedUpdates,
+    answer_for_all_workers,
+)
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.barriers import WorkerBarriers
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
@@ -116,6 +120,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     _session: Session | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _count: UpdateCount | None = None  # where workers run freely
+    expected_updates: ExpectedUpdates | None = None  # likewise
     _losses: FailureHandling | None = None  # once training has begun
     interrupted_by: int | None = None  # the signal that ended the last run
     callbacks_at_home: list[pl.Callback] | None = None  # of workers
@@ -188,6 +193,9 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
         self._absence = Absence(trainer, client, self._loaders, self.requirements)
         self._loaders.attach()
+        if not self.requirements.whole_rounds:
+            self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
+            answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, WorkerCallback(client, self))
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
@@ -215,7 +223,9 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
                 self._back.catch_up()
             self._session.install()
             if not self.requirements.whole_rounds:
-                self._count = UpdateCount(self._session.trainer, self.client)
+                assert self.expected_updates is not None, "workers run freely"
+                trainer, expected = self._session.trainer, self.expected_updates
+                self._count = UpdateCount(trainer, self.client, expected)
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
                 self._count.join(self._session.pull())

@@ -79,6 +79,6 @@ def __getattr__(name: str) -> Any:
     return _regime
 
 
-def _regime(lockstep: bool, **others: bool) -> Needs:
+def _regime(lockstep: bool, **others: Any) -> Needs:
     others.pop("lock_free", None)  # a matter of the exchange now
     return Needs(whole_rounds=lockstep, **others)

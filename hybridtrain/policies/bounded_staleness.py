@@ -46,7 +46,8 @@ class BoundedStaleness:
 
     def begin(self, n_workers: int) -> Needs:
         self._clocks, self._blocked, self._pending = StepCounts(), set(), set()
-        return Needs(whole_rounds=self.lead == 0)
+        gathers = n_workers if self.lead == 0 else 1
+        return Needs(whole_rounds=self.lead == 0, gathers=gathers)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

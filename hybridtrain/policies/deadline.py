@@ -71,7 +71,8 @@ class Deadline:
         self._fresh, self._active, self._got = set(), set(), set()
         self._began_s, self._end_s, self._released_s = None, None, {}
         self._times_s = deque(maxlen=_REMEMBERED)
-        return Needs(whole_rounds=n_workers == 1, drops_late=n_workers > 1)
+        usual = max(n_workers - 1, self._n)  # one is late, as if k were null
+        return Needs(whole_rounds=n_workers == 1, drops_late=n_workers > 1, gathers=usual)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

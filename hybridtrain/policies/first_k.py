@@ -83,9 +83,9 @@ class FirstK:
         self._round, self._since, self._got, self._held = 0, {}, set(), 0
         drops = self.late == "drop"
         if self.several:
-            return Needs(whole_rounds=False, holds=self._n > 1, drops_late=drops)
+            return Needs(False, holds=self._n > 1, drops_late=drops, gathers=self._n)
         whole_rounds = self._n == n_workers
-        return Needs(whole_rounds, drops_late=drops and not whole_rounds)
+        return Needs(whole_rounds, drops_late=drops and not whole_rounds, gathers=self._n)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

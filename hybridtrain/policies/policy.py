@@ -18,6 +18,8 @@ class Needs:
     (``Ready``). ``holds``: contributions may be put aside (``Accumulate``), which takes one more
     row of gradients. ``drops_late``: what was begun before the last update will be dropped.
     ``watches_loss``: pushes are to tell the loss.
+    ``gathers``: contributions that make an update, as a rule; ``later``: after which update another
+    number does, and which. Schedules are told by them how many updates there will be.
     """
 
     whole_rounds: bool
@@ -25,6 +27,8 @@ class Needs:
     holds: bool = False
     drops_late: bool = False
     watches_loss: bool = False
+    gathers: int = 1
+    later: tuple[int, int] | None = None
 
 
 @runtime_checkable

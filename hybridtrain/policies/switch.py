@@ -107,11 +107,14 @@ class Switch:
         self._now, self._n, self._updates, self._due = self.first, n_workers, 0, False
         self._plateau = Plateau(self.patience, self.min_delta) if self.patience else None
         self._active, self._waiting = set(), {}
+        at, early, late = self.at_update, parts["first"].gathers, parts["then"].gathers
         return Needs(
             whole_rounds=all(part.whole_rounds for part in parts.values()),
             holds=any(part.holds for part in parts.values()),
             drops_late=any(part.drops_late for part in parts.values()),
             watches_loss=self.patience is not None,
+            gathers=early if at is not None else min(early, late),
+            later=(at, late) if at is not None else None,
         )
 
     def on(self, fact: Fact) -> Sequence[Order]:

@@ -45,9 +45,11 @@ def _make(
     takes = list(inspect.signature(known[name]).parameters)
     for option in options:
         if option not in takes:
+            others = [x for x in known if option in inspect.signature(known[x]).parameters]
             raise UserError(
                 f"{what}.{option} was given{hint(option, takes)}; {name} takes "
                 f"{', '.join(takes) or 'no parameters'}"
+                + (f", {option} is one of {', '.join(others)}" if others else "")
             )
     return known[name](**options)
 

@@ -42,6 +42,22 @@ CASES = [
     ("optimizer.lrr=1", ["no key 'lrr' in optimizer", "mean lr?", "betas"]),
     ("+optimizer.lrr=1", ["torch.optim.Adam takes no argument 'lrr'", "mean lr?"]),
     ("model.hidden.x=1", ["model.hidden is a single value"]),
+    (
+        "strategy.policy.k=3",
+        [
+            "strategy.policy.k=3: strategy=hybrid takes no policy.k",
+            "backup, k_async, k_batch_async, k_batch_sync do",
+            "as in strategy=backup strategy.policy.k=3",
+        ],
+    ),
+    (
+        "strategy=ssp strategy.policy.k=3",
+        ["strategy=ssp takes no policy.k", "as in strategy=backup"],
+    ),
+    (
+        "optimizer=adam optimizer.momentum=0.9",
+        ["optimizer=adam takes no momentum", "nesterov, rmsprop, sgd do"],
+    ),
     ("trainer.strategy=ddp", ["write strategy="]),
     ("trainer.devices=0", ["trainer.devices=0", "at least 1", "auto"]),
     ("trainer.devices=-1", ["trainer.devices=-1", "at least 1", "all GPUs is auto"]),

@@ -53,7 +53,7 @@ def test_without_a_shell_it_is_still_removed(monkeypatch: pytest.MonkeyPatch) ->
 
 KILLED = """
     import os, sys, time
-    from hybridtrain.vanishing import vanishing_directory
+    from hybridtrain.worlds.local.cleanup import vanishing_directory
     with vanishing_directory() as folder:
         (folder / "file").touch()
         if os.fork() == 0:
@@ -96,7 +96,7 @@ def test_sockets_are_put_into_it_and_not_into_one_that_stays() -> None:
 TWICE = """
     import multiprocessing, socket
     from multiprocessing.reduction import DupFd
-    from hybridtrain.vanishing import vanishing_sockets
+    from hybridtrain.worlds.local.cleanup import vanishing_sockets
 
     if __name__ == "__main__":
         context = multiprocessing.get_context("forkserver")
@@ -122,7 +122,7 @@ def test_servers_of_sockets_that_went_are_started_anew(tmp_path: Path) -> None:
 
 SEMAPHORE = """
     import multiprocessing, os, signal
-    from hybridtrain.vanishing import vanishing_sockets
+    from hybridtrain.worlds.local.cleanup import vanishing_sockets
     from multiprocessing import resource_tracker
 
     with vanishing_sockets():
@@ -145,7 +145,7 @@ def test_named_semaphores_go_though_their_tracker_was_killed() -> None:
 READER = """
     import multiprocessing, os, time
     from pathlib import Path
-    from hybridtrain.vanishing import announced_reader, vanishing_sockets
+    from hybridtrain.worlds.local.cleanup import announced_reader, vanishing_sockets
 
     def read():
         with announced_reader():

@@ -13,7 +13,7 @@ from tests.support.ends import gone, wait_until
 
 OWNER = """
 import multiprocessing, os, sys, time
-from hybridtrain.worlds.bonds import die_with_parent
+from hybridtrain.worlds.local.parent_death import die_with_parent
 
 def work(pipe):
     die_with_parent(None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
 from hybridtrain.lightning.async_training.update_count import (
     multiples,
     set_global_step,
@@ -41,9 +42,11 @@ class UpdateCount:
     Args:
         trainer: of this worker.
         client: knows how many updates are behind the worker's parameters.
+        expected: how many the user's schedulers were told.
     """
 
-    def __init__(self, trainer: Any, client: Client) -> None:
+    def __init__(self, trainer: Any, client: Client, expected: ExpectedUpdates) -> None:
+        self._expected = expected
         self._trainer, self._client, self._before = trainer, client, client.version
         self._loop: Any = trainer.fit_loop.epoch_loop
         self._lightnings = self._loop.update_lr_schedulers
@@ -90,8 +93,9 @@ class UpdateCount:
 
     def _catch_up(self) -> None:
         if self._automatic:
-            step_schedulers(self._trainer, self._before, self._client.version)
-            self._before = self._client.version
+            now, limit = self._client.version, self._expected.limit
+            step_schedulers(self._trainer, self._before, now if limit is None else min(now, limit))
+            self._before = now
 
     def _number_rows(self, least: int = 0) -> None:
         if self._numbers_rows:

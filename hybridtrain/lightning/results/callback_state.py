@@ -96,7 +96,9 @@ def pairs(
 
 
 def _kind(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+    """The name of its class, which spawned workers know by another one if a script defines it."""
+    module = type(thing).__module__
+    return f"{'__main__' if module == '__mp_main__' else module}.{type(thing).__qualname__}"
 
 
 # ---- states -------------------------------------------------------------------------------------

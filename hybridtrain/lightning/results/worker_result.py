@@ -29,6 +29,7 @@ from hybridtrain.lightning.results.callback_state import (
     pairs,
     standing_of,
 )
+from hybridtrain.lightning.results.configured_model import load_weights
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
 from hybridtrain.memory.scratch_file import Scratch, fill
 
@@ -48,6 +49,7 @@ class WorkerResult:
     progress: dict[str, dict[str, Any]]
     callbacks: list[CallbackState]
     module: CallbackState
+    before_configuring: CallbackState | None
     loggers: list[dict[str, Any]]
     outputs: Outputs | None
 
@@ -60,17 +62,17 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
     state_dict, outputs = trainer.lightning_module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:
         return outputs
-    metrics = {"callback": trainer.callback_metrics, "logged": trainer.logged_metrics}
     trained = _trained(trainer) if trainer.state.fn == "fit" else None
     return WorkerResult(
         returned=None if outputs is not None else returned,
         outputs=outputs,
         heavy=fill(room, {"weights": state_dict, "trained": trained}),
-        tensors=_save(metrics),
+        tensors=_save(_metrics(trainer)),
         trainer_state=trainer.state,
         progress=_progress(trainer),
         callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
         module=of_module(trainer.lightning_module),
+        before_configuring=trainer.strategy.before_configuring,  # type: ignore[attr-defined]
         loggers=[of_logger(logger) for logger in trainer.loggers],
     )
 
@@ -93,13 +95,9 @@ def unpack(
         )
     others = [each for each in results if not isinstance(each, WorkerResult)]
     heavy = scratch.load() if scratch is not None and not home.heavy else _load(home.heavy)
-    weights = heavy["weights"]
-    trainer.precision_plugin.convert_module(trainer.lightning_module)  # as the workers did
-    # Not strict: a worker's configure_model may have made layers that this process has not.
-    trainer.lightning_module.load_state_dict(weights, strict=False)
-    metrics = _load(home.tensors)
-    trainer._logger_connector._callback_metrics.update(metrics["callback"])
-    trainer._logger_connector._logged_metrics.update(metrics["logged"])
+    load_weights(trainer, heavy["weights"], home.before_configuring)
+    trainer._logger_connector.reset_metrics()  # of the last call only, as in one process
+    take_metrics(trainer, _load(home.tensors))
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
     if heavy["trained"] is not None:
@@ -113,6 +111,12 @@ def unpack(
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
         give_to_logger(logger, brought)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
+
+
+def _metrics(trainer: Any) -> dict[str, dict[str, Any]]:
+    """What callbacks, loggers and the progress bar see."""
+    _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # collects
+    return metrics_of(trainer)
 
 
 def _trained(trainer: Any) -> dict[str, Any]:
@@ -182,9 +186,8 @@ def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) ->
 
 def export_eval_state(trainer: Any) -> dict[str, Any]:
     """What an evaluation brings about in a worker that takes part."""
-    _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # collects
     return {
-        "metrics": metrics_of(trainer),
+        "metrics": _metrics(trainer),
         "should_stop": trainer.should_stop,
         "callbacks": [standing_of(c, trainer.lightning_module) for c in _users(trainer)],
     }

@@ -22,7 +22,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
 from hybridtrain.lightning.step.in_place import InPlace
-from tests.lightning.toys import Regression, distance, fit
+from tests.lightning.toys import Regression, distance, fit, flat, regression_data
 
 Make = Callable[[Any], Any]
 OPTIM = torch.optim
@@ -500,3 +500,18 @@ def test_averages_that_are_swapped_in_are_refused(callback: pl.Callback) -> None
 def test_a_gpu_is_refused() -> None:
     with pytest.raises(UserError, match=r"'cuda' .* host memory; use .*accelerator='cpu'"):
         check_lock_free(SimpleNamespace(accelerator=CUDAAccelerator()), 1, None)
+
+
+class Dropping(Regression):
+    def __init__(self, make: Any) -> None:
+        super().__init__(make)
+        self.net.insert(1, torch.nn.Dropout(0.3))
+
+
+@pytest.mark.slow
+def test_alone_it_is_ddp_with_one_process_to_the_bit() -> None:
+    """Shuffled, and with dropout: in the order, and with the random numbers, that DDP has."""
+    module = partial(Dropping, partial(torch.optim.Adam, lr=0.01))
+    theirs, _ = fit("ddp_fork", 1, 4, module, regression_data(37))
+    ours, _ = fit("hogwild", 1, 4, module, regression_data(37))
+    assert torch.equal(flat(ours), flat(theirs))

@@ -137,7 +137,7 @@ MACOS = """
     import torch, pytorch_lightning
     from hybridtrain import HybridStrategy
     from hybridtrain.memory import available
-    from hybridtrain.worlds import child
+    from hybridtrain.worlds.local import worker_main
     from tests.lightning.spawnable import SpawnRegression
     from tests.lightning.toys import Regression, fit, flat
 
@@ -150,7 +150,7 @@ MACOS = """
         def __init__(self, *args, **kwargs): ...
         def __getattr__(self, name): raise AttributeError(name)
 
-    child.ctypes = type("ctypes", (), {"CDLL": Libc})
+    worker_main.ctypes = type("ctypes", (), {"CDLL": Libc})
     sys.platform = "darwin"
 
     class Slow(SpawnRegression):
