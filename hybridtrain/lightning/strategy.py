@@ -42,6 +42,7 @@ from hybridtrain.lightning.fault_injection.in_parent import Faults
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.precision import take_over
+from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.replay.run_record import Recording
 from hybridtrain.lightning.scheme import Scheme
 from hybridtrain.lightning.step.gradient_guard import OnFault
@@ -50,7 +51,6 @@ from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
 from hybridtrain.lightning.strategy_options import DataOptions, known_options
 from hybridtrain.lightning.sync_batchnorm import synchronise
-from hybridtrain.lightning.transport import Transport
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.policies import Spec, make_policy

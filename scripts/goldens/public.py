@@ -120,13 +120,12 @@ def train_with_own_policy() -> None:
 
     from goldens.tasks import Transformer, Words
     from hybridtrain import HybridStrategy
-    from hybridtrain.policies.policy import Requirements
-    from hybridtrain.protocol.facts import Apply, Joined, Pushed, Release, Waiting
+    from hybridtrain.policies import Apply, Joined, Needs, Pushed, Release, Waiting
 
     class Both:
-        def begin(self, n_workers: int) -> Requirements:
+        def begin(self, n_workers: int) -> Needs:
             self.n, self.there, self.gone = n_workers, [], set()
-            return Requirements(whole_rounds=True)
+            return Needs(whole_rounds=True)
 
         def on(self, fact: Any) -> Any:
             if isinstance(fact, Joined):

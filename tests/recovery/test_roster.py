@@ -210,7 +210,7 @@ def test_one_that_does_not_come_is_not_waited_for_too_long() -> None:
 
 def test_where_workers_run_freely_the_others_may_make_an_update_before_it_is_written() -> None:
     made = roster()
-    made.lockstep = False
+    made.whole_rounds = False
     ending(made)
     made.stopped(0)
     assert made.advance(0.1) == []
@@ -219,7 +219,7 @@ def test_where_workers_run_freely_the_others_may_make_an_update_before_it_is_wri
     made.reaped(1)
     assert made.advance(0.3) == [Name(0, True)]
     late = roster()
-    late.lockstep = False
+    late.whole_rounds = False
     ending(late).stopped(0)
     assert late.advance(15.0) == [BreakOff(), Name(0, True)], "nobody makes one behind it"
 

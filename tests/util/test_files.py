@@ -52,7 +52,7 @@ def _umask() -> int:
 WRITING = """
 import sys
 from pathlib import Path
-from hybridtrain.files import write_whole
+from hybridtrain.util.files import write_whole
 for n in range(10**6):
     write_whole(Path(sys.argv[1]), bytes([n % 256]) * 2**20)
 """

@@ -11,6 +11,7 @@ from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters
+from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.scheme import Scheme
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
@@ -27,7 +28,6 @@ from hybridtrain.lightning.step.trained_parameters import (
     sparse_numbers,
 )
 from hybridtrain.lightning.step.update_overlap import Overlap
-from hybridtrain.lightning.transport import Transport
 from hybridtrain.memory import Layout
 from hybridtrain.protocol.messages import Install
 from hybridtrain.server.shared_parameters import made_store
