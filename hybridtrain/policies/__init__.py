@@ -6,9 +6,9 @@ processes and no clocks.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
+from hybridtrain.policies import policy
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.deadline import Deadline
 from hybridtrain.policies.first_k import FirstK, Softsync
@@ -69,16 +69,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """What policies of users' own returned until version 0.1."""
-    if name != "Regime":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "hybridtrain.policies.Regime(lockstep=...) is called Needs(whole_rounds=...) now",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return _regime
-
-
-def _regime(lockstep: bool, **others: Any) -> Needs:
-    others.pop("lock_free", None)  # a matter of the exchange now
-    return Needs(whole_rounds=lockstep, **others)
+    if name == "Regime":
+        return policy.Regime
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
