@@ -16,10 +16,10 @@ from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.replay.module_task import ModuleLesson, VirtualTrainer
+from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
 from hybridtrain.protocol.messages import Clip
 
-MakeLesson = Callable[[int], ModuleLesson]  # number of workers -> a fresh one
+MakeLesson = Callable[[int], ModuleTask]  # number of workers -> a fresh one
 
 
 def lessons(overrides: Sequence[str]) -> MakeLesson:
@@ -56,20 +56,20 @@ def _check_trainer(cfg: DictConfig) -> None:
         )
 
 
-def _guarded(cfg: DictConfig, workers: int, overrides: Sequence[str]) -> ModuleLesson:
+def _guarded(cfg: DictConfig, workers: int, overrides: Sequence[str]) -> ModuleTask:
     try:
         return _lesson(cfg, workers)
     except Exception as error:
         raise _told(error, overrides) from error
 
 
-def _lesson(cfg: DictConfig, workers: int) -> ModuleLesson:
+def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:
     seed = 0 if cfg.seed is None else int(cfg.seed)
     pl.seed_everything(seed, workers=False, verbose=False)
     module = instantiate(cfg.model, _convert_="all")
     data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
     trainer = VirtualTrainer(workers)
-    lesson = ModuleLesson(module, trainer, _loader(module, data, trainer), seed, _clip(cfg))
+    lesson = ModuleTask(module, trainer, _loader(module, data, trainer), seed, _clip(cfg))
     if cfg.trainer.max_epochs is not None and cfg.trainer.max_epochs >= 0:
         lesson.epochs = cfg.trainer.max_epochs
     return lesson

@@ -38,7 +38,7 @@ class SharedState:
     """An optimizer's state, by slot number and key, as it can be sent.
 
     ``places`` are its tensors, ``steps`` the step counts (of any value, for their type), ``plain``
-    what never changes. ``edition`` is another one whenever there is something new.
+    what never changes. ``generation`` is another one whenever there is something new.
     """
 
     generation: int = 0
@@ -57,7 +57,7 @@ class GetState:
 
 @dataclass(frozen=True, slots=True)
 class StepNumber:
-    """Answer to a push: what is lent is ``edition``; the steps made before this one.
+    """Answer to a push: what is lent is ``generation``; the steps made before this one.
 
     ``steps`` is one number, or, where parameters differ, by slot number; ``None``: the server has
     made the step.
@@ -73,12 +73,12 @@ class SharedArenas:
     def __init__(self) -> None:
         self.arenas: dict[int, Arena] = {}
         self._known: dict[int, Place] = {}  # by address
-        self._edition = 0
+        self._generation = 0
 
-    def next_edition(self) -> int:
+    def next_generation(self) -> int:
         """A number that nobody has had."""
-        self._edition += 1
-        return self._edition
+        self._generation += 1
+        return self._generation
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         """Where this very tensor lies, if it is lent already."""

@@ -2,7 +2,7 @@
 
 Theory of operation. :class:`hybridtrain.monitoring.hang_detector.HangDetector` says who shows no
 sign of life for long. Then the worker is asked for its stacks, by a signal that :mod:`faulthandler`
-answers, and the watchman goes on looking: what has come is read at a later look, so nobody waits
+answers, and the watchdog goes on looking: what has come is read at a later look, so nobody waits
 here. The first time it is a warning; the second time the worker is killed, and its obituary says
 why.
 

@@ -1,4 +1,4 @@
-"""``history.csv``: the course of one run, a row now and then, whatever loggers it has.
+"""``history.csv``: the curve of one run, a row now and then, whatever loggers it has.
 
 Written by the run's monitor in rank 0, read by the comparison. A row costs one short append; it is
 a whole line or nothing, so a run that is killed leaves what it had. When a metric turns up that has
@@ -59,14 +59,14 @@ class History:
             updates: behind the checkpoint from which the run goes on.
             counted: of these, by who counts now.
         """
-        course = read_history(self.folder)
-        values = zip(*course.columns.values(), strict=True)
-        rows = [dict(zip(course.columns, map(_whole, row), strict=True)) for row in values]
+        curve = read_history(self.folder)
+        values = zip(*curve.columns.values(), strict=True)
+        rows = [dict(zip(curve.columns, map(_whole, row), strict=True)) for row in values]
         kept = [row for row in rows if row["updates"] <= updates]
         if not kept:
             return
         last = kept[-1]
-        self._widen(self.folder / HISTORY_FILE, course.columns)
+        self._widen(self.folder / HISTORY_FILE, curve.columns)
         for row in kept:
             self._append(row)
         per_update = last["samples"] / last["updates"] if last["updates"] else 0.0

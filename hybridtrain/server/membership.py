@@ -31,7 +31,7 @@ class Membership:
         meeting: all of them expect each other there.
         queue: where mini-batches come from.
         rounds: steps.
-        ledger: counts.
+        statistics: counts.
     """
 
     members: set[int]

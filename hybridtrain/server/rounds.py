@@ -45,7 +45,7 @@ class Rounds:
     Args:
         policy: when a contribution counts; it has begun.
         requirements: what it said then.
-        ledger: counts.
+        statistics: counts.
         queue: where mini-batches come from.
         workers: all that are there from the start.
         pool: who does the arithmetic.
@@ -65,7 +65,7 @@ class Rounds:
         self.broken = False  # somebody has stopped: no round can be a whole one any more
         self.wake_at_s: float | None = None  # when the policy wants to be told the time
         self._policy, self.requirements = policy, requirements
-        self._ledger, self._queue = statistics, queue
+        self._statistics, self._queue = statistics, queue
         self._averaging = Averaging(workers, pool)
         self._pushes: dict[int, Push] = {}  # of those who wait
         self._means: dict[int, Averaged] = {}  # of those who have one, and have not pushed yet
@@ -98,19 +98,19 @@ class Rounds:
 
     @property
     def _over(self) -> bool:
-        return self.last is not None and self._ledger.version >= self.last
+        return self.last is not None and self._statistics.version >= self.last
 
     def ready(self, worker: int, writes: Writes) -> Replies:
         """The worker could begin a mini-batch, after its user's ``writes``."""
         self.take(worker, writes)
         self._ready.add(worker)
-        self._ledger.waits(worker)
+        self._statistics.waits(worker)
         return self._release_all() if self._over else self._obey(Ready(worker))
 
     def wake(self) -> Replies:
         """It is at least as late as the policy wanted to be told."""
         self.wake_at_s = None
-        return self._obey(TimerFired(self._ledger.clock()))
+        return self._obey(TimerFired(self._statistics.clock()))
 
     def push(self, worker: int, push: Push) -> Replies:
         """The worker's contribution lies in its row.
@@ -122,13 +122,13 @@ class Rounds:
         if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
         self._pushes[worker] = push
-        self._ledger.pushed(worker, self._samples(push), push.fault)
+        self._statistics.pushed(worker, self._samples(push), push.fault)
         self._means.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         if self._over:
             return freed + self._release_all()
         last = self.requirements.drops_late and self._queue.is_last_chance(push.covers)
-        return freed + self._obey(Pushed(worker, self._ledger.clock(), push.loss, last))
+        return freed + self._obey(Pushed(worker, self._statistics.clock(), push.loss, last))
 
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
         """The worker wants the mean of all gradients before it pushes.
@@ -144,12 +144,12 @@ class Rounds:
 
     def park(self, worker: int) -> Replies:
         """The worker waits for something else; who waits for it in a round need not any longer."""
-        self._ledger.clocks.leave(worker)
+        self._statistics.clocks.leave(worker)
         return [*self._averaging.busy(worker, self.store), *self._obey(Waiting(worker))]
 
     def join(self, worker: int) -> Replies:
         """The worker computes again."""
-        self._ledger.clocks.join(worker)
+        self._statistics.clocks.join(worker)
         self._averaging.back(worker)
         return self._obey(Joined(worker))
 
@@ -160,10 +160,10 @@ class Rounds:
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever is not part of an update."""
         if (push := self._pushes.pop(worker, None)) is not None:
-            self._ledger.dropped(worker, self._samples(push))
+            self._statistics.dropped(worker, self._samples(push))
         self._outcome.pop(worker, None)
         self._ready.discard(worker)
-        self._ledger.left(worker)
+        self._statistics.left(worker)
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
 
     def miss(self, worker: int) -> Replies:
@@ -171,7 +171,7 @@ class Rounds:
         if not self.requirements.whole_rounds:
             return self.lost(worker)
         self._ready.discard(worker)
-        self._ledger.idle(worker)
+        self._statistics.idle(worker)
         if worker in self._pushes:  # which lies in its row: nothing more is to come from it
             return []
         self._averaging.miss(worker)
@@ -192,7 +192,7 @@ class Rounds:
         """Bring the worker's own parameters up to date."""
         if self.store is not None:
             self.store.refresh(worker)
-        self._ledger.read(worker)
+        self._statistics.read(worker)
 
     def take(self, worker: int, writes: Writes) -> None:
         """User code in the worker has written to parameters itself."""
@@ -203,7 +203,7 @@ class Rounds:
     def dissolve(self) -> None:
         """Forget who has pushed or asked; no update will have it any more."""
         for worker, push in self._pushes.items():
-            self._ledger.dropped(worker, self._samples(push))
+            self._statistics.dropped(worker, self._samples(push))
         self._pushes.clear()
         self._outcome.clear()
         self._ready.clear()
@@ -238,7 +238,7 @@ class Rounds:
         """The last update is made: what is pushed and not part of it will be part of none."""
         for worker, push in self._pushes.items():
             if worker not in self._outcome:
-                self._ledger.dropped(worker, self._samples(push))
+                self._statistics.dropped(worker, self._samples(push))
                 self._outcome[worker] = _DROPPED
         return [self._release(worker) for worker in sorted(self._pushes.keys() | self._ready)]
 
@@ -250,14 +250,14 @@ class Rounds:
         counted = self._step(pushes)
         again = any(self._outcome[worker].again for worker in workers)
         if not again and (counted or self._held or self.requirements.whole_rounds):
-            ages = [self._ledger.age(worker) for worker in counted]
-            self._ledger.updated([*ages, *[age for _, age, _ in self._held]])
+            ages = [self._statistics.age(worker) for worker in counted]
+            self._statistics.updated([*ages, *[age for _, age, _ in self._held]])
         for worker, _, covers in self._held:
             self._queue.settle(worker, covers)
         self._held.clear()
         for worker, push in pushes.items():
             if push.covers:
-                self._queue.done(worker, push, self._ledger.version, self._samples(push))
+                self._queue.done(worker, push, self._statistics.version, self._samples(push))
 
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
         """Who counted, of all optimizers. In lock-step all are for one."""
@@ -273,7 +273,7 @@ class Rounds:
         push = self._pushes[worker]
         self.take(worker, push.writes)
         if self.optimizers.hold(worker, push):
-            self._held.append((worker, self._ledger.age(worker), push.covers))
+            self._held.append((worker, self._statistics.age(worker), push.covers))
         else:
             self._queue.settle(worker, push.covers)
         self._outcome[worker] = _NOTHING
@@ -284,7 +284,7 @@ class Rounds:
         self._queue.give_back(worker, push.covers)
         self.take(worker, push.writes)
         self.optimizers.hear(worker, push)
-        self._ledger.dropped(worker, self._samples(push))
+        self._statistics.dropped(worker, self._samples(push))
         self._outcome[worker] = _DROPPED if push.covers else _NOTHING
 
     def _samples(self, push: Push) -> float:
@@ -299,6 +299,6 @@ class Rounds:
             self._averaging.back(worker)
         if self.store is not None and fetches:
             self.store.refresh(worker)
-        self._ledger.released(worker, fetches)
+        self._statistics.released(worker, fetches)
         stepped = self._outcome.pop(worker, _NOTHING)
-        return worker, release(stepped, self._ledger.version, stepped is not _DROPPED)
+        return worker, release(stepped, self._statistics.version, stepped is not _DROPPED)

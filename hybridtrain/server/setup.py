@@ -32,8 +32,8 @@ class Setup:
 
     Args:
         rounds: step the parameters.
-        staff: who is there.
-        ledger: counts.
+        membership: who is there.
+        statistics: counts.
         pool: does the arithmetic.
         late: what is done about late gradients.
     """

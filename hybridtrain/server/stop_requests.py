@@ -32,7 +32,7 @@ class StopRequests:
 
     Args:
         members: the workers that are there; shared with the server.
-        ledger: counts updates.
+        statistics: counts updates.
         whole_rounds: all take the same steps.
     """
 

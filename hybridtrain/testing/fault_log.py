@@ -74,15 +74,19 @@ class Schedule:
     Args:
         faults: of all workers.
         worker: whose.
-        tally: of what has happened.
+        fault_log: of what has happened.
         kinds: that may happen here.
     """
 
     def __init__(
-        self, faults: Sequence[Fault], worker: int, tally: FaultLog, kinds: Container[str] = KINDS
+        self,
+        faults: Sequence[Fault],
+        worker: int,
+        fault_log: FaultLog,
+        kinds: Container[str] = KINDS,
     ) -> None:
-        self._worker, self._tally = worker, tally
-        self._born = tally.progress(worker)[0]  # at which step this life begins
+        self._worker, self._fault_log = worker, fault_log
+        self._born = fault_log.progress(worker)[0]  # at which step this life begins
         mine = [(n, f) for n, f in enumerate(faults) if f.worker in (None, worker)]
         mine = [(n, f) for n, f in mine if f.kind in kinds]
         self._of: dict[str, list[tuple[int, Fault]]] = {
@@ -97,7 +101,7 @@ class Schedule:
         from the beginning again, and never happen.
         """
         assert fault.rate is not None, "only these are drawn"
-        count = self._tally.count(number, self._worker)
+        count = self._fault_log.count(number, self._worker)
         stream = (fault.seed, number, self._worker, count, self._born)
         chance = random.Random(repr(stream)).random()
         if fault.rate == 1:
@@ -112,23 +116,23 @@ class Schedule:
         """What happens now; it counts as having happened the moment that it is handed out."""
         for number, fault in self._of[phase]:
             if fault.step is not None:
-                ready = step >= fault.step and not self._tally.count(number, self._worker)
+                ready = step >= fault.step and not self._fault_log.count(number, self._worker)
             else:
                 self._left[number] -= 1
                 ready = self._left[number] <= 0
             if ready:
-                self._tally.happens(number, self._worker)
+                self._fault_log.happens(number, self._worker)
                 if fault.rate is not None:
                     self._left[number] = self._drawn(number, fault)
                 yield fault
 
 
-def happened(faults: Sequence[Fault], tally: FaultLog) -> list[dict[str, Any]]:
+def happened(faults: Sequence[Fault], fault_log: FaultLog) -> list[dict[str, Any]]:
     """What has happened to whom, how often, and when last (seconds of the monotonic clock)."""
     rows = []
     for number, fault in enumerate(faults):
-        for worker in range(tally.n_workers):
-            if count := tally.count(number, worker):
+        for worker in range(fault_log.n_workers):
+            if count := fault_log.count(number, worker):
                 row = {"kind": fault.kind, "phase": fault.phase, "worker": worker}
-                rows.append({**row, "count": count, "last_s": tally.when_s(number, worker)})
+                rows.append({**row, "count": count, "last_s": fault_log.when_s(number, worker)})
     return rows

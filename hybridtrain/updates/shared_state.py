@@ -109,7 +109,7 @@ class SharedStateOptimizer(PerTensorUpdate):
         places = self._placed(found)
         old = self.lent
         if (places, steps.keys(), plain) != (old.places, old.steps.keys(), old.plain):
-            self.lent = SharedState(self._lending.next_edition(), places, steps, plain)
+            self.lent = SharedState(self._lending.next_generation(), places, steps, plain)
 
     def _placed(
         self, found: Sequence[tuple[int, str, torch.Tensor]]

@@ -286,9 +286,9 @@ def _listen(seen: Seen, folder: Path) -> list[torch.Tensor]:
         if not states:
             states.append(self.store.master(slot).clone())
             (folder / "begun").touch()
-        before = self._ledger.version
+        before = self._statistics.version
         apply(self, workers)
-        if self._ledger.version > before:
+        if self._statistics.version > before:
             states.append(self.store.master(slot).clone())
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:

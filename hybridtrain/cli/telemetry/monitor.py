@@ -2,7 +2,7 @@
 
 A strategy that knows more than Lightning does offers ``run_stats()`` (see ``RunStats``); for any
 other the samples are counted here, in rank 0, and multiplied by the number of ranks. Whatever the
-loggers, the course of the run is left in ``history.csv`` (see :mod:`hybridtrain.report.history`).
+loggers, the curve of the run is left in ``history.csv`` (see :mod:`hybridtrain.report.history`).
 """
 
 from __future__ import annotations
@@ -203,9 +203,7 @@ class RunMonitor(pl.Callback):
             yield
         except OSError as error:
             if not self._refused:
-                rank_zero_warn(
-                    f"{self.directory}: the course of the run is lost ({error.strerror})"
-                )
+                rank_zero_warn(f"{self.directory}: the curve of the run is lost ({error.strerror})")
             self._refused = True
 
     # ---- history --------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ class Loaders:
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it that are done
         self._former: tuple[int, int] | None = None  # the same before the last step
         self._resumed: Resumed | None = None
-        self._dice, self._ends = RngState(client), EpochEnds(trainer)
+        self._rng_state, self._ends = RngState(client), EpochEnds(trainer)
         self._begin_evaluation()
         self._moved = False  # what Lightning iterates over has another length now
 
@@ -85,7 +85,7 @@ class Loaders:
         for evaluation in made:
             evaluation.attach()
         self._validation = made[0]
-        precede(validation, "run", self._dice.begin_validation)
+        precede(validation, "run", self._rng_state.begin_validation)
         self._ends.attach()
         precede(self._trainer.fit_loop, "reset", self._settle)
         precede(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin_epoch)
@@ -179,7 +179,7 @@ class Loaders:
         Raises:
             UserError: if nobody can tell.
         """
-        self._dice.begin_batch()
+        self._rng_state.begin_batch()
         self._ends.begin_batch()
         portions = [sampler.next_portion() for sampler in self.samplers]
         weights = [portion.weight for portion in portions if portion is not None]
@@ -204,7 +204,7 @@ class Loaders:
         version = self._client.version + (self._client.offered is not None)
         for sampler in self.samplers:
             sampler.commit(version if self.remembers else None)
-        self._dice.commit()
+        self._rng_state.commit()
         loop = self._trainer.fit_loop
         ready = loop.epoch_loop.batch_progress.current.ready
         self._former = self._committed
@@ -213,13 +213,13 @@ class Loaders:
     @property
     def under_way(self) -> bool:
         """Whether a mini-batch has begun since the last step."""
-        return self._dice.under_way
+        return self._rng_state.under_way
 
     def take_back(self) -> None:
         """The last step was broken off: its mini-batches are still to do."""
         for sampler in self.samplers:
             sampler.take_back(self._client.version)
-        self._dice.take_back()
+        self._rng_state.take_back()
         self._committed = self._former
 
     # ---- going on in the middle of an epoch -----------------------------------------------------
@@ -250,7 +250,7 @@ class Loaders:
         before = None if self.under_way else self._validation.before  # it comes behind a step
         if before is not None:
             validate_again(loops, before)
-        dice = self._dice.state(before is not None)
+        dice = self._rng_state.state(before is not None)
         state = {"over": over, "dice": dice, "metrics": self._ends.state()}
         return {**checkpoint, KEY: {**ours, **state}}
 
@@ -260,7 +260,7 @@ class Loaders:
             self._resumed = read(checkpoint)
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}), self._resumed)
             if not self._client.joins:  # who comes back has the generators of who has told
-                self._dice.keep(checkpoint.get(KEY, {}).get("dice"))
+                self._rng_state.keep(checkpoint.get(KEY, {}).get("dice"))
         if self._resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
             warnings.filterwarnings("ignore", message)  # and it is all right
@@ -286,10 +286,10 @@ class Loaders:
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
         lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
         stale = self._moved or any(sampler.stale() for sampler in self.samplers)
-        if self._dice.waits:
-            self._dice.compare()
+        if self._rng_state.waits:
+            self._rng_state.compare()
             if self._resumed is None:  # an epoch begins, and an iterator draws a number
-                self._dice.throw()
+                self._rng_state.throw()
                 stale = True
         if stale and not lightning_iterates:
             iter(loop._data_fetcher)

@@ -38,7 +38,7 @@ class Faults:
     """
 
     wanted: tuple[Fault, ...] = ()
-    tally: FaultLog | None = None  # of the run under way
+    fault_log: FaultLog | None = None  # of the run under way
     rehearses: bool = False  # what happens is a replay
 
     @classmethod
@@ -57,24 +57,24 @@ class Faults:
 
     def begin(self, trainer: pl.Trainer, n_workers: int, rehearses: bool = False) -> None:
         """A run begins; only training is disturbed."""
-        self.tally, self.rehearses = None, rehearses
+        self.fault_log, self.rehearses = None, rehearses
         if self.wanted and trainer.state.fn == "fit":
-            self.tally = FaultLog(len(self.wanted), n_workers)
+            self.fault_log = FaultLog(len(self.wanted), n_workers)
 
     def conclude(self, well: bool) -> dict[str, Any]:
         """For the statistics of the run. ``well``: nothing has ended it; then all should have been.
 
         Warns of what never came.
         """
-        if self.tally is None:
+        if self.fault_log is None:
             return {}
-        tally, self.tally = self.tally, None
-        rows = happened(self.wanted, tally)
+        fault_log, self.fault_log = self.fault_log, None
+        rows = happened(self.wanted, fault_log)
         for number, fault in enumerate(self.wanted if well else ()):
-            if fault.worker is not None and not tally.count(number, fault.worker):
-                steps = tally.progress(fault.worker)[0]
+            if fault.worker is not None and not fault_log.count(number, fault.worker):
+                steps = fault_log.progress(fault.worker)[0]
                 rank_zero_warn(f"faults: {fault}: it never came to it (the worker made {steps})")
-        tally.close()
+        fault_log.close()
         return {"faults": rows}
 
 
@@ -91,19 +91,19 @@ def interrupt_updates(server: Any, faults: Faults) -> None:
         server: or a witness before it.
         faults: of the run that begins.
     """
-    tally, wanted = faults.tally, faults.wanted
-    if tally is None or faults.rehearses or not any(f.phase == "update" for f in wanted):
+    fault_log, wanted = faults.fault_log, faults.wanted
+    if fault_log is None or faults.rehearses or not any(f.phase == "update" for f in wanted):
         return
     inner: Server = getattr(server, "server", server)
     rounds: Any = inner._rounds
-    schedules = [Schedule(wanted, worker, tally) for worker in range(tally.n_workers)]
+    schedules = [Schedule(wanted, worker, fault_log) for worker in range(fault_log.n_workers)]
     step = rounds._step
 
     def stepping(pushes: Mapping[int, Push]) -> Any:
         due = [
-            (tally.progress(worker)[1], fault)
+            (fault_log.progress(worker)[1], fault)
             for worker in pushes
-            for fault in schedules[worker].due("update", tally.progress(worker)[0])
+            for fault in schedules[worker].due("update", fault_log.progress(worker)[0])
         ]
         return _struck(inner._pool, due, lambda: step(pushes)) if due else step(pushes)
 

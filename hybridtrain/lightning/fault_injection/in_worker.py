@@ -43,11 +43,11 @@ class InjectedFault(RuntimeError):
 
 def inject(trainer: Any, client: Client, faults: Faults) -> None:
     """Prepare what is to go wrong in this worker."""
-    if faults.tally is None:
+    if faults.fault_log is None:
         return
     kinds = _OF_GRADIENTS if faults.rehearses else KINDS  # a replay must not die
-    schedule = Schedule(faults.wanted, client.worker, faults.tally, kinds)
-    trainer.callbacks.insert(1, Injection(schedule, client, faults.tally))
+    schedule = Schedule(faults.wanted, client.worker, faults.fault_log, kinds)
+    trainer.callbacks.insert(1, Injection(schedule, client, faults.fault_log))
 
 
 class Injection(pl.Callback):
@@ -56,16 +56,16 @@ class Injection(pl.Callback):
     Args:
         schedule: of this worker.
         client: to the server.
-        tally: where the worker's steps are counted.
+        fault_log: where the worker's steps are counted.
     """
 
-    def __init__(self, schedule: Schedule, client: Client, tally: FaultLog) -> None:
-        self._schedule, self._client, self._tally = schedule, client, tally
-        self._step = tally.progress(client.worker)[0]
+    def __init__(self, schedule: Schedule, client: Client, fault_log: FaultLog) -> None:
+        self._schedule, self._client, self._fault_log = schedule, client, fault_log
+        self._step = fault_log.progress(client.worker)[0]
         self._began_s = 0.0  # when this step did
         self._factor = 1.0  # of the loss that comes next
         self._slow: tuple[float, float] = (1.0, 0)  # how much slower, until which step
-        tally.reach(client.worker, self._step, os.getpid())
+        fault_log.reach(client.worker, self._step, os.getpid())
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
         """All that is to be wrapped is there."""
@@ -121,7 +121,7 @@ class Injection(pl.Callback):
     def _count(self) -> None:
         """The step has been made."""
         self._step += 1
-        self._tally.reach(self._client.worker, self._step, os.getpid())
+        self._fault_log.reach(self._client.worker, self._step, os.getpid())
         self._visit("pull", self._step - 1)
 
     def _half_written(self, write: Callable[..., None]) -> Callable[..., None]:

@@ -66,7 +66,7 @@ class VirtualTrainer(pl.Trainer):
         return self.version
 
 
-class ModuleLesson:
+class ModuleTask:
     """All workers' gradients.
 
     Args:

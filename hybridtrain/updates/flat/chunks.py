@@ -26,9 +26,9 @@ Absent = tuple[frozenset[int], ...]  # of each contribution, slot numbers
 
 @dataclass(frozen=True, slots=True)
 class ChunkStretch:
-    """Whole cache lines of one cohort, to which the same contributions count."""
+    """Whole cache lines of one count group, to which the same contributions count."""
 
-    cohort: StepCountGroup
+    count_group: StepCountGroup
     start: int
     stop: int
     present: Present
@@ -38,7 +38,7 @@ class ChunkStretch:
 class Chunk:
     """What one call of a kernel works on."""
 
-    cohort: int  # which one of the plan's
+    count_group: int  # which one of the plan's
     size: int  # n
     parameter: torch.Tensor  # (n,) view of the masters
     state: tuple[torch.Tensor, ...]  # (n,) each
@@ -48,10 +48,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class ChunkPlan:
-    """The cohorts that move, and their chunks."""
+    """The count_groups that move, and their chunks."""
 
     places: list[tuple[int, Present]]  # the slot number of each parameter that moves
-    cohorts: list[StepCountGroup] = field(default_factory=list)
+    count_groups: list[StepCountGroup] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     backwards: list[Chunk] = field(default_factory=list)
     size: int = 0  # elements of all chunks
@@ -67,17 +67,17 @@ def present_in(absent: Absent, number: int) -> Present:
 def stretches(
     places: Iterable[tuple[int, StepCountGroup, Present]], store: Store
 ) -> Iterator[ChunkStretch]:
-    """Join neighbours: the slot number, the cohort and the contributions of each parameter."""
+    """Join neighbours: the slot number, the count group and the contributions of each parameter."""
     last: ChunkStretch | None = None
-    for number, cohort, present in places:
+    for number, count_group, present in places:
         slot = store.layout.slots[number]
         start, stop = slot.offset, slot.offset + align(slot.numel * 4) // 4
-        if last and (last.stop, last.cohort, last.present) == (start, cohort, present):
-            last = ChunkStretch(cohort, last.start, stop, present)
+        if last and (last.stop, last.count_group, last.present) == (start, count_group, present):
+            last = ChunkStretch(count_group, last.start, stop, present)
             continue
         if last:
             yield last
-        last = ChunkStretch(cohort, start, stop, present)
+        last = ChunkStretch(count_group, start, stop, present)
     if last:
         yield last
 
@@ -106,12 +106,12 @@ def make_plan(
     numbers: dict[StepCountGroup, int] = {}
     flats = [store.masters[dtype], *(row[dtype] for row in store.gradients)]
     for stretch in stretches(places, store):
-        cohort = numbers.setdefault(stretch.cohort, len(numbers))
+        count_group = numbers.setdefault(stretch.count_group, len(numbers))
         for start, stop in cut(stretch.start, stretch.stop, chunk):
-            own = tuple([flat[start:stop] for flat in state[stretch.cohort]])
+            own = tuple([flat[start:stop] for flat in state[stretch.count_group]])
             parameter, *rows = [flat[start:stop] for flat in flats]
-            made = Chunk(cohort, stop - start, parameter, own, tuple(rows), stretch.present)
+            made = Chunk(count_group, stop - start, parameter, own, tuple(rows), stretch.present)
             plan.chunks.append(made)
-    plan.cohorts, plan.backwards = list(numbers), plan.chunks[::-1]
+    plan.count_groups, plan.backwards = list(numbers), plan.chunks[::-1]
     plan.size = sum(made.size for made in plan.chunks)
     return plan

@@ -87,7 +87,7 @@ class FlatUpdate:
         self._scratch: list[dict[int, tuple[torch.Tensor, ...]]] = [{} for _ in range(pool.size)]
         self._flats: dict[str, torch.Tensor] = {}  # (P,) each
         self._make_flats()
-        self._cohorts = StepCountGroups(self._taken_over(optimizer))
+        self._count_groups = StepCountGroups(self._taken_over(optimizer))
 
     def _make_flats(self) -> None:
         """State for the whole buffer, (P,) each, as far as the groups need it now."""
@@ -135,7 +135,7 @@ class FlatUpdate:
         mean = _Mean([c.worker for c in contributions], [c.share for c in contributions])
         transform = self._clipping(plan, mean, clip)
         with slowed(self._groups, rate) if rate != 1.0 else nullcontext():
-            steps = [self._begin(cohort) for cohort in plan.cohorts]
+            steps = [self._begin(count_group) for count_group in plan.count_groups]
         work = partial(self._step_chunk, mean, transform, steps)
         # The last chunks that a norm was taken of are still in the cache.
         self._map(plan, work, plan.backwards if transform else plan.chunks)
@@ -146,18 +146,18 @@ class FlatUpdate:
             return [work(0, task) for task in tasks]
         return self._pool.map(work, tasks)
 
-    def _begin(self, cohort: StepCountGroup) -> StepChunk:
+    def _begin(self, count_group: StepCountGroup) -> StepChunk:
         """Count its step; what is kept for it begins with the first."""
-        group, first = self._groups[cohort.group], not cohort.begun
+        group, first = self._groups[count_group.group], not count_group.begun
         if first:
             for name, value in self._kernel.start(group).items():
-                if name in cohort.figures:
-                    cohort.figures[name].fill_(value)
+                if name in count_group.figures:
+                    count_group.figures[name].fill_(value)
                 else:
-                    for index in cohort.members:
+                    for index in count_group.members:
                         self._part(name, index).fill_(value)
-        cohort.begun = cohort.begun or self._kernel.keeps(group)
-        return self._kernel.prepare(group, cohort.figures, first)
+        count_group.begun = count_group.begun or self._kernel.keeps(group)
+        return self._kernel.prepare(group, count_group.figures, first)
 
     def _step_chunk(
         self,
@@ -171,7 +171,7 @@ class FlatUpdate:
         gradient = mean.of(chunk, scratch[0])
         if transform is not None:
             gradient = transform(gradient, scratch[0])
-        steps[chunk.cohort](chunk.parameter, gradient, chunk.state, scratch[1:])
+        steps[chunk.count_group](chunk.parameter, gradient, chunk.state, scratch[1:])
 
     def _scratch_of(self, lane: int, size: int) -> tuple[torch.Tensor, ...]:
         """Temporaries of a lane, (n,) each; the first is for the merged gradient."""
@@ -197,13 +197,15 @@ class FlatUpdate:
     def _make_plan(self, absent: tuple[frozenset[int], ...]) -> ChunkPlan:
         present = [present_in(absent, number) for number in self._numbers]
         moving = [index for index, some in enumerate(present) if some is None or some]
-        if self._cohorts.part(moving) or len(self._plans) >= _PLANS:
+        if self._count_groups.part(moving) or len(self._plans) >= _PLANS:
             self._plans.clear()
             self._scratch = [{} for _ in self._scratch]
-        places = [(self._numbers[i], self._cohorts.of[i], present[i]) for i in moving]
+        places = [(self._numbers[i], self._count_groups.of[i], present[i]) for i in moving]
         state = {
-            cohort: tuple([self._flats[n] for n in self._kernel.names(self._groups[cohort.group])])
-            for cohort in {self._cohorts.of[index] for index in moving}
+            count_group: tuple(
+                [self._flats[n] for n in self._kernel.names(self._groups[count_group.group])]
+            )
+            for count_group in {self._count_groups.of[index] for index in moving}
         }
         size = sum(self._store.layout.slots[number].numel for number, _, _ in places)
         return make_plan(places, self._store, state, self._chunk_for(size))
@@ -251,10 +253,10 @@ class FlatUpdate:
 
     def state(self) -> Saved:
         states = {}
-        for index, cohort in enumerate(self._cohorts.of):
-            if cohort.begun:
-                kept = {name: figure.clone() for name, figure in cohort.figures.items()}
-                for name in self._kernel.names(self._groups[cohort.group]):
+        for index, count_group in enumerate(self._count_groups.of):
+            if count_group.begun:
+                kept = {name: figure.clone() for name, figure in count_group.figures.items()}
+                for name in self._kernel.names(self._groups[count_group.group]):
                     kept[name] = self._part(name, index).clone()
                 states[self._numbers[index]] = kept
         return Saved(states, groups=tuple(self._groups))

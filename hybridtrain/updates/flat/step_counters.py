@@ -1,8 +1,8 @@
 """Parameters that have always moved together, and so share all figures that are kept per parameter.
 
 Torch counts the steps of each parameter. Nearly always all of a group have the same count, so it is
-kept once per *cohort*. When a step leaves out some of a cohort (they got no gradient) it splits,
-for good: cohorts only ever become smaller.
+kept once per *count group*. When a step leaves out some of a group (they got no gradient) it
+splits, for good: groups only ever become smaller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StepCountGroup:
     begun: bool = False  # something is kept for its members
 
     def split_off(self, leaving: Collection[int]) -> StepCountGroup:
-        """A cohort of its own for these."""
+        """A group of its own for these."""
         self.members = [index for index in self.members if index not in leaving]
         figures = {name: figure.clone() for name, figure in self.figures.items()}
         return StepCountGroup(self.group, sorted(leaving), figures, self.begun)
@@ -43,18 +43,18 @@ class StepCountGroups:
         known: dict[object, StepCountGroup] = {}
         for index, (group, figures, kept) in enumerate(begun):
             key = group, kept, tuple((f.dtype, f.item()) for f in figures.values())
-            cohort = known.setdefault(key, StepCountGroup(group, [], figures, kept))
-            cohort.members.append(index)
-            self.of.append(cohort)
+            count_group = known.setdefault(key, StepCountGroup(group, [], figures, kept))
+            count_group.members.append(index)
+            self.of.append(count_group)
 
     def part(self, moving: Collection[int]) -> bool:
-        """See that all of a cohort move, or none; whether any had to be split."""
+        """See that all of a group move, or none; whether any had to be split."""
         leaving: dict[StepCountGroup, list[int]] = {}
         for index in moving:
             leaving.setdefault(self.of[index], []).append(index)
         split = {c: set(some) for c, some in leaving.items() if len(some) < len(c.members)}
-        for cohort, some in split.items():
-            fresh = cohort.split_off(some)
+        for count_group, some in split.items():
+            fresh = count_group.split_off(some)
             for index in fresh.members:
                 self.of[index] = fresh
         return bool(split)

@@ -73,7 +73,7 @@ class ByRow(PerTensorUpdate):
         self._group_of = [group for group in groups for _ in group["params"]]
         self._mergers: dict[int, Merger] = {}  # all by place in the optimizer
         self._tables: dict[tuple[int, str], Table] = {}
-        self._glides: dict[int, LazyMomentum] = {}
+        self._lazy: dict[int, LazyMomentum] = {}
         self._scratch: list[dict[Any, Scratch]] = [{} for _ in range(pool.size)]
 
     def step(
@@ -105,8 +105,8 @@ class ByRow(PerTensorUpdate):
 
     def _leave_to_torch(self, dense: Collection[int]) -> None:
         for index in dense:
-            if index in self._glides:
-                self._glides.pop(index).catch_up()
+            if index in self._lazy:
+                self._lazy.pop(index).catch_up()
         self._optimizer.step()
 
     # ---- which rows -----------------------------------------------------------------------------
@@ -180,11 +180,11 @@ class ByRow(PerTensorUpdate):
             state[_MOMENTUM] = zeros_like(parameter.detach())
             if buffer is not None:
                 state[_MOMENTUM].add_(buffer)
-        glide = self._glides.get(index)
-        if glide is None or glide.buffer.whole is not state[_MOMENTUM]:
+        lazy = self._lazy.get(index)
+        if lazy is None or lazy.buffer.whole is not state[_MOMENTUM]:
             tables = self._table(index, "", parameter), Table(state[_MOMENTUM])
-            glide = self._glides[index] = LazyMomentum(*tables)
-        return glide.step(touched, group, first, partial(self._over, like=parameter))
+            lazy = self._lazy[index] = LazyMomentum(*tables)
+        return lazy.step(touched, group, first, partial(self._over, like=parameter))
 
     def _table(self, index: int, name: str, whole: torch.Tensor) -> Table:
         known = self._tables.get((index, name))
@@ -227,8 +227,8 @@ class ByRow(PerTensorUpdate):
     # ---- state ----------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        for glide in self._glides.values():
-            glide.catch_up()
+        for lazy in self._lazy.values():
+            lazy.catch_up()
 
     def state(self) -> Saved:
         self._catch_up()

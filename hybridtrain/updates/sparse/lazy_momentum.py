@@ -72,18 +72,18 @@ class LazyMomentum:
         self._passed += math.log(max(float(group["momentum"]), _SMALLEST))
         self._moves[rows] = False
         others = self._gliding[self._moves[self._gliding]]
-        others = self._glide(others, group, over)
+        others = self._step_lazily(others, group, over)
         factors = torch.from_numpy(missed).to(g.dtype).view(-1, *[1] * (g.ndim - 1))
         self._push(rows, g, factors, group, first, over)
         self._moves[rows] = True
         self._gliding = np.concatenate([others, rows])
         return self._gliding
 
-    def _glide(self, rows: Rows, group: Mapping[str, Any], over: Map) -> Rows:
+    def _step_lazily(self, rows: Rows, group: Mapping[str, Any], over: Map) -> Rows:
         """Move rows without a gradient; those that come to rest are left out of the answer."""
         rate, momentum, nesterov = -float(group["lr"]), group["momentum"], group["nesterov"]
 
-        def glide(scratch: Scratch, part: slice) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        def advance(scratch: Scratch, part: slice) -> np.ndarray[Any, np.dtype[np.bool_]]:
             own = rows[part]
             speed = self.buffer.take(own, scratch[0]).mul_(momentum)
             self.buffer.put(own, scratch[0])
@@ -97,7 +97,7 @@ class LazyMomentum:
 
         if not len(rows):
             return rows
-        moved = np.concatenate(over(glide, rows))
+        moved = np.concatenate(over(advance, rows))
         stopped = rows[~moved]
         self._moves[stopped] = False
         self._rested[stopped] = self._passed

@@ -68,7 +68,7 @@ class ProcessSpawner:
     def _begin(self) -> None:
         if self._thread is None:
             self._thread = threading.Thread(
-                target=self._live, name="hybridtrain-nursery", daemon=True
+                target=self._live, name="hybridtrain-spawner", daemon=True
             )
             self._thread.start()
 

@@ -86,7 +86,7 @@ class ProcessWorld:
         threads_per_worker: torch threads of each worker.
         grace_s: how long workers may take to stop before they are killed.
         judge: decides what follows from a failure.
-        watchman: finds workers that hang.
+        watchdog: finds workers that hang.
         places: the device of each worker, in words.
     """
 
@@ -119,17 +119,17 @@ class ProcessWorld:
         self._again = again
         self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
         n_workers, threads = self.n_workers, self.threads_per_worker
-        self._crew = WorkerStarter(n_workers, self.start_method, threads, self.places)
-        self._workers = self._crew.workers
+        self._starter = WorkerStarter(n_workers, self.start_method, threads, self.places)
+        self._workers = self._starter.workers
         self.server.membership.queue.made = lambda worker: self._workers[worker].heartbeat.made
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
-                self._crew.start(range(n_workers), body, selector)
+                self._starter.start(range(n_workers), body, selector)
                 while not self.roster.over:
                     self._turn(selector)
             finally:
-                self._crew.kill()
-                self._crew.close()
+                self._starter.kill()
+                self._starter.close()
                 self.server.membership.queue.made = (
                     None  # it knows this world, which knows the server
                 )
@@ -300,7 +300,7 @@ class ProcessWorld:
                 case Kill(number):
                     self._workers[number].kill()
                 case KillAll():
-                    self._crew.kill()
+                    self._starter.kill()
 
     def _restart(self, number: int, told: bytes, selector: BaseSelector) -> None:
         """Whoever comes to a meeting from now on waits for it."""
@@ -308,7 +308,9 @@ class ProcessWorld:
         self._workers[number].close()
         membership = self.server.membership
         try:
-            self._crew.start([number], self._again(told, membership.statistics.version), selector)
+            self._starter.start(
+                [number], self._again(told, membership.statistics.version), selector
+            )
         except OSError as error:  # too many processes, too little memory, no descriptor left
             self._do(self.roster.refused(number, error, time.monotonic()), selector)
             return

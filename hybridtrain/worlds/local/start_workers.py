@@ -33,7 +33,7 @@ class WorkerStarter:
     workers: list[WorkerProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._nursery = ProcessSpawner(self.start_method)
+        self._spawner = ProcessSpawner(self.start_method)
 
     def start(self, numbers: Sequence[int], body: Body, selector: BaseSelector) -> None:
         """Start a process as each of these workers; all, or none.
@@ -66,7 +66,7 @@ class WorkerStarter:
         births = [WorkerStart(n, self.n_workers, self.threads, parent) for n in numbers]
         forked = self.start_method == "fork"
         rows = [each.arguments(body, pairs, lines if forked else None) for each in births]
-        processes = self._nursery.start(run_worker, rows)
+        processes = self._spawner.start(run_worker, rows)
         try:
             started = [
                 WorkerProcess.of(n, Channel(pairs[n][0]), process, self._place(n))
@@ -96,4 +96,4 @@ class WorkerStarter:
         """All have ended."""
         for worker in self.workers:
             worker.close()
-        self._nursery.close()
+        self._spawner.close()

@@ -97,7 +97,7 @@ class WorkerProcess:
             os.close(self._room)
             self._room = None
 
-    # ---- for the watchman -----------------------------------------------------------------------
+    # ---- for the watchdog -----------------------------------------------------------------------
 
     @property
     def pid(self) -> int:

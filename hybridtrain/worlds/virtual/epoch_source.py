@@ -41,26 +41,26 @@ def register_workers(
         return None, None
     requirements = server.requirements
     store = Store(layout_of(task), n_workers, private_parameters=True, holding=requirements.holds)
-    pupils = SimulatedReplicas(task, optimizer, store, exchange, update)
-    server.adopt(store, pupils.optimizers)
+    replicas = SimulatedReplicas(task, optimizer, store, exchange, update)
+    server.adopt(store, replicas.optimizers)
     if not isinstance(task, TrainingTask):
-        return pupils, None
-    return pupils, EpochSource(task, server)
+        return replicas, None
+    return replicas, EpochSource(task, server)
 
 
 class EpochSource:
-    """Leads workers through the epochs of a lesson.
+    """Leads workers through the epochs of a task.
 
     Args:
-        lesson: what there is to do.
+        task: what there is to do.
         server: says how mini-batches are shared out, and deals them where they are not fixed.
     """
 
-    def __init__(self, lesson: TrainingTask, server: Server) -> None:
-        self._lesson, self._server = lesson, server
+    def __init__(self, task: TrainingTask, server: Server) -> None:
+        self._task, self._server = task, server
         self._shares = server.requirements.data == "shares"
         self._turns = server.requirements.takes_turns
-        table = lesson.timetable
+        table = task.timetable
         self._places = dealt(table.sizes)
         self._epoch = 0  # how often all have met
         self._step = [0] * len(table.sizes)  # of each worker, in the epoch
@@ -78,7 +78,7 @@ class EpochSource:
 
     def _share(self, worker: int) -> Push | None:
         """The worker's part of the next global mini-batch, if something is left of it."""
-        table = self._lesson.timetable
+        table = self._task.timetable
         whole = sum(table.sizes)
         begin = self._step[worker] * whole
         if begin >= (table.length // whole * whole if table.drop_last else table.length):
@@ -88,7 +88,7 @@ class EpochSource:
         return self._study(worker, own) if own else None
 
     def _draw(self, worker: int) -> Push | None:
-        table, lap = self._lesson.timetable, LoaderPass(0, self._epoch)
+        table, lap = self._task.timetable, LoaderPass(0, self._epoch)
         ask = Draw(
             lap, ((0, table.length),), table.length, table.sizes, table.drop_last,
             begins=self._step[worker] == 0, turn=int(self._turns),
@@ -105,7 +105,7 @@ class EpochSource:
         return replace(push, covers=(DrawnBatch(lap, ticket.spans),))
 
     def _study(self, worker: int, own: Sequence[int]) -> Push:
-        return Push(0, self._lesson.study(worker, self._epoch, own))
+        return Push(0, self._task.study(worker, self._epoch, own))
 
     # ---- epochs ---------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class EpochSource:
         self._epoch += 1
         self._step = [0] * len(self._step)
         self._ended.clear()
-        self._groups = self._lesson.epoch_ended() or self._groups
+        self._groups = self._task.epoch_ended() or self._groups
 
     def admit(self, worker: int) -> None:
         """The worker joins where the others are."""
@@ -128,15 +128,15 @@ class EpochSource:
 
     # ---- schedules ------------------------------------------------------------------------------
 
-    def told(self, push: Push, pupils: SimulatedReplicas) -> Push:
+    def told(self, push: Push, replicas: SimulatedReplicas) -> Push:
         """The push, with what has changed of the hyper-parameters."""
         if self._groups is None:
             return push
-        groups, self._groups = pupils.tell(self._groups), None
+        groups, self._groups = replicas.tell(self._groups), None
         return replace(push, groups=groups)
 
     def updated(self, version: int) -> None:
         """So many updates have been made."""
         if version > self._version:
             self._version = version
-            self._groups = self._lesson.updated(version) or self._groups
+            self._groups = self._task.updated(version) or self._groups

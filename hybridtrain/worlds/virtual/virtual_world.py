@@ -98,10 +98,10 @@ class VirtualWorld:
         self._in_link: set[int] = set()  # whose contribution passes the server's link
         self._link_s = [0.0, 0.0]  # until when the server's link is busy, inwards and outwards
         self._met: Gathered | None = None  # what the last meeting came to
-        self._pupils, self._course = register_workers(
+        self._replicas, self._source = register_workers(
             self.server, task, optimizer, n_workers, exchange, update
         )
-        self._at_once = self._course is None and not self.server.requirements.takes_turns
+        self._at_once = self._source is None and not self.server.requirements.takes_turns
         self._start(n_workers)
 
     def _start(self, n_workers: int) -> None:
@@ -123,7 +123,7 @@ class VirtualWorld:
 
     def parameters(self) -> list[torch.Tensor]:
         """The masters as they are now, copied."""
-        return [] if self._pupils is None else self._pupils.masters()
+        return [] if self._replicas is None else self._replicas.masters()
 
     # ---- time -----------------------------------------------------------------------------------
 
@@ -190,16 +190,16 @@ class VirtualWorld:
         self._deliver(self.server.lost(worker))
 
     def _join(self, worker: int) -> None:
-        if self._course is not None:
-            self._course.admit(worker)
+        if self._source is not None:
+            self._source.admit(worker)
         self._deliver(self.server.admit(worker))
 
     # ---- workers --------------------------------------------------------------------------------
 
     def _released(self, worker: int) -> None:
         """The server lets the worker go on; the parameters are on their way."""
-        if self._pupils is not None:
-            self._pupils.take(worker)
+        if self._replicas is not None:
+            self._replicas.take(worker)
         if self._at_once and not self._passing_s:
             self._compute(worker, self.now_s + self._load_s, self._contribution)
             return
@@ -215,18 +215,18 @@ class VirtualWorld:
         It may first have to ask for its turn, or find that the epoch has ended.
         """
         push: Push | None = self._contribution
-        if self._course is not None:
-            push = self._work.get(worker) or self._course.next(worker)
+        if self._source is not None:
+            push = self._work.get(worker) or self._source.next(worker)
         latency_s = self._under.network.latency_s
         if push is None:
-            assert self._course is not None and self._pupils is not None
-            if (rest := self._pupils.flush(worker)) is not None:
+            assert self._source is not None and self._replicas is not None
+            if (rest := self._replicas.flush(worker)) is not None:
                 self._flushing.add(worker)
                 self._plan(at_s + latency_s, worker, rest)
                 return
-            self._plan(at_s + latency_s, worker, Gather(self._course.tag, b""))
+            self._plan(at_s + latency_s, worker, Gather(self._source.tag, b""))
             return
-        if self._course is not None:
+        if self._source is not None:
             self._work[worker] = push
         if self.server.requirements.takes_turns and worker not in self._asked:
             self._asked.add(worker)
@@ -264,8 +264,8 @@ class VirtualWorld:
             return
         self._in_link.discard(worker)
         self.events += 1
-        if self._pupils is not None:
-            finished = self._finished(worker, push, self._pupils)
+        if self._replicas is not None:
+            finished = self._finished(worker, push, self._replicas)
             if finished is None:  # nothing leaves the worker, which goes on by itself
                 self._go_on(worker, self.now_s)
                 return
@@ -277,8 +277,8 @@ class VirtualWorld:
             self._updated()
 
     def _updated(self) -> None:
-        if self._course is not None:
-            self._course.updated(self.server.statistics.version)
+        if self._source is not None:
+            self._source.updated(self.server.statistics.version)
         if self._read:
             self._interrupt()
 
@@ -287,17 +287,17 @@ class VirtualWorld:
         self._link_s[way] = max(self._link_s[way], self.now_s) + self._passing_s
         return self._link_s[way]
 
-    def _finished(self, worker: int, push: Push, pupils: SimulatedReplicas) -> Push | None:
+    def _finished(self, worker: int, push: Push, replicas: SimulatedReplicas) -> Push | None:
         """What the worker has computed, at its own parameters, if it is handed over."""
         if self._work.pop(worker, None) is None and worker in self._flushing:
             self._flushing.discard(worker)
             return push
-        computed = pupils.compute(worker, push) if push.weight > 0 else push
+        computed = replicas.compute(worker, push) if push.weight > 0 else push
         if computed is None:
             return None
         if computed.loss is not None:
             self.curve.add(self.now_s, computed.loss)
-        return computed if self._course is None else self._course.told(computed, pupils)
+        return computed if self._source is None else self._source.told(computed, replicas)
 
     def _deliver(self, replies: Replies) -> None:
         for worker, reply in replies:
@@ -310,9 +310,9 @@ class VirtualWorld:
 
     def _begin_epoch(self, worker: int, reply: Gathered) -> None:
         """All have met, and the worker goes on with the newest parameters."""
-        if self._course is not None and reply is not self._met:
+        if self._source is not None and reply is not self._met:
             self._met = reply
-            self._course.meet()
+            self._source.meet()
             self.epochs += 1
         self._deliver(self.server.admit(worker))
 

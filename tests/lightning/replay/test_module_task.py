@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hybridtrain  # noqa: F401 (makes the strategies known)
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.replay.module_task import ModuleLesson, VirtualTrainer
+from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.worlds.virtual.conditions import Conditions
@@ -66,7 +66,7 @@ def loader(batch_size: int = 4, **options: Any) -> DataLoader[Any]:
 def virtual(
     policy: Any, module: Toy, workers: int = 2, clip: Clip | None = None, **rest: Any
 ) -> VirtualWorld:
-    lesson = ModuleLesson(module, VirtualTrainer(workers), loader(), seed=3, clip=clip)
+    lesson = ModuleTask(module, VirtualTrainer(workers), loader(), seed=3, clip=clip)
     return VirtualWorld(
         make_policy(policy), workers, TIMES, task=lesson, optimizer=lesson.make_optimizer, **rest
     )
@@ -127,11 +127,11 @@ def test_every_sample_counts_once_in_every_epoch(policy: Any, interrupt: bool) -
     """Whatever is dropped, late or unevenly shared: three epochs are 3 N samples."""
     module = Toy()
     world = virtual(policy, module, 3, conditions=Conditions(interrupt=interrupt))
-    course = world._course
-    assert course is not None
+    source = world._source
+    assert source is not None
     statistics = world.server.statistics
     for epoch in (1, 2, 3):
-        while course.tag != f"the end of epoch {epoch}":
+        while source.tag != f"the end of epoch {epoch}":
             world._step()
         assert statistics.samples == epoch * N
         assert set(module.seen) == set(range(N))
@@ -145,9 +145,9 @@ def test_workers_that_die_and_join_in_an_epoch_lose_no_sample() -> None:
     module = Toy()
     script = Script((Dies(2.5, 0), Joins(7.0, 0), Joins(4.0, 2)))
     world = virtual("async", module, 3, conditions=Conditions(script=script))
-    course = world._course
-    assert course is not None
-    while course.tag != "the end of epoch 4":
+    source = world._source
+    assert source is not None
+    while source.tag != "the end of epoch 4":
         world._step()
     assert world.now_s > 7.0, "all that happened lies behind"
     assert world.server.statistics.samples == 4 * N
@@ -158,7 +158,7 @@ def test_a_contribution_that_waits_when_its_worker_dies_does_not_count() -> None
     script = Script((Dies(4.0, 0),))
     slow = ServiceTimes("constant", slower={1: 5.0})
     module = Toy()
-    lesson = ModuleLesson(module, VirtualTrainer(3), loader(), seed=3)
+    lesson = ModuleTask(module, VirtualTrainer(3), loader(), seed=3)
     world = VirtualWorld(
         make_policy({"name": "backup", "k": 3}), 3, slow, task=lesson,
         optimizer=lesson.make_optimizer, conditions=Conditions(script=script),
@@ -224,7 +224,7 @@ class Endless(IterableDataset[Tensor]):
 )
 def test_what_cannot_be_trained_in_virtual_time_says_why(module: Any, data: Any, text: str) -> None:
     with pytest.raises(UserError, match=text):
-        ModuleLesson(module(), VirtualTrainer(2), data(), seed=0)
+        ModuleTask(module(), VirtualTrainer(2), data(), seed=0)
 
 
 def test_a_step_without_a_loss_is_named() -> None:
