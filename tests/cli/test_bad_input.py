@@ -34,7 +34,7 @@ CASES = [
     ("strategy=hybrid strategy.policy=backupp", ["backupp", "mean backup?"]),
     (
         "strategy=hybird",
-        ["no strategy 'hybird'", "mean hybrid?", "backup, ddp, hogwild, hybrid"],
+        ["no strategy 'hybird'", "mean hybrid?", "backup, ddp, downpour, hogwild, hybrid"],
     ),
     ("task=digit", ["no task 'digit'", "mean digits?", "parabola", "speech"]),
     ("trainer.devces=2", ["no key 'devces' in trainer", "mean devices?", "max_epochs"]),

