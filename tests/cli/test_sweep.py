@@ -140,6 +140,7 @@ def test_a_page_that_cannot_be_made_does_not_change_how_the_sweep_ends(
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
+@pytest.mark.slow
 def test_a_job_finds_nothing_of_the_job_before_it(command: Command, strategy: str) -> None:
     before = dict(os.environ)
     leaving = ["model.leaves=LEFT_BY_A_JOB", "model.width=1,2", f"strategy={strategy}"]

@@ -27,6 +27,7 @@ def check(found: Iterable[Law], tolerance: float) -> None:
     assert wrong == {}
 
 
+@pytest.mark.slow
 def test_times_per_update_of_the_four_schemes_are_order_statistics() -> None:
     found = laws.four_schemes(updates=2500)
     assert len(found) == 14
@@ -41,6 +42,7 @@ def test_softsync_is_as_stale_as_contributions_come_in_an_update() -> None:
     check(laws.softsync(updates=4000), tolerance=0.06)
 
 
+@pytest.mark.slow
 def test_a_bounded_lead_is_bounded_and_costs_less_the_larger_it_is() -> None:
     found = laws.bounded_lead(mini_batches=16_000)
     check([law for law in found if law.group == "largest lead"], tolerance=0.0)
@@ -50,11 +52,13 @@ def test_a_bounded_lead_is_bounded_and_costs_less_the_larger_it_is() -> None:
     assert measured == sorted(measured, reverse=True)
 
 
+@pytest.mark.slow
 def test_delayed_gradients_are_stable_up_to_the_known_edge() -> None:
     """To three digits, so a staleness that is off by one would be seen at once."""
     check(laws.stability_edge(updates=400, halvings=9), tolerance=0.003)
 
 
+@pytest.mark.slow
 def test_asynchrony_begets_momentum() -> None:
     found = laws.momentum(replicas=1500, counts=(2, 8))
     check([law for law in found if law.group == "momentum"], tolerance=0.03)

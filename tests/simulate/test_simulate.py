@@ -73,6 +73,7 @@ def test_conditions_of_the_command_line_reach_the_workers(
     assert row["seconds"] <= 40 and row["updates"] == 51 == sum(row["staleness"].values())
 
 
+@pytest.mark.slow
 def test_ten_thousand_workers_are_no_trouble() -> None:
     plan, _ = parse(["workers=10000", "mini_batches=20000"])
     row = simulate.simulate(plan, simulate.Way("hybrid", "hybrid"), 10_000)

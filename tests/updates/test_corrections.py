@@ -197,6 +197,7 @@ def test_the_adaptive_strength_follows_each_workers_own_gradients() -> None:
 
 
 @pytest.mark.parametrize("tau", [1, 2, 3, 7, 31])
+@pytest.mark.slow
 def test_a_rate_divided_by_staleness_is_stable_below_1_whatever_the_delay(tau: int) -> None:
     """Delayed gradients are stable iff eta h < 2 sin(pi / (2 (2 tau + 1))), and here eta = a / tau.
 
@@ -545,6 +546,7 @@ class Bowl:
 
 
 @pytest.mark.parametrize("correction", [ByStaleness(), GapAware()], ids=lambda c: type(c).__name__)
+@pytest.mark.slow
 def test_a_rate_that_suits_one_worker_suits_32_of_random_speed(correction: Correction) -> None:
     """Uncorrected, 31 updates late on average, it blows up."""
 

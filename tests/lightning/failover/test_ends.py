@@ -159,6 +159,7 @@ INHERITING = """
 """
 
 
+@pytest.mark.slow
 def test_workers_leave_a_process_group_that_they_inherit(tmp_path: Path) -> None:
     """As ddp leaves one behind, in the process it ran in; with it Lightning would broadcast."""
     done = subprocess.run(
