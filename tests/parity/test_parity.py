@@ -13,17 +13,12 @@ from tests.parity.harness import STRATEGIES, Harness, Job
 
 
 def _runs() -> list[Any]:
-    """Three workers for those cases that need them, two for others; among the slow tests both.
-
-    By default each case runs under one of the strategies, the next case under the next.
-    """
+    """Three workers for those cases that need them, two for others; among the slow tests both."""
     return [
         pytest.param(case, strategy, workers, id=f"{case.id}-{strategy}-{workers}", marks=marks)
-        for number, case in enumerate(CASES.values())
-        for place, strategy in enumerate(STRATEGIES)
-        for workers in (2, 3)
-        for usual in [(workers == 3) == case.wide and place == number % len(STRATEGIES)]
-        for marks in [_marks(case, usual)]
+        for case in CASES.values()
+        for strategy in STRATEGIES
+        for workers, marks in ((2, _marks(case, not case.wide)), (3, _marks(case, case.wide)))
     ]
 
 
