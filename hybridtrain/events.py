@@ -1,4 +1,4 @@
-"""Where a policy's facts and orders were until version 0.1, under the names that they had then.
+"""Where a policy's facts and orders were in earlier versions, under the names that they had then.
 
 For policies of users' own. They live in :mod:`hybridtrain.policies` now.
 """

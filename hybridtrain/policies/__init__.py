@@ -68,7 +68,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What policies of users' own returned until version 0.1."""
+    """What policies of users' own returned in earlier versions."""
     if name == "Regime":
         return policy.Regime
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -50,7 +50,7 @@ class Policy(Protocol):
 
 
 def __getattr__(name: str) -> Any:
-    """What policies of users' own returned until version 0.1."""
+    """What policies of users' own returned in earlier versions."""
     if name != "Regime":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(

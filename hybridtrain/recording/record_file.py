@@ -67,7 +67,7 @@ class RecordEvent:
     at_s: float
 
 
-# What some policies' classes were called in records of versions before 0.2.
+# What some policies' classes were called in records of earlier versions.
 _FORMER_CLASSES = {
     "All": "WaitForAll",
     "InTime": "Deadline",
@@ -115,7 +115,7 @@ class Record:
     @property
     def in_place(self) -> bool:
         """Whether workers wrote to the masters themselves, in an order that nobody knows."""
-        if (former := self.header.get("regime")) is not None:  # of versions before 0.2
+        if (former := self.header.get("regime")) is not None:  # of earlier versions
             return bool(former["lock_free"])
         return bool(self.header["requirements"]["parameters"] == "shared")
 

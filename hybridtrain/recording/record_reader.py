@@ -40,7 +40,7 @@ _ALIKE = 0.75  # of a damaged title
 _CRC = struct.Struct("<I")
 _PIECE_CRC = struct.Struct("<8xI")
 
-# What some kinds of events were called in records of versions before 0.2.
+# What some kinds of events were called in records of earlier versions.
 _FORMER_KINDS = {"Borrow": "GetState", "Arrived": "GradientsReady", "Told": "Progress"}
 
 

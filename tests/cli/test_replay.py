@@ -152,6 +152,7 @@ def test_what_cannot_be_simulated_is_refused(command: Command, replay: Replay) -
     assert command(*TWO, "strategy=hybrid").code == 0
     assert "k=9 was given for 2 workers" in replay("run=run", "policy=backup", "policy.k=9").err
     assert "Lightning's own" in replay("run=run", "strategy=ddp").complaint
+    assert "a time for each push" in replay("run=run", "strategy=local_sgd").complaint
     assert "known are" in replay("run=run", "strategy=nonsense").complaint
     assert "known are" in replay("run=run", "policy=nonsense").complaint
     assert "without policy=NAME" in replay("run=run", "policy.k=3").complaint

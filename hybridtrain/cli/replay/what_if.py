@@ -56,7 +56,8 @@ def _row(strategy: str) -> dict[str, Any]:
             f"strategy={strategy} was given, which is Lightning's own; only strategies with a "
             "policy can be simulated"
         )
-    return {name: content[name] for name in ("policy", "correction") if name in content}
+    parts = {name: content.get(name) for name in ("exchange", "update")}  # null: with the policy
+    return parts | {name: content[name] for name in ("policy", "correction") if name in content}
 
 
 def _spec(name: str, own: Mapping[str, str], former: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.in_process_runner import CELLS, InProcessRunner
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorded_times import times_of
@@ -34,7 +35,7 @@ class WhatIf(InProcessRunner[dict[str, Any]]):
 def rehearse_fit(
     record: Record, trainer: pl.Trainer, module: pl.LightningModule, **options: Any
 ) -> dict[str, Any]:
-    """Train with workers as fast as those of the record; see :meth:`Ledger.stats` for the result.
+    """Train with workers as fast as those of the record; see :meth:`RunStatistics.stats` for the result.
 
     Args:
         record: of a run with as many workers.
@@ -43,6 +44,20 @@ def rehearse_fit(
         **options: as for ``fit``.
 
     Raises:
-        UserError: if the policy cannot be simulated, or the record has too little to say.
+        UserError: if policy or exchange cannot be simulated, or the record says too little.
     """
+    _check_times(record, trainer.strategy)
     return WhatIf(record).fit(trainer, module, **options)
+
+
+def _check_times(record: Record, strategy: Any) -> None:
+    """The record has a time for each push; of what lies between two pushes it has none."""
+    recorded, each_step = record.strategy.get("exchange", "Gradient()"), ("Gradient()", "InPlace()")
+    known = {recorded, repr(strategy.exchange)}
+    if len(known) > 1 and not known <= {*each_step}:
+        raise UserError(
+            f"exchange={strategy.exchange} was given, and the run's was {recorded}; the record has "
+            "a time for each push, not for each of a worker's own steps, so only strategies with "
+            "the run's exchange can be tried with it; run the other one itself, or compare "
+            "policies (hybrid, ssp, async, ...)"
+        )
