@@ -72,7 +72,7 @@ def test_what_does_not_exist_would_be_found() -> None:
         "hybridtrain/nowhere.py",
     }
     assert resolves("hybridtrain.policies.Needs")
-    assert not resolves("hybridtrain.policies.Regime")
+    assert not resolves("hybridtrain.policies.Regiment")
     assert not resolves("hybridtrain.nowhere")
 
 

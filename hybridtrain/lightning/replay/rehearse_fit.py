@@ -35,7 +35,7 @@ class WhatIf(InProcessRunner[dict[str, Any]]):
 def rehearse_fit(
     record: Record, trainer: pl.Trainer, module: pl.LightningModule, **options: Any
 ) -> dict[str, Any]:
-    """Train with workers as fast as those of the record; see :meth:`RunStatistics.stats` for the result.
+    """Train with workers as fast as the record's; the result is :meth:`RunStatistics.stats`.
 
     Args:
         record: of a run with as many workers.
