@@ -54,6 +54,7 @@ class RngState:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._kept: dict[str, Any] | None = None  # to go on with
+        self._compared = False  # with the other workers' states
         self._whole = True  # no mini-batch has begun since the last step
         self._before: torch.Tensor | None = None  # torch's state then
         self._aside: dict[str, Any] = {}  # all of them, as the last validation began
@@ -106,7 +107,7 @@ class RngState:
 
     def keep(self, state: dict[str, Any] | None) -> None:
         """This is what a checkpoint says."""
-        self._kept = state
+        self._kept, self._compared = state, False
 
     @property
     def waits(self) -> bool:
@@ -114,7 +115,14 @@ class RngState:
         return self._kept is not None
 
     def compare(self) -> None:
-        """Keep the state only if it is this worker's too. A meeting of all."""
+        """Keep the state only if it is this worker's too. A meeting of all, once for a checkpoint.
+
+        A worker that has no mini-batch in the epoch that goes on still waits in the next one, where
+        the others, which had some, do not meet it.
+        """
+        if self._compared:
+            return
+        self._compared = True
         mine = torch.get_rng_state()
         states = self._client.gather("dice", mine)
         if self._client.worker and not all(torch.equal(mine, each) for each in states):
