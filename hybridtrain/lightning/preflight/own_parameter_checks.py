@@ -14,12 +14,22 @@ def check_own_parameters(strategy: Any, trainer: Any) -> None:
         UserError: naming the option, and what to do.
     """
     asked = f"exchange={strategy.exchange}"
-    if strategy.on_failure.choice != "stop":
-        raise UserError(
-            f"on_failure={strategy.on_failure.choice} was given with {asked}, but each worker's "
-            "optimizer has a state of its own, which is lost with it; use on_failure=stop, or "
-            "exchange=gradient"
-        )
+    fault, state = strategy.on_fault, "each worker's optimizer has a state of its own, which "
+    for name, choice, allowed, reason in (
+        ("on_failure", strategy.on_failure.choice, ("stop",), f"{state}is lost with it"),
+        (
+            "on_nonfinite",
+            fault.nonfinite,
+            ("auto", "raise"),
+            f"{state}would not be finite any more",
+        ),
+        ("on_oom", fault.oom, ("raise",), "a worker cannot take back its own steps"),
+    ):
+        if choice not in allowed:
+            raise UserError(
+                f"{name}={choice} was given with {asked}, but {reason}; use {name}={allowed[-1]}, "
+                "or exchange=gradient"
+            )
     if strategy.correction is not None:
         raise UserError(
             f"correction={strategy.correction} was given with {asked}, but no gradient is handed "
@@ -30,10 +40,10 @@ def check_own_parameters(strategy: Any, trainer: Any) -> None:
             f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "
             "over seldom, and would be rounded; leave it out, or use exchange=gradient"
         )
-    if trainer.state.fn == "fit" and not trainer.lightning_module.automatic_optimization:
+    module = trainer.lightning_module
+    if trainer.state.fn == "fit" and not module.automatic_optimization:
         raise UserError(
-            f"{type(trainer.lightning_module).__name__} has automatic_optimization=False, with "
-            f"{asked}, but workers that train on their own must count their steps alike, and only "
-            "Lightning's own loop tells how many a mini-batch has; use automatic optimization, or "
-            "exchange=gradient"
+            f"{type(module).__name__} has automatic_optimization=False, with {asked}, but workers "
+            "that train on their own must count their steps alike, and only Lightning's own loop "
+            "tells how many a mini-batch has; use automatic optimization, or exchange=gradient"
         )

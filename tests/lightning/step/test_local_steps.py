@@ -150,6 +150,9 @@ def test_a_checkpoint_is_an_ordinary_one_that_training_goes_on_from(tmp_path: Pa
     ("options", "change", "fragments"),
     [
         ({"on_failure": "restart"}, None, ["on_failure=restart", "of its own", "on_failure=stop"]),
+        ({"on_nonfinite": "drop"}, None, ["on_nonfinite=drop", "finite", "on_nonfinite=raise"]),
+        ({"on_oom": "skip_step"}, None, ["on_oom=skip_step", "on_oom=raise"]),
+        ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
         ({"overlap_update": True}, None, ["overlap_update=true"]),
         ({"correction": "gap_aware"}, None, ["correction="]),
         ({}, "manual", ["automatic_optimization", "exchange=gradient"]),
