@@ -93,7 +93,8 @@ class Course:
         self.loop: Any = trainer.fit_loop.epoch_loop
         self.loop._should_accumulate = lambda: False
         self.client: Any = SimpleNamespace(version=0, n_workers=2)
-        self.trainer, self.count = trainer, UpdateCount(trainer, self.client)
+        expected: Any = SimpleNamespace(limit=None)  # nobody has been told how many there will be
+        self.trainer, self.count = trainer, UpdateCount(trainer, self.client, expected)
 
     def step(self, version: int) -> int | None:
         """A mini-batch whose release has this version; the step of its row, if there is one."""
