@@ -116,8 +116,8 @@ add(
     "fit, then validate and test",
     Net,
     act=one_after_another,
-    # The metrics are of the last call alone, as on one device (tests/lightning/results); Lightning's
-    # forked reference leaves those of the fit among them.
+    # The metrics are of the last call alone, as on one device (tests/lightning/results); the forked
+    # reference leaves those of the fit among them.
     facets=("returned*", "module.*", "*.hooks"),
     wide=True,
 )
