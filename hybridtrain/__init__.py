@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from hybridtrain.registration import register_strategies
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.profiling import StepProfiler
+    from hybridtrain.lightning.step_profiler import StepProfiler
     from hybridtrain.lightning.strategy import HybridStrategy
 
 __version__ = "0.1.0"
@@ -30,7 +30,7 @@ def __getattr__(name: str) -> Any:
 
         return HybridStrategy
     if name == "StepProfiler":
-        from hybridtrain.lightning.profiling import StepProfiler
+        from hybridtrain.lightning.step_profiler import StepProfiler
 
         return StepProfiler
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybridtrain.command import command
 from hybridtrain.errors import UserError
 from hybridtrain.report.comparison import CURVES, PAGE, RUNS, compare
 from hybridtrain.report.runs import find_runs
+from hybridtrain.util.arguments import command
 
 
 def parse(arguments: Sequence[str]) -> tuple[list[Path], Path]:

@@ -1,113 +1,30 @@
-"""What can happen to a worker (facts), and what a policy may answer (orders).
+"""Where a policy's facts and orders were in earlier versions, under the names that they had then.
 
-A policy reads facts and writes orders; it never sees a tensor, a process or a clock. Facts are in
-the past tense, orders in the imperative. ``worker`` is a number from 0; ``at_s`` is the time of the
-world, in seconds from any origin.
+For policies of users' own. They live in :mod:`hybridtrain.policies` now.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from typing import Any
+
+from hybridtrain.protocol import facts
+
+_FORMER = {
+    "Parked": "Waiting",
+    "Woke": "TimerFired",
+    "WakeAt": "SetTimer",
+    "Hold": "Accumulate",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Began:
-    """Training begins; ``version`` updates are behind the parameters (of a resumed run)."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The worker is there, computes from the newest parameters, and will push."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker could begin a mini-batch, and waits for its release.
-
-    Only where workers take turns (:class:`hybridtrain.policies.Regime`).
-    """
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pushed:
-    """The worker's contribution lies in its row; the worker waits for its release.
-
-    ``loss`` is that of the mini-batch, where the policy watches it and the worker knows it.
-    ``last``: nobody would do it again in this epoch, so what is dropped now is lost.
-    """
-
-    worker: int
-    at_s: float = 0.0
-    loss: float | None = None
-    last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """The worker waits for something else than its release (a barrier, the end of an epoch).
-
-    Nobody may wait for it; its next push ends the parking.
-    """
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Left:
-    """The worker is gone for good, with everything it had not pushed."""
-
-    worker: int
-
-
-@dataclass(frozen=True, slots=True)
-class Woke:
-    """It is at least as late as the last ``WakeAt`` has asked for."""
-
-    at_s: float
-
-
-Fact = Began | Joined | Ready | Pushed | Parked | Left | Woke
-
-
-@dataclass(frozen=True, slots=True)
-class Apply:
-    """Merge these workers' contributions, and all that are held, and step the masters once."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Hold:
-    """Put these workers' contributions aside, so that they may go on; the next update has them."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Drop:
-    """These workers' contributions do not count."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    """Let these workers go on from the current master parameters."""
-
-    workers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WakeAt:
-    """Say so when it is that late (``Woke``). Replaces what was asked for before."""
-
-    at_s: float
-
-
-Order = Apply | Hold | Drop | Release | WakeAt
+def __getattr__(name: str) -> Any:
+    present = _FORMER.get(name, name)
+    if name.startswith("_") or not hasattr(facts, present):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        f"hybridtrain.events.{name} is called hybridtrain.policies.{present} now",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return getattr(facts, present)

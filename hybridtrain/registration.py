@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 _LIGHTNING = "pytorch_lightning"
 
@@ -28,6 +29,13 @@ DESCRIPTIONS = {
     "softsync": "parameters in host memory; apply as many mini-batches as there are workers",
     "ssp": "parameters in host memory; nobody is more than a few steps ahead of the slowest",
     "hogwild": "parameters in host memory; workers step them themselves, without a lock",
+    "local_sgd": "parameters in host memory; workers train on their own, and average now and then",
+    "downpour": "parameters in host memory; workers train on their own, push and fetch, never wait",
+}
+# What a name stands for, where it is not that of a policy.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "local_sgd": {"policy": "hybrid", "exchange": "movement"},
+    "downpour": {"policy": "async", "exchange": "accumulated"},
 }
 
 
@@ -46,7 +54,8 @@ def _register() -> None:
 
     for name, description in DESCRIPTIONS.items():
         if name not in StrategyRegistry:
-            StrategyRegistry.register(name, HybridStrategy, description, policy=name)
+            parts: dict[str, Any] = SCHEMES.get(name, {"policy": name})
+            StrategyRegistry.register(name, HybridStrategy, description, **parts)
 
 
 class _Watch(MetaPathFinder):

@@ -31,8 +31,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtrain.command import command, options
 from hybridtrain.errors import UserError
+from hybridtrain.util.arguments import command, options
 
 if TYPE_CHECKING:
     from hybridtrain.recording import Record
@@ -54,7 +54,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _replay(record: Record, anyway: bool) -> None:
-    from hybridtrain.app.replaying import replay
+    from hybridtrain.cli.replay.replay_run import replay
 
     report = replay(record, anyway)
     for error in report.errors:
@@ -74,14 +74,14 @@ def _replay(record: Record, anyway: bool) -> None:
 def _what_if(record: Record, given: Mapping[str, str], anyway: bool) -> None:
     from rich.console import Console
 
-    from hybridtrain.app.replaying import check_same
-    from hybridtrain.app.whatif import asked_for, recorded, simulated, table
+    from hybridtrain.cli.replay.replay_run import check_same
+    from hybridtrain.cli.replay.what_if import asked_for, recorded, simulated, table
 
     options = asked_for(given)
     check_same(record, anyway)
     name = ",".join(f"{key}={value}" for key, value in given.items())
     courses = [recorded(record)]
-    if not record.header["regime"]["lock_free"]:
+    if not record.in_place:
         courses.append(simulated(record, {}, "simulated"))
     courses.append(simulated(record, options, name))
     Console().print(table(courses))

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
-from hybridtrain.command import command
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
-from hybridtrain.tasks.speech.decode import Decoder, DecoderOptions, build_decoder
+from hybridtrain.tasks.speech.decoding.decode import Decoder, DecoderOptions, build_decoder
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.module import SpeechModule
+from hybridtrain.util.arguments import command
 
 OPTIONS: dict[str, type] = {
     "ckpt": str,
@@ -84,7 +84,9 @@ def _read(path: Path) -> Any:
 @torch.inference_mode()
 def transcribe(module: SpeechModule, decoder: Decoder, file: str | Path) -> str:
     """The text of one sound file, of any length and sample rate."""
-    from hybridtrain.tasks.speech.audio import load_audio  # here: it raises without extra `speech`
+    from hybridtrain.tasks.speech.sources.audio import (
+        load_audio,  # here: it raises without extra `speech`
+    )
 
     features = Features(**module.hparams["features"])
     frames = features(load_audio(file, features.sample_rate))  # (T, F)

@@ -39,7 +39,7 @@ from benchmarks.machine import in_short, machine
 from trials.cell import POLICIES, Case, Row, cases, try_out, undisturbed_states
 from trials.report import write_report
 
-from hybridtrain.app.quiet import hush, hush_lightning
+from hybridtrain.cli.quiet import hush, hush_lightning
 
 
 def parse() -> argparse.Namespace:

@@ -19,10 +19,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from hybridtrain.command import command
 from hybridtrain.errors import UserError
 from hybridtrain.simulate import laws
 from hybridtrain.simulate.laws import Law
+from hybridtrain.util.arguments import command
 
 
 def measure(updates: int) -> list[Law]:

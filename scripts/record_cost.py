@@ -27,11 +27,11 @@ from trials.costs import WORKERS, fit, pairs_asked_for
 
 from hybridtrain import HybridStrategy
 from hybridtrain.memory import Layout, Store
-from hybridtrain.messages import Push
+from hybridtrain.protocol.messages import Push
 from hybridtrain.recording import read_record
-from hybridtrain.recording.file import Writer
-from hybridtrain.recording.prints import Rows, print_of
-from hybridtrain.recording.witness import KINDS
+from hybridtrain.recording.checksums import GradientRows, checksum_of
+from hybridtrain.recording.record_file import Writer
+from hybridtrain.recording.recorder import KINDS
 from hybridtrain.tasks.digits import DigitsData, DigitsModule
 
 
@@ -69,13 +69,13 @@ def per_event_us(size: int) -> float:
     """The median of what one push takes, its gradient row being in no cache of ours."""
     layout = Layout.of([("weight", torch.zeros(size))])
     store = Store(layout, 2, private_parameters=True)
-    rows, push, taken = Rows(store), Push(0, 32.0), []
+    rows, push, taken = GradientRows(store), Push(0, 32.0), []
     with tempfile.TemporaryDirectory() as folder:
         writer = Writer(Path(folder) / "record.bin", KINDS)
         for n in range(300):
             store.gradients[n % 2][torch.float32].add_(1.0)
             began = time.perf_counter()
-            seen = print_of(push, n % 2, rows)
+            seen = checksum_of(push, n % 2, rows)
             writer.event("Push", n % 2, seen, began, 0.01, 32.0)
             taken.append(time.perf_counter() - began)
         writer.close()

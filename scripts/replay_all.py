@@ -22,8 +22,8 @@ from pathlib import Path
 
 import torch
 
-from hybridtrain.app.replaying import fitting, rebuilt, workplace
-from hybridtrain.lightning.rerun import replay_fit
+from hybridtrain.cli.replay.replay_run import fitting, rebuilt, workplace
+from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.recording import Record, find_record, read_record
 
 BATCHES = 48  # of an epoch, all workers together

@@ -15,7 +15,7 @@ import time
 
 from trials.schedule import Seen, try_schedule
 
-from hybridtrain.app.quiet import hush, hush_lightning
+from hybridtrain.cli.quiet import hush, hush_lightning
 
 POLICIES = ("hybrid", "ssp", "async", "backup")
 

@@ -30,7 +30,7 @@ from benchmarks.machine import in_short, machine
 from trials.report import write_report
 from trials.soaking import Soaked, Wish, disturb_ddp, is_lockstep, pace, soak
 
-from hybridtrain.app.quiet import hush, hush_lightning
+from hybridtrain.cli.quiet import hush, hush_lightning
 
 
 def parse() -> argparse.Namespace:

@@ -31,8 +31,8 @@ from benchmarks.machine import in_short, machine
 from benchmarks.straggler import Measured, Work, measure
 from hydra.errors import HydraException
 
-from hybridtrain.app.explain import explain
-from hybridtrain.app.quiet import hush, hush_lightning
+from hybridtrain.cli.explain import explain
+from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.errors import UserError
 
 

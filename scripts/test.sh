@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Test: bash scripts/test.sh [pytest arguments], for example -m slow, or tests/app -k sweep.
+# Test: bash scripts/test.sh [pytest arguments], for example -m slow, or tests/cli -k sweep.
 # Makes the environment when it is missing. Without arguments: everything not marked slow or gpu, on
 # all cores, four at most.
 set -u

@@ -27,11 +27,11 @@ import torch
 from trials.costs import fit, pairs_asked_for
 
 from hybridtrain import HybridStrategy
-from hybridtrain.pulse import Doing, Pulse, pulse_file
-from hybridtrain.slowness import SlowReport
+from hybridtrain.monitoring.hang_detector import HangTimeout
+from hybridtrain.monitoring.heartbeat import Doing, Heartbeat, heartbeat_file
+from hybridtrain.monitoring.stragglers import SlowReport
+from hybridtrain.monitoring.watchdog import Watchdog
 from hybridtrain.tasks.digits import DigitsData, DigitsModule
-from hybridtrain.worlds.hanging import Patience
-from hybridtrain.worlds.watchman import Watchman
 
 
 def main() -> int:
@@ -46,9 +46,11 @@ def main() -> int:
 
 def word_us() -> float:
     """In the worker."""
-    pulse = Pulse(pulse_file())
+    heartbeat = Heartbeat(heartbeat_file())
     return (
-        1e6 * min(timeit.repeat(lambda: pulse.beat(Doing.STEP), number=10_000, repeat=9)) / 10_000
+        1e6
+        * min(timeit.repeat(lambda: heartbeat.beat(Doing.STEP), number=10_000, repeat=9))
+        / 10_000
     )
 
 
@@ -60,7 +62,7 @@ class Stub:
     pid: int = field(default_factory=os.getpid)
     heard: int = 0
     asked: str = ""
-    pulse: Pulse = field(default_factory=lambda: Pulse(pulse_file()))
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(heartbeat_file()))
 
     def kill(self, cause: str) -> None:
         """It never comes to that."""
@@ -69,14 +71,14 @@ class Stub:
 
 def look_us() -> float:
     """In the parent."""
-    watchman, workers, now_s = Watchman(Patience()), [Stub(n) for n in range(4)], 0.0
+    watchdog, workers, now_s = Watchdog(HangTimeout()), [Stub(n) for n in range(4)], 0.0
 
     def look() -> None:
         nonlocal now_s
         now_s += 1.0
         for worker in workers:
-            worker.pulse.beat(Doing.STEP)
-        watchman.look(now_s, workers)
+            worker.heartbeat.beat(Doing.STEP)
+        watchdog.look(now_s, workers)
 
     return 1e6 * min(timeit.repeat(look, number=1000, repeat=9)) / 1000
 
@@ -131,8 +133,8 @@ def _processor_s() -> float:
 def _unwatched(really: bool) -> Iterator[None]:
     """Whoever is forked meanwhile has no pulse, and nobody looks."""
     changed: list[tuple[Any, str]] = [
-        (Pulse, "beat"),
-        (Pulse, "tell_stacks"),
+        (Heartbeat, "beat"),
+        (Heartbeat, "tell_stacks"),
         (SlowReport, "look"),
         (SlowReport, "conclude"),
     ]

@@ -16,8 +16,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.utils._pytree import tree_map_only
 from torchmetrics import Metric
 
-from hybridtrain.client import Client
 from hybridtrain.errors import UserError
+from hybridtrain.worker.client import Client
 
 T = TypeVar("T")
 

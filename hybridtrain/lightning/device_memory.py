@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from hybridtrain.device import KINDS
 from hybridtrain.errors import UserError
+from hybridtrain.worker.device import KINDS
 
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
 

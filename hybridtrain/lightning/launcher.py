@@ -21,36 +21,39 @@ from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateS
 from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.exceptions import _TunerExitException
 
-from hybridtrain.client import Client, StopRequested
-from hybridtrain.device.cuda import forbids_fork
 from hybridtrain.errors import UserError
-from hybridtrain.failures import Judge
-from hybridtrain.lightning.checks import check_parameters, check_trainer
-from hybridtrain.lightning.coming_back import ComingBack
-from hybridtrain.lightning.correcting import check_correction
-from hybridtrain.lightning.disturbing import interrupt_updates
-from hybridtrain.lightning.farewell import confess, say_goodbye, take_turn_saving
-from hybridtrain.lightning.generator_pages import pages_of
-from hybridtrain.lightning.inherited import forget_process_group, stop_sharing
-from hybridtrain.lightning.injection import inject
-from hybridtrain.lightning.lean import be_lean
-from hybridtrain.lightning.lock_free import check_lock_free
-from hybridtrain.lightning.logs import logger_states, logs_open
-from hybridtrain.lightning.profiling import Watch, leave_profile, watch_worker
-from hybridtrain.lightning.recording import serving
-from hybridtrain.lightning.requeue import Warned, listen, warnings_noted
-from hybridtrain.lightning.results import pack, unpack
-from hybridtrain.lightning.startup import check_startup
-from hybridtrain.memory.scratch import Scratch
-from hybridtrain.messages import Stopped
-from hybridtrain.slowness import SlowReport
-from hybridtrain.vanishing import vanishing_sockets
-from hybridtrain.worlds.processes import ProcessWorld
-from hybridtrain.worlds.signals import Interrupted
-from hybridtrain.worlds.watchman import Watchman, to_stderr
+from hybridtrain.exchanges import combine
+from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
+from hybridtrain.lightning.failover.rejoin import Rejoin
+from hybridtrain.lightning.failover.rng_mailbox import pages_of
+from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
+from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
+from hybridtrain.lightning.fault_injection.in_worker import inject
+from hybridtrain.lightning.forked_state import forget_process_group, stop_sharing
+from hybridtrain.lightning.lean_hooks import be_lean
+from hybridtrain.lightning.preflight.correction_checks import check_correction
+from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
+from hybridtrain.lightning.preflight.machine_checks import check_startup
+from hybridtrain.lightning.preflight.own_parameter_checks import check_own_parameters
+from hybridtrain.lightning.preflight.trainer_checks import check_parameters, check_trainer
+from hybridtrain.lightning.replay.run_record import serving
+from hybridtrain.lightning.results.logger_state import logger_states, logs_open
+from hybridtrain.lightning.results.worker_result import pack, unpack
+from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
+from hybridtrain.lightning.stop_iteration import take_for_an_error
+from hybridtrain.memory.scratch_file import Scratch
+from hybridtrain.monitoring.stragglers import SlowReport
+from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
+from hybridtrain.protocol.messages import Stopped
+from hybridtrain.recovery.failure_policy import Judge
+from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.worker.device.cuda import forbids_fork
+from hybridtrain.worlds.local.cleanup import vanishing_sockets
+from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.worlds.local.signals import Interrupted
 
 if TYPE_CHECKING:
-    from hybridtrain.lightning.instead import Instead
+    from hybridtrain.lightning.in_process_runner import InProcessRunner
     from hybridtrain.lightning.strategy import HybridStrategy
 
 
@@ -79,7 +82,8 @@ class HybridLauncher(_Launcher):
         """Run ``function`` in every worker; returns what it returned in worker 0."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
-        strategy.regime = deepcopy(strategy.policy).begin(strategy.world_size)
+        policy = deepcopy(strategy.policy)
+        strategy.requirements = combine(policy, strategy.exchange, strategy.world_size)
         if strategy.recording is not None and strategy.recording.instead is not None:
             job = _Job(trainer, function, args, kwargs, None, [])
             strategy.faults.begin(trainer, strategy.world_size, rehearses=True)
@@ -92,10 +96,10 @@ class HybridLauncher(_Launcher):
         job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
         n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
         check_startup(strategy, start_method, threads, usable_cores(), job)
-        in_update = usable_cores() if strategy.regime.lockstep else 1
+        in_update = usable_cores() if strategy.requirements.whole_rounds else 1
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)
-        watch = Watch.of(trainer, server, n_workers)
+        watch = WorkerWatch.of(trainer, server, n_workers)
         world = world_of(strategy, server, start_method, threads)
         strategy.interrupted_by = None
         try:
@@ -109,12 +113,12 @@ class HybridLauncher(_Launcher):
             raise KeyboardInterrupt from None
         finally:
             faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
-            strategy.remember_stats(server.ledger.stats() | faults | strategy.keeping.figures())
+            strategy.remember_stats(server.statistics.stats() | faults | strategy.keeping.figures())
             if watch is not None:
                 watch.conclude()
         return unpack(trainer, results, scratch)
 
-    def _play(self, instead: Instead[Any], job: _Job) -> Any:
+    def _play(self, instead: InProcessRunner[Any], job: _Job) -> Any:
         """Run the workers in this process."""
         self._strategy.keeping.broken_since_s = None
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
@@ -140,23 +144,25 @@ def world_of(
     strategy: HybridStrategy, server: Any, start_method: str, threads: int
 ) -> ProcessWorld:
     """Where workers run, with somebody who looks for those that hang, and for slow ones."""
-    watchman = Watchman(strategy.patience, also=SlowReport(server.ledger.stats, to_stderr))
+    watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))
     judge, size, grace_s = Judge(strategy.on_failure), strategy.world_size, strategy.stop_grace_s
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
     places = [devices[number % len(devices)] for number in range(size)]
-    return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchman, places)
+    return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchdog, places)
 
 
 def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     """What makes no sense is refused before a process is started; raises UserError."""
-    check_trainer(trainer, strategy.regime.lockstep)
-    check_correction(strategy.correction, strategy.regime, strategy.policy)
-    if strategy.regime.lock_free:
+    check_trainer(trainer, strategy.requirements.whole_rounds)
+    check_correction(strategy.correction, strategy.requirements, strategy.policy)
+    if strategy.requirements.in_place:
         check_lock_free(trainer, strategy.world_size, strategy.correction)
-    strategy.transport.check(strategy, trainer, strategy.regime)
+    strategy.transport.check(strategy, trainer, strategy.requirements)
+    if strategy.requirements.parameters == "own":
+        check_own_parameters(strategy, trainer)
     strategy.data_options.check_workers(strategy.world_size)
     strategy.on_failure.check(strategy.world_size)
-    strategy.faults.check(strategy.regime, strategy.world_size)
+    strategy.faults.check(strategy.requirements, strategy.world_size)
     check_parameters(trainer.lightning_module)
 
 
@@ -235,6 +241,7 @@ class _Job:
 def _run_in_process(job: _Job, client: Client) -> Any:
     """In one of its own, which nobody else uses; not so in a replay."""
     be_lean()
+    take_for_an_error()
     return _run_in_worker(job, client)
 
 
@@ -248,7 +255,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
     trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
-    back = ComingBack(job.told, job.version, trainer, client) if job.told else None
+    back = Rejoin(job.told, job.version, trainer, client) if job.told else None
     trainer.strategy.enter_worker(client, trainer, back)
     inject(trainer, client, trainer.strategy.faults)
     listen(trainer, job.warned)
@@ -267,17 +274,19 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         client.note(Stopped())
         client.solo = True
         take_turn_saving(trainer)
-        say_goodbye(trainer, stop)
+        end_worker(trainer, stop)
         raise
     except BaseException as error:
-        confess(trainer, error)
-        say_goodbye(trainer, error)
+        if not client.forked:
+            report_failure(trainer, error)
+            end_worker(trainer, error)
         raise
     finally:
-        leave_profile(trainer, client.worker)
+        if not client.forked:
+            leave_profile(trainer, client.worker)
 
 
-def arguments(job: _Job, back: ComingBack | None) -> dict[str, Any]:
+def arguments(job: _Job, back: Rejoin | None) -> dict[str, Any]:
     """Of the trainer's function."""
     if back is not None:
         return back.arguments(job.function, job.args, job.kwargs)

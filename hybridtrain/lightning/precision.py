@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridtrain.lightning.session import Session
-from hybridtrain.messages import Clip
+from hybridtrain.lightning.step.session import Session
+from hybridtrain.protocol.messages import Clip
 
 
 def take_over(session: Session, plugin: Any) -> None:

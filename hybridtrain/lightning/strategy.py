@@ -22,37 +22,46 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
-from hybridtrain.client import Client
-from hybridtrain.failures import OnFailure
-from hybridtrain.lightning.absence import Absence
-from hybridtrain.lightning.ahead import ahead
-from hybridtrain.lightning.batch_norm import synchronise
-from hybridtrain.lightning.boundary import Boundary
+from hybridtrain.exchanges import ExchangeSpec, Requirements, exchange_of
+from hybridtrain.lightning.async_training.counting import UpdateCount
+from hybridtrain.lightning.async_training.expected_updates import (
+    ExpectedUpdates,
+    answer_for_all_workers,
+)
+from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.barriers import WorkerBarriers
+from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.coming_back import ComingBack
+from hybridtrain.lightning.data.loaders import Loaders
+from hybridtrain.lightning.data.prefetch import ahead
 from hybridtrain.lightning.device_memory import DeviceMemory
-from hybridtrain.lightning.disturbing import Faults
-from hybridtrain.lightning.generator_pages import GeneratorPages
-from hybridtrain.lightning.guard import OnFault
-from hybridtrain.lightning.keeping import Keeping
+from hybridtrain.lightning.failover.failure_handling import FailureHandling
+from hybridtrain.lightning.failover.rejoin import Rejoin
+from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
+from hybridtrain.lightning.fault_injection.in_parent import Faults
 from hybridtrain.lightning.launcher import HybridLauncher
-from hybridtrain.lightning.loaders import Loaders
-from hybridtrain.lightning.losses import Losses
-from hybridtrain.lightning.options import DataOptions, known_options, positive
+from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.precision import take_over
-from hybridtrain.lightning.progress import UpdateCount, precede
-from hybridtrain.lightning.provisional import Provisional
-from hybridtrain.lightning.recording import Recording
-from hybridtrain.lightning.session import Session
-from hybridtrain.lightning.state import without_fetching
-from hybridtrain.lightning.together import Together
-from hybridtrain.lightning.transport import Transport
-from hybridtrain.policies import Regime, Spec, make_policy
-from hybridtrain.update.corrections import CorrectionSpec, make_correction
-from hybridtrain.worlds.hanging import Patience
+from hybridtrain.lightning.preflight.transport_options import Transport
+from hybridtrain.lightning.replay.run_record import Recording
+from hybridtrain.lightning.scheme import Scheme
+from hybridtrain.lightning.step.gradient_guard import OnFault
+from hybridtrain.lightning.step.remote_state import without_fetching
+from hybridtrain.lightning.step.session import Session
+from hybridtrain.lightning.step.step_rollback import StepRollback
+from hybridtrain.lightning.strategy_options import DataOptions, known_options
+from hybridtrain.lightning.sync_batchnorm import synchronise
+from hybridtrain.lightning.worker_callback import WorkerCallback
+from hybridtrain.monitoring.hang_detector import HangTimeout
+from hybridtrain.policies import Spec, make_policy
+from hybridtrain.recovery.failure_policy import OnFailure
+from hybridtrain.updates.named import UpdateSpec, make_update
+from hybridtrain.updates.staleness import CorrectionSpec, make_correction
+from hybridtrain.util.named_choice import positive
+from hybridtrain.worker.client import Client
 
 
-class HybridStrategy(Together, ParallelStrategy):
+class HybridStrategy(WorkerBarriers, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
     Args:
@@ -77,7 +86,7 @@ class HybridStrategy(Together, ParallelStrategy):
         keep_order: go through training data that are not shuffled in their order, also with
             several workers; else they are shuffled then, as under DDP.
         correction: what is done about late gradients: nothing, or one of
-            ``hybridtrain.update.corrections.CORRECTIONS``, given like a policy.
+            ``hybridtrain.updates.staleness.CORRECTIONS``, given like a policy.
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
         device_memory_fraction: of its GPU, for each worker, above 0 and up to 1; ``None``: an equal
             share where several workers have one, and no limit for one alone.
@@ -90,8 +99,14 @@ class HybridStrategy(Together, ParallelStrategy):
         hang_timeout_s: seconds without a sign of life after which a worker is killed; ``"auto"``:
             from its own past; ``None``: never. Its stacks are printed before.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
+        exchange: what workers hand over: the name of one of ``hybridtrain.exchanges.EXCHANGES``, a
+            mapping with its name and parameters (``{"name": "movement", "every": 8}``), or an
+            object; ``None``: gradients, or what goes with the policy.
+        update: how the masters move: ``"user"`` (the module's own optimizer), ``"mean"``, a name of
+            ``torch.optim`` or a mapping with its name and arguments (``{"name": "adagrad", "lr":
+            0.1}``); ``None``: what goes with the exchange.
         faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
-            :class:`hybridtrain.faults.Fault`.
+            :class:`hybridtrain.testing.faults.Fault`.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
 
     Raises:
@@ -99,13 +114,17 @@ class HybridStrategy(Together, ParallelStrategy):
     """
 
     strategy_name = "hybrid"
-    generator_pages: GeneratorPages | None = None  # of the run under way
-    provisional: Provisional | None = None  # of the training under way
+    rng_mailbox: RngMailbox | None = None  # of the run under way
+    step_rollback: StepRollback | None = None  # of the training under way
     _loaders: Loaders | None = None
     _session: Session | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _count: UpdateCount | None = None  # where workers run freely
-    _losses: Losses | None = None  # once training has begun
+    expected_updates: ExpectedUpdates | None = None  # likewise
+    _losses: FailureHandling | None = None  # once training has begun
+    interrupted_by: int | None = None  # the signal that ended the last run
+    callbacks_at_home: list[pl.Callback] | None = None  # of workers
+    _abstains = False
 
     def __init__(
         self,
@@ -131,12 +150,15 @@ class HybridStrategy(Together, ParallelStrategy):
         faults: Sequence[Any] = (),
         hang_timeout_s: float | Literal["auto"] | None = "auto",
         device_memory_fraction: float | None = None,
+        exchange: ExchangeSpec = None,
+        update: UpdateSpec = None,
         **lightning: Any,
     ) -> None:
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
         super().__init__(**lightning)
         self.policy, self.correction = make_policy(policy), make_correction(correction)
-        self.regime = Regime(lockstep=True)  # the policy's, once the number of workers is known
+        self.exchange, self.update = exchange_of(self.policy, exchange), make_update(update)
+        self.requirements = Requirements()  # of policy and exchange, once W is known
         self.workers_per_device = positive("workers_per_device", workers_per_device)
         self.start_method, self.threads_per_worker = start_method, threads_per_worker
         self.device_memory = DeviceMemory.of(device_memory_fraction)
@@ -145,12 +167,9 @@ class HybridStrategy(Together, ParallelStrategy):
         self.data_options = DataOptions.of(
             num_samples_key, batch_size_per_worker, iterable, keep_order
         )
-        self.recording, self.keeping = Recording.at(record), Keeping.of(checkpoint)
+        self.recording, self.keeping = Recording.at(record), CheckpointWriting.of(checkpoint)
         self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
-        self.faults, self.patience = Faults.of(faults), Patience.of(hang_timeout_s)
-        self.interrupted_by: int | None = None  # the signal that ended the last run
-        self._abstains = False
-        self.callbacks_at_home: list[pl.Callback] | None = None  # of workers, as what follows
+        self.faults, self.patience = Faults.of(faults), HangTimeout.of(hang_timeout_s)
 
     # ---- who and where --------------------------------------------------------------------------
 
@@ -166,16 +185,19 @@ class HybridStrategy(Together, ParallelStrategy):
 
     # ---- a worker's life ------------------------------------------------------------------------
 
-    def enter_worker(self, client: Client, trainer: Any, back: ComingBack | None = None) -> None:
+    def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> None:
         """From now on this process is a worker; ``back``: instead of one that was lost."""
         self._client, self._back = client, back
         self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
-        self._loaders = Loaders(trainer, client, self.regime, self.data_options)
-        self._absence = Absence(trainer, client, self._loaders, self.regime)
+        self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
+        self._absence = Absence(trainer, client, self._loaders, self.requirements)
         self._loaders.attach()
+        if not self.requirements.whole_rounds:
+            self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
+            answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
-        trainer.callbacks.insert(0, Boundary(client, self))
+        trainer.callbacks.insert(0, WorkerCallback(client, self))
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
         if back is not None:
             back.prepare()
@@ -188,24 +210,27 @@ class HybridStrategy(Together, ParallelStrategy):
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
             module, fault = self.lightning_module, self.on_fault.beside(trainer)
+            scheme = Scheme(self.requirements, self.exchange, self.update)
             self._session = Session(
-                self.client, module, self.optimizers, self.regime, fault, self.transport
+                self.client, module, self.optimizers, scheme, fault, self.transport
             )
             take_over(self._session, self.precision_plugin)
-            self._ahead = ahead(self._session.exchange, trainer)
+            self._ahead = ahead(self._session.replica, trainer)
 
     def on_train_start(self) -> None:
         if self._session is not None and self._loaders is not None:
             if self._back is not None:
                 self._back.catch_up()
             self._session.install()
-            if not self.regime.lockstep:
-                self._count = UpdateCount(self._session.trainer, self.client)
+            if not self.requirements.whole_rounds:
+                assert self.expected_updates is not None, "workers run freely"
+                trainer, expected = self._session.trainer, self.expected_updates
+                self._count = UpdateCount(trainer, self.client, expected)
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
-                self._count.reach(self._session.pull())
-            self.provisional = Provisional(self._session, self.client, self._loaders)
-            self._losses = Losses(self, self._session.trainer, self._loaders, self._back)
+                self._count.join(self._session.pull())
+            self.step_rollback = StepRollback(self._session, self.client, self._loaders)
+            self._losses = FailureHandling(self, self._session.trainer, self._loaders, self._back)
             self._absence.begin(self._session)
 
     def teardown(self) -> None:
@@ -235,7 +260,7 @@ class HybridStrategy(Together, ParallelStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
-        self.collectives.local, self._abstains = not self.regime.lockstep, False
+        self.collectives.local, self._abstains = not self.requirements.whole_rounds, False
         self.collectives.weight, together = self._loaders.weigh(batch)
         self._session.begin_batch(batch, self.collectives.weight, together)
 
@@ -246,13 +271,13 @@ class HybridStrategy(Together, ParallelStrategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        assert self._session is not None and self.provisional is not None
+        assert self._session is not None and self.step_rollback is not None
         self._snapshot = None
         gated = self._absence.gated(closure)
         run = partial(super().optimizer_step, optimizer, gated, model, **kwargs)
         output = self._session.optimizer_step(self.optimizers.index(optimizer), run)
         self._abstains = False
-        self.provisional.commit()
+        self.step_rollback.commit()
         return output
 
     # ---- checkpoints ----------------------------------------------------------------------------
@@ -261,6 +286,7 @@ class HybridStrategy(Together, ParallelStrategy):
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
+        self.flush()
         if self._count is not None and self._session is not None and self.is_global_zero:
             version, self._snapshot = self._session.snapshot()
             self._count.reach(version)

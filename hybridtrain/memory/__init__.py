@@ -1,12 +1,12 @@
 """Anonymous shared memory, and where each parameter lies in it."""
 
+from hybridtrain.memory.aliasing import overlapping
 from hybridtrain.memory.arena import Arena
 from hybridtrain.memory.layout import Layout, Slot
-from hybridtrain.memory.overlap import overlapping
-from hybridtrain.memory.packed import Packed, pack, unpack
+from hybridtrain.memory.sparse_rows import Packed, pack, unpack
 from hybridtrain.memory.store import Store
 from hybridtrain.memory.table import Rows, Table
-from hybridtrain.memory.window import Window, open_window
+from hybridtrain.memory.worker_view import WorkerView, open_window
 
 __all__ = [
     "Arena",
@@ -16,7 +16,7 @@ __all__ = [
     "Slot",
     "Store",
     "Table",
-    "Window",
+    "WorkerView",
     "open_window",
     "overlapping",
     "pack",

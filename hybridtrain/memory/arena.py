@@ -17,7 +17,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory.available import available_bytes
-from hybridtrain.nameless import anonymous_descriptor
+from hybridtrain.util.anonymous_files import anonymous_descriptor
 
 # A cache line, and 16 float32: what the vectorised kernels need for equal bits.
 ALIGNMENT_BYTES = 64

@@ -34,51 +34,51 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class SharedState:
     """An optimizer's state, by slot number and key, as it can be sent.
 
     ``places`` are its tensors, ``steps`` the step counts (of any value, for their type), ``plain``
-    what never changes. ``edition`` is another one whenever there is something new.
+    what never changes. ``generation`` is another one whenever there is something new.
     """
 
-    edition: int = 0
+    generation: int = 0
     places: dict[int, dict[str, Place]] = field(default_factory=dict)
     steps: dict[int, torch.Tensor | int | float] = field(default_factory=dict)
     plain: dict[int, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Borrow:
-    """Request: the state of optimizer ``optimizer`` (``Lent``), or arena number ``arena``."""
+class GetState:
+    """Request: the state of optimizer ``optimizer`` (``SharedState``), or arena ``arena``."""
 
     optimizer: int = 0
     arena: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Answer to a push: what is lent is ``edition``; the steps made before this one.
+class StepNumber:
+    """Answer to a push: what is lent is ``generation``; the steps made before this one.
 
     ``steps`` is one number, or, where parameters differ, by slot number; ``None``: the server has
     made the step.
     """
 
-    edition: int
+    generation: int
     steps: int | dict[int, int] | None = None
 
 
-class Lending:
+class SharedArenas:
     """All that is lent in one run. Nothing is ever taken back, so that nobody writes to nowhere."""
 
     def __init__(self) -> None:
         self.arenas: dict[int, Arena] = {}
         self._known: dict[int, Place] = {}  # by address
-        self._edition = 0
+        self._generation = 0
 
-    def next_edition(self) -> int:
+    def next_generation(self) -> int:
         """A number that nobody has had."""
-        self._edition += 1
-        return self._edition
+        self._generation += 1
+        return self._generation
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         """Where this very tensor lies, if it is lent already."""

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 import torch
 
 from hybridtrain.memory.arena import Arena, align
+from hybridtrain.memory.dirty_rows import DirtyRows
 from hybridtrain.memory.layout import Layout, Slot
-from hybridtrain.memory.lending import Lending
-from hybridtrain.memory.moves import Moves
+from hybridtrain.memory.lending import SharedArenas
 
 
 class Store:
@@ -45,7 +45,7 @@ class Store:
         self.private_parameters = private_parameters
         self.averaging = averaging
         self.holding = holding
-        self.lock_free, self.lending = lock_free, Lending()
+        self.lock_free, self.lending = lock_free, SharedArenas()
         self.held = n_workers  # the number of the row for what is put aside
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
@@ -58,7 +58,7 @@ class Store:
         self.copies = (
             [self._flat("copies", w) for w in range(n_workers)] if private_parameters else []
         )  # W × dtype -> (P,), or nothing
-        self.moves = Moves(layout, self.masters, self.copies)
+        self.moves = DirtyRows(layout, self.masters, self.copies)
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
 
     def _place_buffers(self) -> int:

@@ -1,28 +1,74 @@
-"""When does a contribution count, and who may go on? One small state machine for each answer."""
+"""When does a contribution count, and who may go on? One small state machine for each answer.
 
-from hybridtrain.policies.asynchronous import LockFree, OnArrival
+A policy reads facts and writes orders (:mod:`hybridtrain.protocol.facts`); it knows no tensors, no
+processes and no clocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridtrain.policies import policy
+from hybridtrain.policies.bounded_staleness import BoundedStaleness
+from hybridtrain.policies.deadline import Deadline
 from hybridtrain.policies.first_k import FirstK, Softsync
-from hybridtrain.policies.hybrid import All
-from hybridtrain.policies.in_time import InTime
-from hybridtrain.policies.known import POLICIES, Spec, make_policy
-from hybridtrain.policies.policy import Policy, Regime
-from hybridtrain.policies.ssp import Ssp
+from hybridtrain.policies.on_arrival import LockFree, OnArrival
+from hybridtrain.policies.policy import Needs, Policy
+from hybridtrain.policies.registry import POLICIES, Spec, make_policy
+from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
-from hybridtrain.policies.turns import Turns
+from hybridtrain.policies.wait_for_all import WaitForAll
+from hybridtrain.protocol.facts import (
+    Accumulate,
+    Apply,
+    Began,
+    Drop,
+    Fact,
+    Joined,
+    Left,
+    Order,
+    Pushed,
+    Ready,
+    Release,
+    SetTimer,
+    TimerFired,
+    Waiting,
+)
 
 __all__ = [
     "POLICIES",
-    "All",
+    "Accumulate",
+    "Apply",
+    "Began",
+    "BoundedStaleness",
+    "Deadline",
+    "Drop",
+    "Fact",
     "FirstK",
-    "InTime",
+    "Joined",
+    "Left",
     "LockFree",
+    "Needs",
     "OnArrival",
+    "Order",
     "Policy",
-    "Regime",
+    "Pushed",
+    "Ready",
+    "Release",
+    "RoundRobin",
+    "SetTimer",
     "Softsync",
     "Spec",
-    "Ssp",
     "Switch",
-    "Turns",
+    "TimerFired",
+    "WaitForAll",
+    "Waiting",
     "make_policy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What policies of users' own returned in earlier versions."""
+    if name == "Regime":
+        return policy.Regime
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -23,8 +23,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from hybridtrain.errors import UserError
-from hybridtrain.events import Apply, Drop, Fact, Hold, Joined, Left, Order, Parked, Pushed, Release
-from hybridtrain.policies.policy import Regime
+from hybridtrain.policies.policy import Needs
+from hybridtrain.protocol.facts import (
+    Accumulate,
+    Apply,
+    Drop,
+    Fact,
+    Joined,
+    Left,
+    Order,
+    Pushed,
+    Release,
+    Waiting,
+)
 
 Late = Literal["drop", "use"]
 
@@ -62,7 +73,7 @@ class FirstK:
         if self.late not in ("drop", "use"):
             raise UserError(f"late={self.late!r} was given; choose drop or use")
 
-    def begin(self, n_workers: int) -> Regime:
+    def begin(self, n_workers: int) -> Needs:
         if self.k is not None and self.k > n_workers and not self.several:
             raise UserError(
                 f"k={self.k} was given for {n_workers} worker{'s' * (n_workers > 1)}, who would "
@@ -72,9 +83,9 @@ class FirstK:
         self._round, self._since, self._got, self._held = 0, {}, set(), 0
         drops = self.late == "drop"
         if self.several:
-            return Regime(lockstep=False, holds=self._n > 1, drops_late=drops)
-        lockstep = self._n == n_workers
-        return Regime(lockstep, drops_late=drops and not lockstep)
+            return Needs(False, holds=self._n > 1, drops_late=drops, gathers=self._n)
+        whole_rounds = self._n == n_workers
+        return Needs(whole_rounds, drops_late=drops and not whole_rounds, gathers=self._n)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:
@@ -82,7 +93,7 @@ class FirstK:
                 return self._pushed(worker, last)
             case Joined(worker):
                 self._since[worker] = self._round
-            case Parked(worker) | Left(worker):
+            case Waiting(worker) | Left(worker):
                 self._since.pop(worker, None)
                 self._got.discard(worker)
                 return self._close()
@@ -96,7 +107,7 @@ class FirstK:
                 return (Drop((worker,)), Release((worker,)))
         if self.several and self._held + 1 < self._n:
             self._held += 1
-            return (Hold((worker,)), Release((worker,)))
+            return (Accumulate((worker,)), Release((worker,)))
         self._got.add(worker)
         return self._close()
 
@@ -136,7 +147,7 @@ class Softsync:
         if type(self.n) is not int or self.n < 1:
             raise UserError(f"n={self.n!r} was given; it must be a whole number from 1 on")
 
-    def begin(self, n_workers: int) -> Regime:
+    def begin(self, n_workers: int) -> Needs:
         if self.n > n_workers:
             raise UserError(
                 f"n={self.n} was given for {n_workers} worker{'s' * (n_workers > 1)}; an update is "

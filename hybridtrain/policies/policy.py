@@ -2,39 +2,41 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
-from hybridtrain.events import Fact, Order
+from hybridtrain.protocol.facts import Fact, Order
 
 
 @dataclass(frozen=True, slots=True)
-class Regime:
-    """What the rest of the system may rely on, and has to provide.
+class Needs:
+    """What a policy relies on.
 
-    ``lockstep``: nobody computes while an update is applied, and all workers step equally often; so
-    they read the master parameters in place and take fixed, equal shares of every epoch. Else they
-    compute on copies of their own and draw mini-batches from one shared queue. ``turns``: these are
-    dealt to the workers in turn, and a worker asks before it begins one (``Ready``).
-    ``holds``: contributions may be put aside (``Hold``), which takes one more row of gradients.
-    ``drops_late``: what was begun before the last update will be dropped. ``watches_loss``: pushes
-    are to tell the loss. ``lock_free``: workers write to the master parameters themselves.
+    ``whole_rounds``: nobody computes while an update is applied, and all workers step equally
+    often. ``turns``: one worker computes at a time; it asks before it begins a mini-batch
+    (``Ready``). ``holds``: contributions may be put aside (``Accumulate``), which takes one more
+    row of gradients. ``drops_late``: what was begun before the last update will be dropped.
+    ``watches_loss``: pushes are to tell the loss.
+    ``gathers``: contributions that make an update, as a rule; ``later``: after which update another
+    number does, and which. Schedules are told by them how many updates there will be.
     """
 
-    lockstep: bool
+    whole_rounds: bool
     turns: bool = False
     holds: bool = False
     drops_late: bool = False
     watches_loss: bool = False
-    lock_free: bool = False
+    gathers: int = 1
+    later: tuple[int, int] | None = None
 
 
 @runtime_checkable
 class Policy(Protocol):
     """A pure state machine: facts in, orders out, in the order in which they are to be done."""
 
-    def begin(self, n_workers: int) -> Regime:
+    def begin(self, n_workers: int) -> Needs:
         """Forget everything; this many workers, numbered from 0, will join.
 
         Raises:
@@ -45,3 +47,20 @@ class Policy(Protocol):
     def on(self, fact: Fact) -> Sequence[Order]:
         """Take one fact, return the orders that follow from it."""
         ...
+
+
+def __getattr__(name: str) -> Any:
+    """What policies of users' own returned in earlier versions."""
+    if name != "Regime":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(
+        "hybridtrain.policies.Regime(lockstep=...) is called Needs(whole_rounds=...) now",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return _regime
+
+
+def _regime(lockstep: bool, **others: Any) -> Needs:
+    others.pop("lock_free", None)  # a matter of the exchange now
+    return Needs(whole_rounds=lockstep, **others)

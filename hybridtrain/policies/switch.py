@@ -11,8 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridtrain.errors import UserError
-from hybridtrain.events import Apply, Began, Fact, Joined, Left, Order, Parked, Pushed, Release
-from hybridtrain.policies.policy import Policy, Regime
+from hybridtrain.policies.on_arrival import LockFree
+from hybridtrain.policies.policy import Needs, Policy
+from hybridtrain.protocol.facts import (
+    Apply,
+    Began,
+    Fact,
+    Joined,
+    Left,
+    Order,
+    Pushed,
+    Release,
+    Waiting,
+)
 
 
 @dataclass
@@ -84,10 +95,11 @@ class Switch:
             raise UserError(f"switch: min_delta={self.min_delta!r} was given; it must be from 0 on")
         self._now = self.first
 
-    def begin(self, n_workers: int) -> Regime:
+    def begin(self, n_workers: int) -> Needs:
         parts = {"first": self.first.begin(n_workers), "then": self.then.begin(n_workers)}
         for name, part in parts.items():
-            if part.turns or part.lock_free or isinstance(getattr(self, name), Switch):
+            alone = isinstance(getattr(self, name), Switch | LockFree)
+            if part.turns or alone:
                 raise UserError(
                     f"switch: {name}={getattr(self, name)} cannot be a part: choose policies that "
                     "wait for pushes (hybrid, backup, k_async, softsync, ssp, async)"
@@ -95,11 +107,14 @@ class Switch:
         self._now, self._n, self._updates, self._due = self.first, n_workers, 0, False
         self._plateau = Plateau(self.patience, self.min_delta) if self.patience else None
         self._active, self._waiting = set(), {}
-        return Regime(
-            lockstep=all(part.lockstep for part in parts.values()),
+        at, early, late = self.at_update, parts["first"].gathers, parts["then"].gathers
+        return Needs(
+            whole_rounds=all(part.whole_rounds for part in parts.values()),
             holds=any(part.holds for part in parts.values()),
             drops_late=any(part.drops_late for part in parts.values()),
             watches_loss=self.patience is not None,
+            gathers=early if at is not None else min(early, late),
+            later=(at, late) if at is not None else None,
         )
 
     def on(self, fact: Fact) -> Sequence[Order]:
@@ -121,7 +136,7 @@ class Switch:
                 self._waiting[worker] = fact
                 if self._plateau is not None and loss is not None:
                     self._due = self._due or self._plateau.reached(loss)
-            case Parked(worker) | Left(worker):
+            case Waiting(worker) | Left(worker):
                 self._active.discard(worker)
                 self._waiting.pop(worker, None)
         for order in orders:

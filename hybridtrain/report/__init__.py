@@ -12,7 +12,7 @@ from hybridtrain.report.charts import (
 )
 from hybridtrain.report.page import (
     Part,
-    Row,
+    TableRow,
     code,
     details,
     figure,
@@ -30,9 +30,9 @@ from hybridtrain.report.page import (
 __all__ = [
     "Bars",
     "Part",
-    "Row",
     "Series",
     "Style",
+    "TableRow",
     "bar_chart",
     "code",
     "details",

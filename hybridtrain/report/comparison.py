@@ -11,7 +11,7 @@ from hybridtrain.report.curves import curves_of
 from hybridtrain.report.looks import Shown, looks_of
 from hybridtrain.report.page import (
     Part,
-    Row,
+    TableRow,
     code,
     details,
     heading,
@@ -88,7 +88,7 @@ def _remarks(shown: Sequence[Shown]) -> Iterator[Part]:
     bad = [x for x in shown if not x.run.ended_well]
     if bad:
         yield note(f"{len(bad)} of {_count(len(shown), 'run')} did not finish.")
-        rows = [Row([x.name, x.run.status, x.run.reason], bad=True) for x in bad]
+        rows = [TableRow([x.name, x.run.status, x.run.reason], bad=True) for x in bad]
         made = table(["run", "", "why"], rows)
         yield made if len(bad) <= FEW else details("Which, and why", [made])
     for x in shown:

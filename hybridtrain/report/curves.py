@@ -30,7 +30,7 @@ ACROSS = {  # what curves are drawn against: column, caption, axis
 
 def curves_of(title: str, shown: Sequence[Shown]) -> Iterator[Part]:
     """Everything that can only be compared within one task."""
-    something = any(x.run.course.columns or x.run.summary for x in shown)
+    something = any(x.run.curve.columns or x.run.summary for x in shown)
     if not can_draw() or not something:
         return
     yield heading(title or "Curves")
@@ -47,7 +47,7 @@ def curves_of(title: str, shown: Sequence[Shown]) -> Iterator[Part]:
 def _drawn_metrics(shown: Sequence[Shown]) -> list[str]:
     """The loss in training, and the metric that the task watches, or else the first there is."""
     watched = [str(x.run.config.get("task.monitor")) for x in shown]
-    found = dict.fromkeys(m for x in shown for m in x.run.course.metrics)
+    found = dict.fromkeys(m for x in shown for m in x.run.curve.metrics)
     ours = [m for m in found if not m.startswith(("train", "lr-"))]
     return ["train_loss", *([m for m in watched if m in found] or ours)[:1]]
 
@@ -59,7 +59,7 @@ def _curves(shown: Sequence[Shown], metric: str) -> Iterator[Part]:
         drawn = [
             Series(x.name, *_thinned(*points), x.style)
             for x in shown
-            if (points := x.run.course.points(column, metric))[0]
+            if (points := x.run.curve.points(column, metric))[0]
         ]
         if drawn:
             svg = line_chart(
@@ -69,7 +69,7 @@ def _curves(shown: Sequence[Shown], metric: str) -> Iterator[Part]:
                 legend=False,
                 fit_y=True,
             )
-            present = [x for x in shown if x.run.course.points(column, metric)[0]]
+            present = [x for x in shown if x.run.curve.points(column, metric)[0]]
             yield figure(svg, f"{what} against {caption}", legend_of(present))
 
 

@@ -1,4 +1,4 @@
-"""``history.csv``: the course of one run, a row now and then, whatever loggers it has.
+"""``history.csv``: the curve of one run, a row now and then, whatever loggers it has.
 
 Written by the run's monitor in rank 0, read by the comparison. A row costs one short append; it is
 a whole line or nothing, so a run that is killed leaves what it had. When a metric turns up that has
@@ -59,14 +59,14 @@ class History:
             updates: behind the checkpoint from which the run goes on.
             counted: of these, by who counts now.
         """
-        course = read_history(self.folder)
-        values = zip(*course.columns.values(), strict=True)
-        rows = [dict(zip(course.columns, map(_whole, row), strict=True)) for row in values]
+        curve = read_history(self.folder)
+        values = zip(*curve.columns.values(), strict=True)
+        rows = [dict(zip(curve.columns, map(_whole, row), strict=True)) for row in values]
         kept = [row for row in rows if row["updates"] <= updates]
         if not kept:
             return
         last = kept[-1]
-        self._widen(self.folder / HISTORY_FILE, course.columns)
+        self._widen(self.folder / HISTORY_FILE, curve.columns)
         for row in kept:
             self._append(row)
         per_update = last["samples"] / last["updates"] if last["updates"] else 0.0
@@ -123,7 +123,7 @@ def _cell(value: float | None) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunCurve:
     """What was read: columns of equal length, nan: not known. ``bad``: rows that were left out."""
 
     columns: dict[str, list[float]] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Course:
         return [name for name in self.columns if name not in KNOWN]
 
 
-def read_history(folder: Path) -> Course:
+def read_history(folder: Path) -> RunCurve:
     """The history that lies in a run's folder; empty if there is none.
 
     Rows that are cut short or no numbers are left out and counted: a run may have been killed, or
@@ -150,15 +150,15 @@ def read_history(folder: Path) -> Course:
     try:
         text = (folder / HISTORY_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return Course()
+        return RunCurve()
     whole, _, cut = text.rpartition("\n")
     lines = list(csv.reader(io.StringIO(whole.replace("\0", "�"))))
     names = lines[0] if lines else []
     if not set(ALWAYS) <= set(names):
-        return Course(bad=max(len(lines), 1))
+        return RunCurve(bad=max(len(lines), 1))
     rows = [values for line in lines[1:] if (values := _numbers(line, len(names))) is not None]
     columns = {name: [row[i] for row in rows] for i, name in enumerate(names)}
-    return Course(columns, bad=len(lines) - 1 - len(rows) + bool(cut))
+    return RunCurve(columns, bad=len(lines) - 1 - len(rows) + bool(cut))
 
 
 def _numbers(line: Sequence[str], n: int) -> list[float] | None:

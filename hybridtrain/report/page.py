@@ -123,19 +123,19 @@ def details(summary: str, parts: Iterable[Part]) -> Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """A row of a table; a bad one is shown as such."""
 
     cells: Sequence[object]
     bad: bool = False
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[object] | Row]) -> Part:
+def table(heads: Sequence[str], rows: Iterable[Sequence[object] | TableRow]) -> Part:
     """One line per row; the first column names it and stays in sight where the others scroll.
 
     Figures stand to the right; a column with words in it to the left.
     """
-    lines = [row if isinstance(row, Row) else Row(row) for row in rows]
+    lines = [row if isinstance(row, TableRow) else TableRow(row) for row in rows]
     words = [any(_is_text(line.cells[i]) for line in lines) for i in range(len(heads))]
     top = "".join(
         f"<th{_kind('text' if w else '')}>{escape(x)}</th>"
@@ -155,7 +155,7 @@ def _begins_with_digit(cell: str) -> bool:
     return any(letter.isdigit() for letter in cell[:2])
 
 
-def _row(line: Row, words: Sequence[bool]) -> str:
+def _row(line: TableRow, words: Sequence[bool]) -> str:
     cells = "".join(
         f"<td{_kind(_cell_kind(x, w))}>{_html(x)}</td>"
         for x, w in zip(line.cells, words, strict=True)

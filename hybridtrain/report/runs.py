@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import shortened
-from hybridtrain.report.history import HISTORY_FILE, Course, read_history
+from hybridtrain.report.history import HISTORY_FILE, RunCurve, read_history
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
 CONFIG_FILE, OVERRIDES_FILE = ".hydra/config.yaml", ".hydra/overrides.yaml"
@@ -38,7 +38,7 @@ class Run:
     overrides: tuple[str, ...] = ()
     config: Mapping[str, Any] = field(default_factory=dict)
     summary: Mapping[str, Any] = field(default_factory=dict)
-    course: Course = field(default_factory=Course)
+    curve: RunCurve = field(default_factory=RunCurve)
     exit: int | None = None
     error: str = ""
     broken: tuple[str, ...] = ()
@@ -131,16 +131,16 @@ def read_run(folder: Path) -> Run:
     broken: list[str] = []
     summary = _mapping(folder / SUMMARY_FILE, broken)
     ended = _ending(folder)
-    course = read_history(folder)
-    if course.bad:
-        broken.append(f"{HISTORY_FILE} ({course.bad} rows)")
+    curve = read_history(folder)
+    if curve.bad:
+        broken.append(f"{HISTORY_FILE} ({curve.bad} rows)")
     status = ended.get("exit", summary.get("exit"))
     return Run(
         folder=folder,
         overrides=_overrides(folder / OVERRIDES_FILE, broken),
         config=_config(folder / CONFIG_FILE, broken),
         summary=summary,
-        course=course,
+        curve=curve,
         exit=status if isinstance(status, int) else None,
         error=str(ended.get("error") or summary.get("error") or ""),
         broken=tuple(broken),

@@ -55,12 +55,12 @@ def _row(run: Run, name: str) -> dict[str, Any]:
 
 def curves_sheet(runs: Sequence[Run], names: Sequence[str]) -> str:
     """All rows of all histories; columns that a run has not are empty in its rows."""
-    found = dict.fromkeys(c for run in runs for c in run.course.columns)
+    found = dict.fromkeys(c for run in runs for c in run.curve.columns)
     columns = [*(c for c in KNOWN if c in found), *(c for c in found if c not in KNOWN)]
     rows = [
-        {"run": name, **{c: run.course.columns[c][i] for c in columns if c in run.course.columns}}
+        {"run": name, **{c: run.curve.columns[c][i] for c in columns if c in run.curve.columns}}
         for run, name in zip(runs, names, strict=True)
-        for i in range(len(run.course.columns.get("wall_s", [])))
+        for i in range(len(run.curve.columns.get("wall_s", [])))
     ]
     return _sheet(["run", *columns], rows)
 

@@ -9,7 +9,7 @@ from typing import Any
 from hybridtrain.report.charts import COLOURS
 from hybridtrain.report.history import HISTORY_FILE
 from hybridtrain.report.looks import Shown
-from hybridtrain.report.page import Part, Row, code, details, heading, link, paragraph, table
+from hybridtrain.report.page import Part, TableRow, code, details, heading, link, paragraph, table
 from hybridtrain.report.runs import CONFIG_FILE, SUMMARY_FILE, Run, differences, waiting_percent
 
 
@@ -41,7 +41,7 @@ def results(shown: Sequence[Shown], out: Path) -> Part:
     kept = {k: v for k, v in columns.items() if any(x not in (None, "") for x in v)}
     cells = zip(*kept.values(), strict=True)
     return table(
-        list(kept), [Row(c, not x.run.ended_well) for c, x in zip(cells, shown, strict=True)]
+        list(kept), [TableRow(c, not x.run.ended_well) for c, x in zip(cells, shown, strict=True)]
     )
 
 

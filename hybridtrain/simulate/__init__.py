@@ -1,7 +1,7 @@
 """Strategies in virtual time: ``python -m hybridtrain.simulate --help``."""
 
-from hybridtrain.simulate.cli import main
-from hybridtrain.simulate.options import parse
-from hybridtrain.simulate.runs import Plan, Row, Way, simulate
+from hybridtrain.simulate.simulate_cli import main
+from hybridtrain.simulate.simulate_options import parse
+from hybridtrain.simulate.simulations import SimulationPlan, SimulationRow, Way, simulate
 
-__all__ = ["Plan", "Row", "Way", "main", "parse", "simulate"]
+__all__ = ["SimulationPlan", "SimulationRow", "Way", "main", "parse", "simulate"]

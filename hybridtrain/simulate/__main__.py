@@ -2,6 +2,6 @@
 
 import sys
 
-from hybridtrain.simulate.cli import main
+from hybridtrain.simulate.simulate_cli import main
 
 sys.exit(main())

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from hybridtrain.policies import FirstK, OnArrival, Policy, make_policy
-from hybridtrain.worlds.conditions import Conditions
-from hybridtrain.worlds.service import ServiceTimes
-from hybridtrain.worlds.virtual import VirtualWorld
+from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 EXPONENTIAL = ServiceTimes("exponential")
 SHIFTED = ServiceTimes("shifted_exponential", shape=0.5)  # 1/2 + Exp of mean 1/2
@@ -112,7 +112,7 @@ def softsync(updates: int, workers: int = 16) -> list[Law]:
         world = VirtualWorld(make_policy({"name": "softsync", "n": n}), workers, EXPONENTIAL)
         world.run(updates=updates)
         theory = (workers - 1) / (workers // n)
-        laws.append(Law("softsync", f"n={n}", theory, world.server.ledger.mean_age()))
+        laws.append(Law("softsync", f"n={n}", theory, world.server.statistics.mean_age()))
     return laws
 
 
@@ -122,7 +122,7 @@ def bounded_lead(mini_batches: int, workers: int = 8) -> list[Law]:
     for s in (0, 1, 2, 4, 8, 16):
         world = VirtualWorld(make_policy({"name": "ssp", "lead": s}), workers, EXPONENTIAL)
         world.run(mini_batches=mini_batches)
-        gap = max(world.server.ledger.stats()["lead"]["max"])
+        gap = max(world.server.statistics.stats()["lead"]["max"])
         laws.append(Law("largest lead", f"ssp, s={s}", s + 1, gap))
         per_clock = world.now_s * workers / world.events
         theory = harmonic(workers) if s == 0 else seconds_per_clock(s, workers)
@@ -155,14 +155,14 @@ def seconds_per_clock(s: int, workers: int, clocks: int = 2000, runs: int = 100)
 def ages_of(workers: int, updates: int, seed: int = 0) -> list[int]:
     """How old each contribution was, in the order of the updates, when nobody waits."""
     world = VirtualWorld(OnArrival(), workers, EXPONENTIAL, seed=seed)
-    ledger, seen = world.server.ledger, list[int]()
-    count = ledger.updated
+    statistics, seen = world.server.statistics, list[int]()
+    count = statistics.updated
 
     def note(ages: Sequence[int]) -> None:
         seen.extend(ages)
         count(ages)
 
-    vars(ledger)["updated"] = note
+    vars(statistics)["updated"] = note
     world.run(updates=updates)
     return seen
 

@@ -21,15 +21,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.loops import note, noted
-from hybridtrain.client import Client
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.available import available_bytes
-from hybridtrain.messages import Install, Push
 from hybridtrain.policies import make_policy
-from hybridtrain.server import Server
-from hybridtrain.update.portable import dump
-from hybridtrain.worlds.processes import ProcessWorld
+from hybridtrain.protocol.messages import Install, Push
+from hybridtrain.server.server import Server
+from hybridtrain.updates.serialize import dump
+from hybridtrain.worker.client import Client
+from hybridtrain.worlds.local.process_world import ProcessWorld
 
 _FEWEST, _MOST = 3, 400
 _SHARE = 0.8  # of the memory that is free: more is not asked for

@@ -6,7 +6,7 @@ parameters and bf16 arithmetic, except for DeepSpeed, whose parameters on the de
 may use all cores of the host. Before anything is timed it is shown that two workers on the GPU
 train to what one does with a doubled mini-batch. From the bus, the update and the model's own
 times, measured alone, follows the mini-batch from which on the update is hidden
-(:mod:`hybridtrain.device.crossover`).
+(:mod:`hybridtrain.simulate.crossover`).
 
 A step's bytes on the host, per parameter: masters 4, two moments 8, a row 4 (2 as bf16); on the
 device: parameter 4, gradient 4; plain AdamW 16 there. ``--only "170 M"`` measures one size.
@@ -24,8 +24,8 @@ from benchmarks.frame import Against, Frame
 from benchmarks.gpu_models import SIZES, TINY, parameters_of
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
 from benchmarks.runs import Job, RunFailed
-from hybridtrain.device.crossover import Costs, Line, crossover
 from hybridtrain.errors import UserError
+from hybridtrain.simulate.crossover import Costs, LinearFit, crossover
 
 SAMPLES = 8
 _HOST_BYTES = 4 * 4 + 4  # a parameter: masters, moments, a row; a copy while the model is made
@@ -124,8 +124,8 @@ def costs_of(found: dict[str, Any], narrow: float) -> Costs:
         found["out_s"] * narrow,
         found["update_s"],
         found["back_s"],
-        Line.through(found["forward"]),
-        Line.through(found["backward"]),
+        LinearFit.through(found["forward"]),
+        LinearFit.through(found["backward"]),
     )
 
 

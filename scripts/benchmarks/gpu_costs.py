@@ -14,12 +14,12 @@ from torch import nn
 from benchmarks.exchange import room_for
 from benchmarks.gpu_models import Language, words
 from hybridtrain.memory import Layout, Store
-from hybridtrain.update import Contribution, build_update
-from hybridtrain.update.pool import Pool
+from hybridtrain.updates import Contribution, build_update
+from hybridtrain.updates.thread_pool import Pool
 
 
 def costs(model: dict[str, int], samples: int, device: str = "cuda") -> dict[str, Any]:
-    """Seconds of each, alone: see :class:`hybridtrain.device.crossover.Costs`."""
+    """Seconds of each, alone: see :class:`hybridtrain.simulate.crossover.Costs`."""
     net = Language(**model).to(device)
     n = sum(p.numel() for p in net.parameters())
     times = [_passes(net, model, size, device) for size in (samples // 2, samples)]

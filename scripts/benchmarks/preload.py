@@ -11,7 +11,7 @@ import torch.distributed
 import torch.nn.parallel
 
 import hybridtrain  # noqa: F401
-from hybridtrain.app.quiet import hush, hush_lightning
+from hybridtrain.cli.quiet import hush, hush_lightning
 
 torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
 hush()

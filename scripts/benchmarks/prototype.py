@@ -24,9 +24,9 @@ from pytorch_lightning.strategies import SingleDeviceStrategy
 from benchmarks.loops import Timer, loop, note, noted, trainer, warm_up
 from benchmarks.models import MODELS, Trained, loader
 from hybridtrain.memory import Arena, Layout, Store
-from hybridtrain.update.merge import merge
-from hybridtrain.worlds.bonds import die_with_parent
-from hybridtrain.worlds.child import keep_freed_memory
+from hybridtrain.updates.flat.reduce import merge
+from hybridtrain.worlds.local.parent_death import die_with_parent
+from hybridtrain.worlds.local.worker_main import keep_freed_memory
 
 _CHUNK = 1 << 16
 _F32 = torch.float32

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.frame import Frame
 from benchmarks.rows import Goal, Row, Skipped
 from benchmarks.runs import Job
-from hybridtrain.app.compose import compose_config
+from hybridtrain.cli.hydra_config import compose_config
 
 
 def rows(frame: Frame) -> Iterator[Row | Skipped]:

@@ -25,9 +25,9 @@ from benchmarks.peers import Peer, deepspeed_adam, numba_pass
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
 from benchmarks.runs import Job
 from hybridtrain.memory import Layout, Store
-from hybridtrain.update.build import build_update
-from hybridtrain.update.contribution import Contribution
-from hybridtrain.update.pool import Pool
+from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.factory import build_update
+from hybridtrain.updates.thread_pool import Pool
 
 W = 2
 GOALS = {"1e5": Goal(20, 40), "1e6": Goal(12, 25), "1e7": Goal(7, 12), "1e8": Goal(7, 8)}

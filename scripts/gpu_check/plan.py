@@ -27,14 +27,14 @@ def checks(size: str = SIZE) -> Iterator[Check]:
     yield Check("private names", "gpu_check.machine:private_names", 60, on_gpu=False)
     yield Check("bus", "gpu_check.bus:probe", 40)
     yield from _right()
-    yield _tests("tests on the GPU", ["tests/lightning/test_devices.py"], "gpu", 120)
+    yield _tests("tests on the GPU", ["tests/lightning/preflight/test_devices.py"], "gpu", 120)
     yield from _timed(size)
     yield Check("fits", "gpu_check.fits:run", 180)
     yield from (
         Check(f"profile, {label}", "gpu_check.steps:profiled", 60, {"size": size, "options": given})
         for label, given in (("default", {}), ("overlap_update", {"overlap_update": True}))
     )
-    apart = ["tests/lightning/test_apart.py"]
+    apart = ["tests/lightning/devices/test_apart.py"]
     yield _tests("tests on the stand-in", apart, "not slow", 120, on_gpu=False)
     parity = ["tests/parity/test_traps.py", "tests/parity/test_parity.py"]
     yield _tests("parity on the GPU", parity, "gpu", 150)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hybridtrain.faults import KINDS, PHASES
-from hybridtrain.update import flat
-from hybridtrain.update.kernels.kernel import Kernel
+from hybridtrain.testing.faults import KINDS, PHASES
+from hybridtrain.updates.flat import flat_update
+from hybridtrain.updates.kernels.kernel import Kernel
 from trials import work
 from trials.apart import Ending, run_apart
 from trials.tap import Tap, farthest, same, state_in, tapped
@@ -168,7 +168,7 @@ def _trial(case: Case, undisturbed: States | None, folder: Path) -> tuple[Row, S
 def in_small_chunks() -> None:
     """So that there is a middle of an update."""
     torch.set_num_threads(1)
-    flat._ALONE, Kernel.chunk = 0, 64
+    flat_update._ALONE, Kernel.chunk = 0, 64
 
 
 def _run(case: Case, folder: Path, taps: list[Tap]) -> BaseException | None:

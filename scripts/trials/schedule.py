@@ -22,12 +22,13 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain import HybridStrategy, failures
-from hybridtrain.failures import Replace
-from hybridtrain.files import interrupted_in
-from hybridtrain.rounds import Rounds
-from hybridtrain.worlds.lives import LAST, THERE
-from hybridtrain.worlds.roster import Roster
+from hybridtrain import HybridStrategy
+from hybridtrain.recovery import failure_policy
+from hybridtrain.recovery.failure_policy import Replace
+from hybridtrain.recovery.lifecycle import LAST, THERE
+from hybridtrain.recovery.roster import Roster
+from hybridtrain.server.rounds import Rounds
+from hybridtrain.util.files import interrupted_in
 from trials import work
 from trials.apart import Ending, members, run_apart
 from trials.tap import Tap, tapped
@@ -47,6 +48,7 @@ class Plan:
     after_s: float  # a callback takes so long after each mini-batch
     max_restarts: int | None
     back_off_s: float
+    looks: bool  # at gradients before a step, so that all wait for their mean
 
 
 def drawn(policy: str, seed: int) -> Plan:
@@ -61,7 +63,8 @@ def drawn(policy: str, seed: int) -> Plan:
         blows.append((rng.random() * 1.5, rng.choice(["SIGINT", "SIGTERM"]), 1))
     slow = rng.choice([0.0, 0.0, 0.3])
     most = rng.choice([None, None, 8, 2])
-    return Plan(policy, tuple(blows), rng.choice([0.01, 0.05, 0.2]), slow, most, 0.3)
+    step_s = rng.choice([0.01, 0.05, 0.2])
+    return Plan(policy, tuple(blows), step_s, slow, most, 0.3, rng.random() < 0.5)
 
 
 @dataclass
@@ -130,6 +133,13 @@ class Count(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Looking(Count):
+    """The same, but every worker needs the mean of all gradients before it pushes."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
 
 
 class Fragile(pl.Callback):
@@ -223,7 +233,7 @@ class _Hand:
 def _trial(plan: Plan, seed: int, folder: Path) -> Seen:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    failures._FIRST_DELAY_S, failures._LONGEST_DELAY_S = plan.back_off_s, 1.0
+    failure_policy._FIRST_DELAY_S, failure_policy._LONGEST_DELAY_S = plan.back_off_s, 1.0
     seen, diary = Seen(plan), work.blank_diary(WORKERS)
     tap = tapped(plan.policy == "hybrid", diary, keeps=False)
     states = _listen(seen, folder)
@@ -260,7 +270,8 @@ def _fit(strategy: Any, plan: Plan, seed: int, folder: Path, diary: torch.Tensor
     )
     data = TensorDataset(torch.arange(SAMPLES))
     training = DataLoader(data, BATCH, shuffle=True)
-    trainer.fit(Count(diary, plan.step_s), training, DataLoader(data, 16))
+    kind = Looking if plan.looks else Count
+    trainer.fit(kind(diary, plan.step_s), training, DataLoader(data, 16))
 
 
 def _listen(seen: Seen, folder: Path) -> list[torch.Tensor]:
@@ -275,9 +286,9 @@ def _listen(seen: Seen, folder: Path) -> list[torch.Tensor]:
         if not states:
             states.append(self.store.master(slot).clone())
             (folder / "begun").touch()
-        before = self._ledger.version
+        before = self._statistics.version
         apply(self, workers)
-        if self._ledger.version > before:
+        if self._statistics.version > before:
             states.append(self.store.master(slot).clone())
 
     def failing(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from hybridtrain import HybridStrategy, failures
+from hybridtrain import HybridStrategy
+from hybridtrain.recovery import failure_policy
 from trials import work
 from trials.apart import members, run_apart
 from trials.tap import Tap, tapped
@@ -90,7 +91,7 @@ class Wish:
 
 def is_lockstep(strategy: str) -> bool:
     """Whether all workers make each step together, so that nothing hangs on who is late."""
-    return bool(HybridStrategy(strategy).policy.begin(SIZE.workers).lockstep)
+    return bool(HybridStrategy(strategy).policy.begin(SIZE.workers).whole_rounds)
 
 
 def soak(strategy: str, wish: Wish) -> Soaked:
@@ -151,7 +152,7 @@ class _Watch:
 
 def _run(made: Soaked, wish: Wish, folder: Path, shared: mmap.mmap) -> Soaked:
     torch.set_num_threads(1)
-    failures._LONGEST_DELAY_S = BACK_OFF_S  # or most workers would be away most of the time
+    failure_policy._LONGEST_DELAY_S = BACK_OFF_S  # or most workers would be away most of the time
     size = work.Size(SIZE.workers, SIZE.samples, SIZE.batch, made.epochs, wish.step_s)
     taps: list[Tap] = []
     work.LISTENERS.append(lambda d: taps.append(_told(shared, tapped(False, d, keeps=False))))

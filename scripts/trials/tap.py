@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from hybridtrain.failures import Judge
-from hybridtrain.rounds import Rounds
-from hybridtrain.worlds.crew import WorkerProcess
-from hybridtrain.worlds.outcome import Failed
+from hybridtrain.recovery.failure_policy import Judge
+from hybridtrain.server.rounds import Rounds
+from hybridtrain.worlds.local.worker_exit import Failed
+from hybridtrain.worlds.local.worker_process import WorkerProcess
 from trials.work import LR, loss_of, network, numbers
 
 
@@ -79,28 +79,28 @@ def _listen_to_rounds(tap: Tap) -> None:
     hold = rounds._hold
 
     def applying(self: Any, workers: tuple[int, ...]) -> None:
-        before = self._ledger.version
+        before = self._statistics.version
         if tap.keeps and not tap.states:
             tap.states.append(state_of(self))
         pushes = {worker: self._pushes[worker] for worker in workers}
         parts = [tap.part(w, p.weight, before) for w, p in pushes.items() if p.weight > 0]
         apply(self, workers)
-        if self._ledger.version > before:
+        if self._statistics.version > before:
             held, tap.held = tap.held, []
             tap.take([*held, *parts], self)
 
     def holding(self: Any, worker: int) -> None:
         push = self._pushes[worker]
         if push.weight > 0:
-            tap.held.append(tap.part(worker, push.weight, self._ledger.version))
+            tap.held.append(tap.part(worker, push.weight, self._statistics.version))
         hold(self, worker)
 
     def releasing(self: Any, worker: int) -> Any:
-        tap.read[worker] = self._ledger.version
+        tap.read[worker] = self._statistics.version
         return release(self, worker)
 
     def refreshing(self: Any, worker: int) -> None:
-        tap.read[worker] = self._ledger.version
+        tap.read[worker] = self._statistics.version
         refresh(self, worker)
 
     rounds._apply, rounds._release, rounds.refresh = applying, releasing, refreshing

@@ -151,6 +151,7 @@ class Convolutional(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
+@pytest.mark.slow
 def test_the_mnist_datamodule_and_the_demo_net(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

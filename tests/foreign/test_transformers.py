@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.rerun import replay_fit
+from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.recording import read_record
 from tests.foreign.strangers import (
     SEED,

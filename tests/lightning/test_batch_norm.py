@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.batch_norm import HostBatchNorm
+from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from tests.lightning.toys import flat, make_trainer
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {

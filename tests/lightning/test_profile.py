@@ -16,9 +16,9 @@ from pytorch_lightning.profilers import PassThroughProfiler
 import hybridtrain
 from hybridtrain import StepProfiler
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.outcome import WorkerDied
-from tests.core.test_profiling import check_trace
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, fit
+from tests.profiling.test_profiling import check_trace
 
 NAP_S = 0.03
 
@@ -205,7 +205,7 @@ def test_without_a_profile_nothing_stands_around_any_method() -> None:
         def on_train_end(self) -> None:
             strategy: Any = self.trainer.strategy
             session, client = strategy._session, strategy.client
-            watched = [client.push, client.draw, client.line.send, session.exchange.collect]
+            watched = [client.push, client.draw, client.line.send, session.replica.collect]
             watched += [session.steps[0].push, session.guard.accepts]
             assert not any(hasattr(method, "measured") for method in watched)
             assert isinstance(self.trainer.profiler, PassThroughProfiler)

@@ -67,7 +67,7 @@ def test_memory_shared_by_the_workers_is_not_taken_from_dev_shm(tmp_path: Path) 
 import ctypes, os, sys, pytest
 from pathlib import Path
 before = set(os.listdir("/dev/shm"))
-from hybridtrain.app.cli import main
+from hybridtrain.cli.entry import main
 Path("shm.py").write_text('''
 import os, pytorch_lightning as pl
 class Look(pl.Callback):

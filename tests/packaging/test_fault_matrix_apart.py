@@ -12,8 +12,8 @@ import pytest
 from trials import cell, work
 from trials.cell import Case, cases, try_out, undisturbed_states
 
-from hybridtrain.device import KINDS, incoming, outgoing
-from hybridtrain.device.cuda import CudaStreams
+from hybridtrain.worker.device import KINDS, incoming, outgoing
+from hybridtrain.worker.device.cuda import CudaStreams
 from tests.standin.accelerator import StandInAccelerator
 from tests.standin.device import name_it
 from tests.standin.lanes import Race

@@ -72,6 +72,7 @@ def test_every_theme_has_put_its_cases_in() -> None:
     assert len(CASES) > 250
 
 
+@pytest.mark.slow
 def test_a_run_that_hangs_is_killed_and_shows_its_stacks(tmp_path: Path) -> None:
     harness = Harness(tmp_path, 1)
     try:

@@ -16,9 +16,9 @@ import pytest
 from hybridtrain import replay
 from hybridtrain.errors import UserError
 from hybridtrain.recording import Record, read_record
-from hybridtrain.recording.file import CELL_BYTES, NOBODY, Writer
-from hybridtrain.recording.times import times_of
-from hybridtrain.recording.witness import KINDS
+from hybridtrain.recording.record_file import CELL_BYTES, NOBODY, Writer
+from hybridtrain.recording.recorded_times import times_of
+from hybridtrain.recording.recorder import KINDS
 
 HEADER = {"kinds": KINDS, "workers": 2, "threads": 1, "server_threads": 1, "about": {}}
 Event = tuple[str, int, int, float, float, float]

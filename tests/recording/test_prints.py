@@ -6,9 +6,9 @@ import io
 
 import torch
 
-from hybridtrain.memory.packed import Packed
-from hybridtrain.messages import Average, Clip, Push
-from hybridtrain.recording.prints import print_of, print_of_state
+from hybridtrain.memory.sparse_rows import Packed
+from hybridtrain.protocol.messages import Average, Clip, Push
+from hybridtrain.recording.checksums import checksum_of, checksum_of_state
 
 
 def saved(value: float) -> bytes:
@@ -36,15 +36,15 @@ PUSHES = [
 
 
 def test_contributions_that_differ_in_indices_clipping_or_state_have_other_checksums() -> None:
-    assert len({print_of(push, 0, None) for push in PUSHES}) == len(PUSHES)
-    assert print_of(PUSHES[8], 0, None) == print_of(Push(0, 4.0, state=saved(1.0)), 0, None)
+    assert len({checksum_of(push, 0, None) for push in PUSHES}) == len(PUSHES)
+    assert checksum_of(PUSHES[8], 0, None) == checksum_of(Push(0, 4.0, state=saved(1.0)), 0, None)
     averages = [Average(1.0), Average(1.0, (), indices(1, 2)), Average(1.0, (), indices(1, 3))]
-    assert len({print_of(each, 0, None) for each in averages}) == 3
+    assert len({checksum_of(each, 0, None) for each in averages}) == 3
 
 
 def test_a_record_of_version_1_is_compared_with_what_it_knows() -> None:
-    assert len({print_of(push, 0, None, version=1) for push in PUSHES}) == 1
-    assert print_of(Push(0, 4.0), 0, None, version=1) == 3984014776
+    assert len({checksum_of(push, 0, None, version=1) for push in PUSHES}) == 1
+    assert checksum_of(Push(0, 4.0), 0, None, version=1) == 3984014776
 
 
 def test_sparse_states_differ_in_their_rows_and_values() -> None:
@@ -52,6 +52,6 @@ def test_sparse_states_differ_in_their_rows_and_values() -> None:
         return [torch.sparse_coo_tensor([[row]], [value], (4,), check_invariants=True)]
 
     states = [state(1, 2.0), state(2, 2.0), state(1, 3.0)]
-    assert len({print_of_state(each) for each in states}) == 3
-    assert print_of_state(state(1, 2.0)) == print_of_state(state(1, 2.0))
-    assert len({print_of_state(each, version=1) for each in states}) == 1
+    assert len({checksum_of_state(each) for each in states}) == 3
+    assert checksum_of_state(state(1, 2.0)) == checksum_of_state(state(1, 2.0))
+    assert len({checksum_of_state(each, version=1) for each in states}) == 1

@@ -17,13 +17,13 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.messages import Begin, Gather, Gathered, Push, Released, Resumed
-from hybridtrain.news import Gone
 from hybridtrain.policies import make_policy
+from hybridtrain.protocol.messages import Begin, Gather, Gathered, Push, Released, Resumed
+from hybridtrain.protocol.notices import Gone
 from hybridtrain.recording import Record, find_record, read_record, service_times
-from hybridtrain.recording.file import CELL_BYTES, Writer
-from hybridtrain.recording.witness import KINDS, OwnTime, Stamp, Witness
-from hybridtrain.server import Server
+from hybridtrain.recording.record_file import CELL_BYTES, Writer
+from hybridtrain.recording.recorder import KINDS, OwnTime, Recorder, Stamp
+from hybridtrain.server.server import Server
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 
@@ -97,7 +97,7 @@ def test_an_optimizer_that_cannot_tell_its_state_ends_the_record_only(tmp_path: 
     server, stamp = Server(make_policy("async"), 1), Stamp()
     secretive = SimpleNamespace(updates=[SimpleNamespace(state=state)], close=lambda: None)
     server.adopt(None, cast(Any, secretive))
-    witness = Witness(server, stamp, Writer(tmp_path / "record.bin", KINDS))
+    witness = Recorder(server, stamp, Writer(tmp_path / "record.bin", KINDS))
     with pytest.warns(UserWarning, match="incomplete: I shall not tell"):
         witness.close()
 
@@ -200,9 +200,9 @@ def test_own_time_leaves_out_waiting_and_validation() -> None:
 
 def test_news_that_nobody_has_asked_for_change_no_service_time(tmp_path: Path) -> None:
     """Who computes goes on computing, and who waits goes on waiting."""
-    server: Any = SimpleNamespace(store=None, ledger=SimpleNamespace(n_workers=2))
+    server: Any = SimpleNamespace(store=None, statistics=SimpleNamespace(n_workers=2))
     at_s, writer = [0.0], Writer(tmp_path / "record.bin", KINDS)
-    witness = Witness(server, Stamp(), writer, lambda: at_s[0])
+    witness = Recorder(server, Stamp(), writer, lambda: at_s[0])
 
     def happens(now_s: float, worker: int, said: Any, reply: Any = None) -> None:
         at_s[0], replies = now_s, [] if reply is None else [(0, reply)]

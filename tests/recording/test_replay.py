@@ -22,11 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.rerun import replay_fit
+from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.policies import POLICIES as EVERY
-from hybridtrain.policies import make_policy
 from hybridtrain.recording import Record, find_record, read_record
-from hybridtrain.recording.player import Replayed
+from hybridtrain.recording.replayer import Replayed
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 POLICIES = ["hybrid", "async"]
@@ -110,7 +109,7 @@ def check_equal(run: Run, record: Record) -> None:
 @pytest.mark.parametrize("name", sorted(EVERY.keys() - {"hybrid", "async"}))
 def test_every_policy_is_replayed_whose_order_is_known(tmp_path: Path, name: str) -> None:
     given = {"switch": {"name": "switch", "at_update": 5}}.get(name, name)
-    if make_policy(given).begin(4).lock_free:
+    if name == "hogwild":
         return  # see test_a_run_without_a_lock_is_refused
     run = Run(tmp_path, given, 4, trainer={"max_epochs": 2})
     check_equal(run, run.record())
@@ -399,8 +398,9 @@ def test_another_policy_or_number_of_workers_is_refused(tmp_path: Path) -> None:
 def test_a_run_without_a_lock_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path)
     record = run.record()
-    regime = {**record.header["regime"], "lock_free": True}
-    told = {**record.told, "header": {**record.header, "regime": regime, "policy": "Hogwild()"}}
+    requirements = {**record.header["requirements"], "parameters": "shared"}
+    header = {**record.header, "requirements": requirements, "policy": "Hogwild()"}
+    told = {**record.told, "header": header}
     with pytest.raises(UserError, match=r"Hogwild\(\).*nobody knows the order"):
         run.replay(replace(record, told=told))
 

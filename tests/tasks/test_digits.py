@@ -44,6 +44,7 @@ def accuracy(trainer: pl.Trainer) -> float:
     return float(scores[0]["test/acc"])
 
 
+@pytest.mark.slow
 def test_the_net_reads_the_test_digits(tmp_path: Any) -> None:
     assert accuracy(train(tmp_path, epochs=20)) >= 0.95
 

@@ -48,6 +48,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[ParabolaModule, Pa
     return train(folder, steps=2000, plot=True, directory=str(folder)), folder
 
 
+@pytest.mark.slow
 def test_two_thousand_steps_of_gradient_descent_fit_the_parabola(
     fitted: tuple[ParabolaModule, Path],
 ) -> None:
@@ -74,6 +75,7 @@ def test_the_path_is_that_of_gradient_descent_written_by_hand(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("workers", [2, 3, 4])
+@pytest.mark.slow
 def test_workers_that_share_the_batch_follow_the_path_of_one(tmp_path: Path, workers: int) -> None:
     alone, together = train(tmp_path, steps=30), train(tmp_path, steps=30, devices=workers)
     for one, many in zip(alone.parameters(), together.parameters(), strict=True):

@@ -24,7 +24,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.augment import Augment
 from hybridtrain.tasks.speech.features import Features, one_thread
-from hybridtrain.tasks.speech.utterance import Utterance, frames_needed
+from hybridtrain.tasks.speech.sources.utterance import Utterance, frames_needed
 
 log = logging.getLogger(__name__)
 CACHE_BYTES = 256 << 20  # of features per process; the rest is computed each time

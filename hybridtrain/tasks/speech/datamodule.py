@@ -14,13 +14,13 @@ from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.augment import Augment
 from hybridtrain.tasks.speech.batching import Batch, SpeechBatches
-from hybridtrain.tasks.speech.checks import check_all
 from hybridtrain.tasks.speech.features import Features
-from hybridtrain.tasks.speech.fsdd import Fsdd
-from hybridtrain.tasks.speech.librispeech import LibriSpeech
-from hybridtrain.tasks.speech.manifest import CsvManifest
-from hybridtrain.tasks.speech.synth import SpokenDigits
-from hybridtrain.tasks.speech.utterance import SPLITS, Source
+from hybridtrain.tasks.speech.sources.fsdd import Fsdd
+from hybridtrain.tasks.speech.sources.librispeech import LibriSpeech
+from hybridtrain.tasks.speech.sources.manifest import CsvManifest
+from hybridtrain.tasks.speech.sources.synth import SpokenDigits
+from hybridtrain.tasks.speech.sources.utterance import SPLITS, Source
+from hybridtrain.tasks.speech.utterance_checks import check_all
 
 log = logging.getLogger(__name__)
 MOST_NAMED = 20  # of the utterances that were skipped

@@ -20,14 +20,19 @@ from torch.nn.functional import ctc_loss
 from torch.optim import Optimizer
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech import report
+from hybridtrain.tasks.speech import sentence_report
 from hybridtrain.tasks.speech.alphabet import Alphabet
-from hybridtrain.tasks.speech.decode import Decoder, DecoderOptions, GreedyDecoder, build_decoder
+from hybridtrain.tasks.speech.decoding.decode import (
+    Decoder,
+    DecoderOptions,
+    GreedyDecoder,
+    build_decoder,
+)
 from hybridtrain.tasks.speech.features import Features
+from hybridtrain.tasks.speech.longest_batch import rehearse, unchanged
 from hybridtrain.tasks.speech.metrics import count_errors, rate
 from hybridtrain.tasks.speech.nets import AcousticNet, build_net
-from hybridtrain.tasks.speech.rehearsal import rehearse, unchanged
-from hybridtrain.tasks.speech.report import Sentence
+from hybridtrain.tasks.speech.sentence_report import Sentence
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Any]
@@ -166,7 +171,7 @@ class SpeechModule(pl.LightningModule):
         """Log val/loss, val/wer and val/cer of the whole set."""
         self._log_sums("val")
         if not self.trainer.sanity_checking:
-            self._add_text("val/transcripts", report.as_markdown(self._shown))
+            self._add_text("val/transcripts", sentence_report.as_markdown(self._shown))
 
     def on_test_epoch_start(self) -> None:
         """Make the test's decoder here: it does not survive pickling to another process."""
@@ -183,11 +188,11 @@ class SpeechModule(pl.LightningModule):
         """Log test/loss, test/wer and test/cer, and show the report on rank 0."""
         self._decoder = GreedyDecoder(self.alphabet)
         self._log_sums("test")
-        sentences = report.gather(
+        sentences = sentence_report.gather(
             self._sentences, lambda own: cast(Tensor, self.all_gather(own.to(self.device)))
         )
-        self.test_report = report.select(sentences, self.hparams["report_count"])
-        text = report.as_text(self.test_report)
+        self.test_report = sentence_report.select(sentences, self.hparams["report_count"])
+        text = sentence_report.as_text(self.test_report)
         if self.trainer.is_global_zero and text:
             print(f"\nTest sentences\n{text}")
         self._add_text("test/sentences", f"```\n{text}\n```")

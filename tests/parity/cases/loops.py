@@ -116,7 +116,9 @@ add(
     "fit, then validate and test",
     Net,
     act=one_after_another,
-    facets=("returned*", "callback_metrics*", "module.*", "*.hooks"),
+    # The metrics are of the last call alone, as on one device (tests/lightning/results); the forked
+    # reference leaves those of the fit among them.
+    facets=("returned*", "module.*", "*.hooks"),
     wide=True,
 )
 

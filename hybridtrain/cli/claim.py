@@ -1,0 +1,250 @@
+"""One run in a directory at a time: who comes second is told so, before anything is written.
+
+Theory of operation. A run locks (``flock``) the file ``.lock`` in its directory, in which it says
+who it is, and removes it at its end. The system frees the lock with the last process that holds
+it: so nothing has to be tidied up after a run that was killed, and the file that is left of it is
+no claim. Holders are the run's own process and its workers, which are forked from it and end with
+it: as long as one of them still writes a checkpoint, the directory is in use. What they start in
+turn holds nothing: programs do not inherit the descriptor, and processes forked by a worker close
+it. Nothing heavy is imported here, because a run claims its directory first of all.
+
+Hydra writes a run's configuration into its directory before it calls the run. ``Claiming`` is a
+callback of Hydra's that comes before that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from hybridtrain.cli.validation.host_checks import check_directory
+from hybridtrain.errors import UserError
+
+LOCK_FILE = ".lock"
+PATIENCE_S = 2.0  # for processes that are being killed
+_MOST_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A directory that a process has claimed. ``fd`` holds the lock; -1: there are no locks."""
+
+    directory: Path
+    fd: int
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Who has locked a directory, as far as it has said so."""
+
+    pid: int = 0
+    host: str = ""
+    since: str = ""
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return "by another run"
+        who = f"by process {self.pid} on {self.host}, since {self.since}"
+        return f"{who} (it has ended, but a process of it has not)" if self.is_gone() else who
+
+    def is_gone(self) -> bool:
+        """Whether it is known to have ended."""
+        if self.host != socket.gethostname() or not Path("/proc/self/stat").exists():
+            return False
+        try:
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, IndexError):
+            return True
+        return state in "ZX"
+
+
+_held: list[Claim] = []
+
+
+def claim(directory: Path, asked: str, way_out: str) -> None:
+    """From now on, until :func:`release_all` or the end of this process, the directory is its own.
+
+    Args:
+        directory: is there. One that this process holds already is no matter.
+        asked: what the user has said, for the complaint.
+        way_out: what to do if another run is in it.
+
+    Raises:
+        UserError: if it is another run's, or cannot be written.
+    """
+    holder = attempt(directory, asked)
+    if holder is not None:
+        raise UserError(f"{asked}: this directory is in use {holder}; {way_out}")
+
+
+def started_by_a_run() -> bool:
+    """Whether this process is a further rank of Lightning's, with the command line of the first.
+
+    A launcher (torchrun, a scheduler) may have numbered the first one, too.
+    """
+    return os.environ.get("LOCAL_RANK", "0") != "0"
+
+
+def attempt(directory: Path, asked: str) -> Holder | None:
+    """Claim the directory, or say who has it. One that was just killed is given a moment.
+
+    Raises:
+        UserError: if it cannot be written.
+    """
+    if started_by_a_run():  # which holds it
+        return None
+    directory = directory.resolve()
+    if any(each.directory == directory for each in _held):
+        return None
+    until_s = time.monotonic() + PATIENCE_S
+    while isinstance(found := _lock(directory, asked), Holder):
+        if (found.pid and not found.is_gone()) or time.monotonic() > until_s:
+            return found
+        time.sleep(0.05)
+    _held.append(found)
+    return None
+
+
+def release_all() -> None:
+    """This process' claims are over, and nothing is left of them."""
+    for each in _held:
+        if each.pid == os.getpid():
+            _release(each)
+    _held.clear()
+
+
+def release(directory: Path) -> None:
+    """The claim to this directory is over."""
+    for each in [x for x in _held if x.directory == directory.resolve()]:
+        _held.remove(each)
+        _release(each)
+
+
+def _release(mine: Claim) -> None:
+    if mine.fd < 0:
+        return
+    path = mine.directory / LOCK_FILE
+    with suppress(OSError):  # gone, or read-only by now
+        if _is_at(mine.fd, path):
+            path.unlink()
+    os.close(mine.fd)
+
+
+def _lock(directory: Path, asked: str) -> Claim | Holder:
+    path = directory / LOCK_FILE
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        raise UserError(
+            f"{asked}: the directory {directory} cannot be written ({error.strerror}), and a run "
+            "writes its checkpoints and logs there"
+        ) from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = _read(fd)
+        os.close(fd)
+        return holder
+    except OSError as error:
+        os.close(fd)
+        print(
+            f"hybridtrain: {asked}: the file system there has no locks ({error.strerror}); see to "
+            "it yourself that no other run uses this directory",
+            file=sys.stderr,
+            flush=True,
+        )
+        return Claim(directory, -1, os.getpid())
+    if not _is_at(fd, path):  # whoever held it has just removed it
+        os.close(fd)
+        return Holder()
+    _sign(fd)
+    return Claim(directory, fd, os.getpid())
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _sign(fd: int) -> None:
+    now = datetime.now().astimezone().isoformat(" ", "seconds")
+    said = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
+    with suppress(OSError):  # a full disk: then it is not known who
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, json.dumps(said).encode() + b"\n", 0)
+
+
+def _read(fd: int) -> Holder:
+    try:
+        said: Any = json.loads(os.pread(fd, _MOST_BYTES, 0))
+        return Holder(int(said["pid"]), str(said["host"]), str(said["since"]))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return Holder()
+
+
+def _forked() -> None:
+    """In a process that was forked: a child of the run's own process holds, and others do not."""
+    parent = os.getppid()
+    for each in [x for x in _held if x.pid != parent]:
+        _held.remove(each)
+        with suppress(OSError):
+            os.close(each.fd)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+# ---- before Hydra writes ------------------------------------------------------------------------
+
+
+class Refused(BaseException):
+    """Brings an error past Hydra, which makes warnings of its callbacks' exceptions."""
+
+    def __init__(self, error: UserError) -> None:
+        self.error = error
+
+
+class Claiming(Callback):
+    """Claims the directory of a run, or of a sweep."""
+
+    def on_run_start(self, config: DictConfig, **_: Any) -> None:
+        """Before its configuration is written there."""
+        claim_or_refuse(Path(str(config.hydra.run.dir)), "hydra.run.dir")
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        """Before the first of its jobs."""
+        claim_or_refuse(Path(str(config.hydra.sweep.dir)), "hydra.sweep.dir")
+
+
+def claim_or_refuse(directory: Path, key: str) -> None:
+    """:func:`claim_new`, within Hydra. Raises Refused."""
+    try:
+        claim_new(directory, key)
+    except UserError as error:
+        raise Refused(error) from None
+
+
+def claim_new(directory: Path, key: str) -> None:
+    """Make the directory, if there is none, and claim it.
+
+    Raises:
+        UserError: if it cannot be made or written, or is another run's.
+    """
+    check_directory(directory)
+    asked = f"{key}={directory}"
+    claim(directory, asked, "end that run first, wait, or choose another directory")

@@ -1,0 +1,125 @@
+"""The command ``hybridtrain``: Hydra around one run, or around the jobs of a sweep.
+
+torch and Lightning are imported when a run begins and not before, so that ``--help``, completion
+and the complaint about a mistyped option come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import hydra
+from omegaconf import DictConfig
+
+from hybridtrain.cli import claim, hydra_config
+from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
+from hybridtrain.cli.quiet import hush
+from hybridtrain.cli.resume import resume_arguments
+from hybridtrain.cli.sweep import job_launcher, job_process
+from hybridtrain.errors import UserError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process' own) and return its exit status."""
+    job_process.remember_environment()
+    hush()
+    job_launcher.ROWS.clear()
+    _hear_interrupts()
+    overrides: list[str] = []
+    outcome = guarded(
+        lambda: _command(sys.argv[1:] if argv is None else argv, overrides), overrides
+    )
+    if job_launcher.ROWS:
+        outcome = _end_of_sweep(outcome)
+    claim.release_all()
+    job_process.report(outcome)
+    return outcome.exit
+
+
+def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
+    """Run one command line; ``overrides`` is filled in, for whoever has to explain an error."""
+    if not {"", str(Path.cwd())}.intersection(sys.path):
+        sys.path.insert(0, str(Path.cwd()))  # the console script: a user's module lies here
+    flags, found = _split(list(argv))
+    overrides[:] = found
+    found = resume_arguments.expanded(found, bool({"-m", "--multirun"} & set(flags)))
+    overrides[:] = found
+    job_process.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]
+    return _hydra_main([*flags, *found])
+
+
+def _split(argv: list[str]) -> tuple[list[str], list[str]]:
+    """Separate flags from overrides, and complete the latter (a user's own module, say)."""
+    from hydra._internal.utils import get_args_parser
+
+    known, rest = get_args_parser().parse_known_args(argv)
+    if any(x in ("-sc", "--shell-completion", "--shell_completion") for x in argv):
+        return argv, []
+    if unknown := [x for x in rest if x.startswith("-")]:
+        raise UserError(f"there is no option {unknown[0]}; --help lists what there is")
+    found = {*known.overrides, *(x for x in rest if not x.startswith("-"))}  # flags may come last
+    overrides = [x for x in argv if x in found]
+    return [x for x in argv if x not in found], hydra_config.complete_overrides(overrides)
+
+
+def _hydra_main(argv: list[str]) -> CommandOutcome:
+    """Let Hydra compose the configuration and call us back, once or through the launcher."""
+    results: list[CommandOutcome] = []
+
+    def task(cfg: DictConfig) -> CommandOutcome:
+        claim.claim_or_refuse(
+            Path(cfg.run_dir), "hydra.run.dir"
+        )  # if Hydra's callbacks are left out
+        from hybridtrain.cli.run import execute
+
+        results.append(execute(cfg))
+        return results[-1]
+
+    hydra_config.register()
+    job_launcher.register()
+    saved, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [saved[0], *argv]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing; we print
+    try:
+        hydra.main(
+            str(hydra_config.conf_dir()), hydra_config.CONFIG_NAME, hydra_config.VERSION_BASE
+        )(task)()
+    except claim.Refused as refused:
+        raise refused.error from None
+    finally:
+        sys.argv = saved
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full
+    return results[-1] if results else CommandOutcome()
+
+
+def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
+    from hybridtrain.cli.sweep.sweep_page import leave_page
+
+    print("\n" + job_launcher.table(job_launcher.ROWS), flush=True)
+    if (page := leave_page(job_launcher.ROWS, job_launcher.DIRECTORY[0])) is not None:
+        print(f"\nside by side: {page}", flush=True)
+    failed = [row for row in job_launcher.ROWS if row.outcome.exit != 0]
+    if outcome.exit == 0 and failed:
+        return CommandOutcome(
+            exit=FAILED, error=f"{len(failed)} of {len(job_launcher.ROWS)} jobs failed"
+        )
+    return outcome
+
+
+def _hear_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt even where the shell that started us ignores it.
+
+    A script's background job inherits "ignore"; torch's workers, told to end by SIGINT, would then
+    outlive their parent.
+    """
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+    except ValueError:
+        pass  # not in the main thread: whoever embeds us has the say

@@ -1,0 +1,67 @@
+"""How a command ended: an exit status, a metric, an error a person can read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridtrain.cli.explain import explain
+
+FAILED, BAD_INPUT = 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class CommandOutcome:
+    """What one run, or one whole command, came to."""
+
+    exit: int = 0
+    metric: float | None = None
+    error: str | None = None
+    directory: str | None = None
+
+
+def interrupted(signum: int) -> CommandOutcome:
+    """The outcome of a run ended by a signal, with the shell's exit status for it."""
+    return CommandOutcome(exit=128 + signum, error=f"ended by {signal.Signals(signum).name}")
+
+
+def guarded(action: Callable[[], CommandOutcome], overrides: list[str]) -> CommandOutcome:
+    """Run ``action`` and turn whatever it raises into an outcome.
+
+    Bad input becomes one line on stderr and status 2, a signal 128 + its number, anything else its
+    traceback and status 1. ``overrides`` serve to explain what Hydra refused.
+    """
+    try:
+        return action()
+    except KeyboardInterrupt:
+        return interrupted(signal.SIGINT)
+    except SystemExit as stop:
+        return CommandOutcome(exit=exit_code(stop))
+    except BrokenPipeError:  # the reader of our output went away, as in `... --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return interrupted(signal.SIGPIPE)
+    except Exception as error:
+        return _failure(error, overrides)
+
+
+def _failure(error: Exception, overrides: list[str]) -> CommandOutcome:
+    line = explain(error, overrides)
+    if line is None or os.environ.get("HYBRIDTRAIN_DEBUG") == "1":
+        traceback.print_exc()
+    if line is None:
+        return CommandOutcome(
+            exit=FAILED, error=" ".join(f"{type(error).__name__}: {error}".split())
+        )
+    print(f"hybridtrain: {line}", file=sys.stderr)
+    return CommandOutcome(exit=BAD_INPUT, error=line)
+
+
+def exit_code(stop: SystemExit) -> int:
+    """The process status a SystemExit stands for."""
+    if stop.code is None:
+        return 0
+    return stop.code if isinstance(stop.code, int) else FAILED

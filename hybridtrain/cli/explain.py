@@ -1,0 +1,211 @@
+"""One readable line for what a user typed wrong.
+
+Hydra's own messages span several lines and speak of structs, defaults lists and packages. Here the
+command line is read again, one override at a time, until the one at fault is found; then its valid
+alternatives and the closest of them are named.
+"""
+
+from __future__ import annotations
+
+import difflib
+import traceback
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, InstantiationException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from hybridtrain.cli import hydra_config
+from hybridtrain.errors import UserError
+
+EXTRAS = {
+    "soundfile": "speech",
+    "soxr": "speech",
+    "jiwer": "speech",
+    "flashlight": "lm",
+    "espeakng_loader": "synth",
+    "sklearn": "vision",
+    "matplotlib": "report",
+}
+
+
+def explain(error: BaseException, overrides: Sequence[str]) -> str | None:
+    """The line for ``error``, or None when it is no mistake of the user's."""
+    for cause in _chain(error):
+        if isinstance(cause, UserError):
+            return one_line(cause)
+        if isinstance(cause, ModuleNotFoundError) and (line := _missing_extra(cause)):
+            return line
+    if type(error).__name__ == "MisconfigurationException":  # Lightning's, named to stay unimported
+        return one_line(error)
+    if isinstance(error, InstantiationException):
+        return None
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return find_fault(overrides) or one_line(error).split(" Config search path:")[0]
+    if isinstance(error, OSError) and _in_hydra(error):
+        return (
+            f"the run directory {error.filename} cannot be written ({error.strerror}); "
+            "choose another with hydra.run.dir=DIR"
+        )
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterable[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+def _in_hydra(error: BaseException) -> bool:
+    """Whether Hydra raised this while it prepared the run, before any code of ours began."""
+    names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    return bool({"run_job", "multirun"} & set(names)) and "execute" not in names
+
+
+def one_line(error: BaseException) -> str:
+    """The message of ``error`` without its line breaks."""
+    return " ".join(str(error).split())
+
+
+def _missing_extra(error: ModuleNotFoundError) -> str | None:
+    name = (error.name or "").split(".")[0]
+    if name not in EXTRAS:
+        return None
+    return f"this needs the package {name}: pip install 'hybridtrain[{EXTRAS[name]}]'"
+
+
+def find_fault(overrides: Sequence[str]) -> str | None:
+    """Say what is wrong with the first faulty override, or None when each alone is fine."""
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            parsed += hydra_config.parse([text])
+        except HydraException:
+            return f"cannot read {text!r}: write key=value, for example trainer.devices=4"
+    choices = hydra_config.groups()
+    for item in parsed:
+        if item.key_or_group in choices and (line := _group_fault(item, choices)):
+            return line
+    base = base_config(parsed)
+    for item in parsed:
+        if line := _key_fault(item, base, choices):
+            return _other_choice(item, parsed, choices) or line
+    return None
+
+
+def values(item: Override) -> list[str]:
+    """The value of an override as text; all of them for a sweep."""
+    if item.is_sweep_override():
+        if item.is_choice_sweep():
+            return [str(x) for x in item.sweep_string_iterator()]
+        return []
+    return [item.get_value_element_as_str()]
+
+
+def base_config(parsed: Sequence[Override]) -> DictConfig:
+    """The configuration with the choices of groups made and no single value changed."""
+    return hydra_config.compose_config(_chosen(parsed))
+
+
+def _chosen(parsed: Sequence[Override]) -> list[str]:
+    known = hydra_config.groups()
+    chosen = {x.key_or_group: values(x)[0] for x in parsed if x.key_or_group in known and values(x)}
+    return [f"{group}={name}" for group, name in chosen.items()]
+
+
+def _group_fault(item: Override, choices: dict[str, list[str]]) -> str | None:
+    group = item.key_or_group
+    for value in values(item):
+        if value not in choices[group] and value != "null" and "[" not in value:
+            return (
+                f"{group}={value}: there is no {group} {value!r}{closest(value, choices[group])} "
+                f"Choose one of {', '.join(choices[group])}."
+            )
+    return None
+
+
+def _key_fault(item: Override, base: DictConfig, choices: dict[str, list[str]]) -> str | None:
+    key = item.key_or_group
+    if item.is_add() or item.is_force_add() or key in choices or key.startswith("hydra"):
+        return None
+    if special := _SPECIAL.get(key):
+        return f"{key}: {special}"
+    *parents, leaf = key.split(".")
+    node, above = _deepest(base, parents)
+    wanted = [*parents, leaf][len(above)]
+    if not isinstance(node, DictConfig):
+        return f"{key}: {'.'.join(above)} is a single value and has no key {wanted!r}"
+    if wanted in node:
+        return None
+    names = [str(x) for x in node if not str(x).startswith("_")] + ([] if above else list(choices))
+    where = f"in {'.'.join(above)}" if above else "at the top"
+    hint = closest(wanted, names)
+    hint = (_elsewhere(base, leaf) or hint) if hint == "." else hint
+    valid = ", ".join(sorted(set(names)))
+    known = f"Valid are {valid}." if valid else "There are none."
+    return f"{key}: there is no key {wanted!r} {where}{hint} {known}"
+
+
+def _other_choice(
+    item: Override, parsed: Sequence[Override], choices: dict[str, list[str]]
+) -> str | None:
+    """What to say of a key that other choices of its group have: ``k``, but not of ``hybrid``."""
+    group, _, path = item.key_or_group.partition(".")
+    others = [name for name in choices.get(group, ()) if path and _has(group, name, path)]
+    if not others:
+        return None
+    composed = hydra_config.compose_config(_chosen(parsed), with_hydra=True)
+    now = composed.hydra.runtime.choices[group]
+    text = f"{item.key_or_group}={','.join(values(item))}"
+    return (
+        f"{text}: {group}={now} takes no {path}; {', '.join(others)} "
+        f"{'do' if others[1:] else 'does'}, as in {group}={others[0]} {text}"
+    )
+
+
+def _has(group: str, name: str, path: str) -> bool:
+    """Whether the file of this choice has the key."""
+    node: Any = OmegaConf.load(hydra_config.conf_dir() / group / f"{name}.yaml")
+    for part in path.split("."):
+        if not isinstance(node, DictConfig) or part not in node:
+            return False
+        node = node._get_node(part)
+    return True
+
+
+_SPECIAL = {
+    "trainer.strategy": "the strategy is a group of its own; write strategy=hybrid, async or ddp",
+    "trainer.logger": "loggers are a group of their own; write logger=tensorboard, csv or none",
+    "trainer.callbacks": "callbacks are a group of their own; write callbacks.NAME.KEY=…",
+}
+
+
+def _deepest(node: Any, path: Sequence[str]) -> tuple[Any, list[str]]:
+    """Follow ``path`` as far as it exists: the node there, and the part of the path it took."""
+    above: list[str] = []
+    for name in path:
+        if not isinstance(node, DictConfig) or name not in node:
+            break
+        if OmegaConf.is_missing(node, name) or OmegaConf.is_interpolation(node, name):
+            child: Any = OmegaConf.select(node, name, throw_on_missing=False)
+        else:
+            child = node._get_node(name)
+        node, above = child, [*above, name]
+    return node, above
+
+
+def closest(word: str, names: Iterable[str]) -> str:
+    """The end of a sentence that says ``word`` is unknown: a full stop, or a better word."""
+    found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else "."
+
+
+def _elsewhere(base: DictConfig, leaf: str) -> str:
+    """A hint for a key typed without its group, such as ``devices`` for ``trainer.devices``."""
+    for group in ("trainer", "optimizer", "strategy", "model", "data", "task"):
+        node = base.get(group)
+        if isinstance(node, DictConfig) and leaf in node:
+            return f"; did you mean {group}.{leaf}?"
+    return ""

@@ -1,0 +1,135 @@
+"""``strategy=ddp``: Lightning's own DDP, with a start method that fits the machine.
+
+And with an end: where Lightning leaves its ranks to themselves when the process that has started
+them is killed, so that they train on for as long as they find data, here they end with it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.util import get_temp_dir
+from typing import Any, Literal, cast
+
+import torch
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies.launchers import (
+    _MultiProcessingLauncher,
+    _SubprocessScriptLauncher,
+)
+
+from hybridtrain.cli.sweep.job_process import PARENT
+from hybridtrain.errors import UserError
+from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
+
+START_METHODS = ("auto", "fork", "spawn", "popen")
+StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+
+
+def lightning_ddp(
+    start_method: str = "auto",
+    process_group_backend: str | None = None,
+    find_unused_parameters: bool = False,
+    **options: Any,
+) -> DDPStrategy:
+    """Lightning's DDPStrategy, which takes the remaining ``options`` too.
+
+    ``auto`` forks the ranks where there is no CUDA device: they share what is imported, start in a
+    moment and never see the command line. A forked process cannot use CUDA once its parent has, so
+    there each rank is the command run again (Lightning's ``popen``).
+    """
+    if start_method not in START_METHODS:
+        raise UserError(
+            f"strategy.start_method={start_method}: choose one of {', '.join(START_METHODS)}"
+        )
+    if start_method == "auto":
+        start_method = "popen" if torch.cuda.is_available() else "fork"
+    return BoundDDP(
+        start_method=cast(StartMethod, start_method),
+        process_group_backend=process_group_backend,
+        find_unused_parameters=find_unused_parameters,
+        **options,
+    )
+
+
+class BoundDDP(DDPStrategy):
+    """Lightning's, whose ranks end with the process that has started them.
+
+    ``alone``: that process is a rank itself and has been interrupted; the others wait for it where
+    no signal reaches them, so it saves what it has without them.
+    """
+
+    alone = False
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not self.alone:
+            super().barrier(*args, **kwargs)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self.alone else super().broadcast(obj, src)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        return tensor if self.alone else super().reduce(tensor, *args, **kwargs)
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if self._start_method == "popen":
+            environment, n_ranks = self.cluster_environment, self.num_processes
+            self._launcher = _Commands(environment, n_ranks, self.num_nodes)
+            self._launcher.strategy = self
+        else:
+            self._launcher = _Ranks(self, start_method=self._start_method)
+
+
+class _Ranks(_MultiProcessingLauncher):
+    """Ranks that are forked or spawned."""
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning does it; torch's files for pickled exceptions are where no one else is."""
+        with _temporary_files_aside():
+            return super().launch(*args, **kwargs)
+
+    def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
+        parent = multiprocessing.parent_process()
+        die_with_parent(None if parent is None else parent.pid)
+        bind_loaders()
+        tempfile.tempdir = None  # the user's files are put where they always are
+        super()._wrapping_function(*args, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
+        with _temporary_files_aside():  # Lightning removes its file, and not the folder made for it
+            return super()._collect_rank_zero_results(trainer, results)
+
+
+@contextmanager
+def _temporary_files_aside() -> Iterator[None]:
+    """Temporary files are made where those of ``multiprocessing`` are, which goes away."""
+    former, tempfile.tempdir = tempfile.tempdir, get_temp_dir()
+    try:
+        yield
+    finally:
+        tempfile.tempdir = former
+
+
+class _Commands(_SubprocessScriptLauncher):
+    """Ranks that are this command, run again: it looks for its parent (``jobs.adopt``)."""
+
+    strategy: BoundDDP
+
+    def launch(self, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning does it; this process is a rank, and may be interrupted."""
+        try:
+            return super().launch(*args, **kwargs)
+        except (KeyboardInterrupt, SystemExit):
+            self.strategy.alone = True
+            raise
+
+    def _call_children_scripts(self) -> None:
+        os.environ[PARENT] = str(os.getpid())
+        try:
+            super()._call_children_scripts()
+        finally:
+            del os.environ[PARENT]

@@ -1,0 +1,1 @@
+"""Repeating a run of the command line from its record."""

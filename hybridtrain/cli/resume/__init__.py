@@ -1,0 +1,1 @@
+"""``resume=...``: finding an earlier run and continuing it."""

@@ -1,0 +1,266 @@
+"""One run: build what the configuration names, train it, test the best checkpoint, sum up."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning.callbacks import (
+    Callback,
+    Checkpoint,
+    LearningRateMonitor,
+    ProgressBar,
+)
+from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from hybridtrain.cli.best_checkpoint import best_checkpoint, metrics_of
+from hybridtrain.cli.ending import mapping_signals, no_process_left, terminating
+from hybridtrain.cli.evaluate import Subject, evaluate, has_test
+from hybridtrain.cli.exit_status import BAD_INPUT, FAILED, CommandOutcome, guarded
+from hybridtrain.cli.quiet import hush_lightning
+from hybridtrain.cli.replay.record_header import describe_run, seed_all
+from hybridtrain.cli.resume.continued_logs import go_on
+from hybridtrain.cli.resume.kept_runs import newest
+from hybridtrain.cli.run_directory import begin, keeping_whole, unsaved, writable
+from hybridtrain.cli.sweep import job_process
+from hybridtrain.cli.telemetry import summary
+from hybridtrain.cli.telemetry.monitor import RunMonitor
+from hybridtrain.cli.telemetry.run_stats import up_to_date
+from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
+from hybridtrain.cli.validation.config_checks import check_config
+from hybridtrain.cli.validation.host_checks import check_directory, check_machine
+from hybridtrain.cli.validation.target_checks import check_targets
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.step_profiler import StepProfiler
+from hybridtrain.worlds.local.cleanup import vanishing_sockets
+from hybridtrain.worlds.local.parent_death import bind_loaders
+
+
+@dataclass(slots=True)
+class Parts:
+    """What the configuration was made into."""
+
+    module: pl.LightningModule
+    data: pl.LightningDataModule | None
+    trainer: pl.Trainer
+    loggers: list[Logger]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def execute(cfg: DictConfig) -> CommandOutcome:
+    """Run ``cfg`` to its end, whatever that is; print the summary, leave ``summary.json``."""
+    job_process.adopt()
+    bind_loaders()
+    hush_lightning()
+    began = time.perf_counter()
+    overrides = [str(x) for x in HydraConfig.get().overrides.task]
+    box: list[Parts] = []
+
+    def body() -> CommandOutcome:
+        parts = build(cfg, overrides)
+        box.append(parts)
+        begin(cfg)
+        _train_and_test(cfg, parts)
+        return _outcome(cfg, parts)
+
+    def strategy() -> Any:
+        return box[0].trainer.strategy if box else None
+
+    with terminating(), no_process_left(), vanishing_sockets():
+        outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
+    if box:
+        outcome = _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
+    return replace(outcome, directory=summary.short(cfg.run_dir))
+
+
+def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) -> Parts:
+    """Check the configuration, then instantiate it. Raises UserError.
+
+    ``drawn_seed``: what was drawn where ``seed`` is null, to draw it again.
+    """
+    check_config(cfg, overrides)
+    check_machine(cfg)
+    check_directory(Path(cfg.run_dir))
+    check_targets(cfg)
+    drawn_seed = seed_all(cfg.seed, drawn_seed)
+    _try_optimizer(cfg)
+    module = instantiate(cfg.model, _convert_="all")
+    _must_be(module, pl.LightningModule, "model", cfg.model)
+    data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
+    if data is not None:
+        _must_be(data, pl.LightningDataModule, "data", cfg.data)
+    step = 0 if cfg.ckpt is None else check_checkpoint(Path(cfg.ckpt), module)
+    loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
+    callbacks = _callbacks(cfg, loggers)
+    if cfg.get("resume") is not None:
+        loggers = go_on(loggers, callbacks, step)
+    trainer = _trainer(cfg, callbacks, loggers)
+    if cfg.get("profile"):
+        vars(trainer)["profiler"] = _profiler(cfg)
+    describe_run(cfg, trainer, drawn_seed)
+    return Parts(module, data, trainer, loggers)
+
+
+def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) -> pl.Trainer:
+    strategy = instantiate(cfg.strategy, _convert_="all")
+    make = instantiate(cfg.trainer, _partial_=True, _convert_="all")
+    try:
+        trainer: pl.Trainer = make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
+    except UserError:
+        raise
+    except Exception as error:  # TypeError, ValueError, Misconfiguration ...: it has no one type
+        raise UserError(f"trainer: Lightning refused its options: {error}") from error
+    return trainer
+
+
+def _profiler(cfg: DictConfig) -> StepProfiler:
+    """Of ``profile=true``."""
+    if cfg.trainer.profiler is not None:
+        raise UserError(
+            f"profile=true was given together with trainer.profiler={cfg.trainer.profiler}; a "
+            "trainer has one profiler: leave one of them out"
+        )
+    return StepProfiler(cfg.run_dir)
+
+
+def _try_optimizer(cfg: DictConfig) -> None:
+    """Let the optimizer judge its options on a parameter nobody needs."""
+    if not cfg.optimizer.get("_partial_"):
+        return
+    try:
+        instantiate(cfg.optimizer, _convert_="all")([torch.zeros(1, requires_grad=True)])
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"optimizer: {cfg.optimizer._target_} refused its options: {error}"
+        ) from error
+
+
+def _must_be(thing: Any, kind: type, key: str, node: DictConfig) -> None:
+    if not isinstance(thing, kind):
+        raise UserError(f"{key}._target_={node['_target_']} is no {kind.__name__}")
+
+
+def _named(group: DictConfig | None) -> list[DictConfig]:
+    """The members of a group of named parts; those set to null are left out."""
+    return [x for x in (group or {}).values() if x is not None and x.get("_target_")]
+
+
+def _callbacks(cfg: DictConfig, loggers: list[Logger]) -> list[Callback]:
+    """The callbacks, without those that the trainer's own switches turn off."""
+    found: list[Callback] = [instantiate(x, _convert_="all") for x in _named(cfg.callbacks)]
+    off: list[type[Callback]] = []
+    if cfg.trainer.enable_progress_bar is False or cfg.trainer.barebones:
+        off.append(ProgressBar)
+    if cfg.trainer.enable_checkpointing is False or cfg.trainer.barebones:
+        off.append(Checkpoint)
+    if not loggers:
+        off.append(LearningRateMonitor)
+    for callback in found:
+        if isinstance(callback, RunMonitor):
+            callback.hparams = _hparams(cfg)
+    return [x for x in found if not isinstance(x, tuple(off))]
+
+
+def _hparams(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as TensorBoard's table of hyper-parameters takes it."""
+    content: Any = OmegaConf.to_container(cfg, resolve=True)
+    return {k: v for k, v in content.items() if k not in ("callbacks", "logger", "run_dir")}
+
+
+def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
+    """Fit, then test; the metrics of both end in ``parts.metrics``."""
+    trainer, module, data = parts.trainer, parts.module, parts.data
+    ckpt = cfg.ckpt
+    if not cfg.test_only:
+        with keeping_whole(trainer):
+            trainer.fit(
+                module, datamodule=data, ckpt_path=ckpt, weights_only=True if ckpt else None
+            )
+        parts.metrics |= metrics_of(trainer)
+        ckpt = best_checkpoint(trainer)
+    if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
+        loggers = [] if unsaved(trainer) else writable(_quiet_csv(parts.loggers))
+        parts.metrics |= evaluate(cfg, trainer, Subject(module, data, ckpt), loggers)
+
+
+def _quiet_csv(loggers: list[Logger]) -> list[Logger]:
+    """The loggers for testing: a CSV logger opened a second time would delete what it wrote."""
+    return [
+        CSVLogger(x.root_dir, name="", version="test") if isinstance(x, CSVLogger) else x
+        for x in loggers
+    ]
+
+
+def _outcome(cfg: DictConfig, parts: Parts) -> CommandOutcome:
+    metric, lost = _metric(cfg, parts.metrics), unsaved(parts.trainer)
+    if not lost:
+        return CommandOutcome(metric=metric)
+    name, reason = next(iter(lost.items()))
+    error = f"trained to the end, but {len(lost)} checkpoints are missing, {name} ({reason})"
+    return CommandOutcome(exit=FAILED, metric=metric, error=error)
+
+
+def _metric(cfg: DictConfig, metrics: dict[str, float]) -> float | None:
+    name = cfg.task.metric
+    untested = not cfg.test and name not in metrics  # as one has wished
+    if name is None or cfg.trainer.fast_dev_run or untested:
+        return None
+    if name not in metrics:
+        raise UserError(
+            f"task.metric={name}: the run logged no such metric; it logged "
+            f"{', '.join(sorted(metrics)) or 'none'}"
+        )
+    return metrics[name]
+
+
+def _sum_up(
+    cfg: DictConfig, parts: Parts, outcome: CommandOutcome, wall_s: float
+) -> CommandOutcome:
+    """Write ``summary.json`` and print the summary, on the first rank only; how it ended then."""
+    trainer, directory = parts.trainer, Path(cfg.run_dir)
+    if not trainer.is_global_zero:
+        return outcome
+    result = summary.Summary(
+        strategy=str(HydraConfig.get().runtime.choices.get("strategy")),
+        workers=trainer.world_size,
+        device=_device(trainer),
+        wall_s=round(wall_s, 3),
+        started=(datetime.now().astimezone() - timedelta(seconds=wall_s)).isoformat(" ", "seconds"),
+        checkpoint=_checkpoint(cfg, trainer, outcome),
+        exit=outcome.exit,
+        error=outcome.error,
+    )
+    if (stats := up_to_date(summary.left_stats(directory), trainer)) is not None:
+        result.take(stats)
+    result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
+    result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt or "")
+    summary.write(result, directory)
+    outcome = replace(outcome, exit=result.exit, error=result.error)
+    if outcome.exit == BAD_INPUT and not result.updates:
+        return outcome  # the line that says what to do is all there is to say
+    tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
+    print("\n".join(summary.lines(result, directory, tensorboard)), flush=True)
+    return outcome
+
+
+def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: CommandOutcome) -> str | None:
+    """The best checkpoint; of a run that was cut short, the newest, to go on from."""
+    if cfg.test_only:
+        return str(cfg.ckpt)
+    best = best_checkpoint(trainer) if outcome.exit == 0 else None
+    path = best or newest([Path(cfg.run_dir) / "checkpoints"])
+    return None if path is None else str(path)
+
+
+def _device(trainer: pl.Trainer) -> str:
+    if type(trainer.accelerator).__name__ != "CUDAAccelerator":
+        return "cpu"
+    return torch.cuda.get_device_name(0)

@@ -1,0 +1,1 @@
+"""``--multirun``: a process and a directory for each job."""

@@ -1,0 +1,189 @@
+"""A Hydra launcher that gives every job of a sweep a process and a directory of its own.
+
+Lightning's DDP, started inside a Hydra sweep, re-runs the whole command line in its children,
+leaves its process group and its environment variables to the next job, and then trains silently
+on fewer processes than asked for. Here a job is a child process that ends with the job: forked
+where no GPU is present (0.1 s), a fresh interpreter where one is (a forked process cannot use CUDA
+once the parent has looked at it). The children never sweep, and no worker re-enters Hydra.
+
+A job that fails is reported and the sweep goes on; the command's exit status tells at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.validation.config_checks import check_config
+from hybridtrain.cli.validation.host_checks import check_directory, check_machine
+from hybridtrain.errors import UserError
+
+START_METHODS = ("auto", "fork", "popen")
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """One line of the table at the end of a sweep."""
+
+    number: int
+    overrides: list[str]
+    outcome: CommandOutcome
+    folder: Path | None = None  # of the job
+
+
+ROWS: list[JobRow] = []  # the jobs of this process' sweep, for the command line to report
+DIRECTORY: list[Path] = []  # of that sweep
+
+
+class ProcessLauncher(Launcher):
+    """Runs jobs one after another, each in a process of its own.
+
+    Args:
+        start_method: ``auto``, ``fork`` or ``popen``.
+    """
+
+    def __init__(self, start_method: str = "auto") -> None:
+        self.start_method = start_method
+
+    def setup(
+        self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
+    ) -> None:
+        """Called by Hydra before the first launch."""
+        self.hydra_context = hydra_context
+        self.task_function = task_function
+        self.config = config
+
+    def launch(
+        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
+    ) -> Sequence[JobReturn]:
+        """Check every job, then run them in order. Raises UserError before any has started."""
+        setup_globals()
+        configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
+        job_process = [
+            self._job(list(overrides), initial_job_idx + i)
+            for i, overrides in enumerate(job_overrides)
+        ]
+        self._check(job_process)
+        directory = Path(str(self.config.hydra.sweep.dir))
+        directory.mkdir(parents=True, exist_ok=True)
+        return [self._run(job, len(job_process) + initial_job_idx) for job in job_process]
+
+    def _job(self, overrides: list[str], number: int) -> DictConfig:
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = f"job_{number}"
+            config.hydra.job.num = number
+        return config
+
+    def _check(self, job_process: Sequence[DictConfig]) -> None:
+        if self.start_method not in START_METHODS:
+            raise UserError(
+                f"hydra.launcher.start_method={self.start_method}: choose one of "
+                f"{', '.join(START_METHODS)}"
+            )
+        for job in job_process:
+            cfg = _without_hydra(job)
+            check_config(cfg, list(job.hydra.overrides.task))
+            check_machine(cfg)
+        check_directory(Path(str(self.config.hydra.sweep.dir)))
+
+    def _run(self, job: DictConfig, total: int) -> JobReturn:
+        from hybridtrain.cli.sweep import job_process
+
+        number = int(job.hydra.job.num)
+        overrides = list(filter_overrides(job.hydra.overrides.task))
+        print(f"--- job {number + 1} of {total}: {' '.join(overrides)}", flush=True)
+        if self._forks():
+            import hybridtrain.cli.run  # noqa: F401  (torch and Lightning, once for all jobs)
+
+            outcome = job_process.run_forked(self.hydra_context, self.task_function, job)
+        else:
+            outcome = job_process.run_fresh(job)
+        directory = Path(str(job.hydra.sweep.dir))
+        ROWS.append(JobRow(number, overrides, outcome, directory / str(job.hydra.sweep.subdir)))
+        DIRECTORY[:] = [directory]
+        if outcome.exit >= 128:
+            raise SystemExit(outcome.exit)
+        return _job_return(job, outcome)
+
+    def _forks(self) -> bool:
+        if self.start_method != "auto":
+            return self.start_method == "fork"
+        return hasattr(os, "fork") and not _gpu_present()
+
+
+def _gpu_present() -> bool:
+    return any(Path(x).exists() for x in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+
+
+def _without_hydra(config: DictConfig) -> DictConfig:
+    cfg: Any = OmegaConf.masked_copy(config, [str(x) for x in config if x != "hydra"])
+    return cfg
+
+
+def _job_return(job: DictConfig, outcome: CommandOutcome) -> JobReturn:
+    """What the sweeper is told. A job that failed has the metric nan: the sweep goes on."""
+    result = JobReturn()
+    result.overrides = list(job.hydra.overrides.task)
+    result.cfg = _without_hydra(job)
+    result.working_dir = str(Path.cwd())
+    result.task_name = str(job.hydra.job.name)
+    result.status = JobStatus.COMPLETED
+    result.return_value = outcome.metric if outcome.exit == 0 else math.nan
+    return result
+
+
+def table(rows: Sequence[JobRow]) -> str:
+    """The jobs of a sweep, the overrides they differ in and what came of them, aligned."""
+    common = set(rows[0].overrides).intersection(*(x.overrides for x in rows))
+    common = common if len(rows) > 1 else set()
+    cells = [["job", "overrides", "metric", "where"]]
+    for row in rows:
+        done = row.outcome
+        if done.exit >= 128:
+            text = done.error or "interrupted"
+        elif done.exit != 0:
+            text = f"failed ({done.exit}): {(done.error or 'no reason given')[:80]}"
+        else:
+            text = "-" if done.metric is None else f"{done.metric:.6g}"
+        own = " ".join(x for x in row.overrides if x not in common)
+        cells.append([str(row.number), own, text, done.directory or "-"])
+    widths = [max(len(line[i]) for line in cells) for i in range(3)]
+    return "\n".join(
+        "  ".join([*(x.ljust(w) for x, w in zip(line, widths, strict=False)), line[3]]).rstrip()
+        for line in cells
+    )
+
+
+def register() -> None:
+    """Let Hydra find what ``hydra/launcher=process`` stands for."""
+    plugins = Plugins.instance()  # which scans hydra_plugins, before we add to it
+    _settle(ProcessLauncher)
+    plugins.register(ProcessLauncher)
+
+
+def _settle(plugin: type) -> None:
+    """Let ``plugin`` live in ``hydra_plugins.hybridtrain``.
+
+    Hydra takes plugins from the package ``hydra_plugins`` alone. A folder of that name in our wheel
+    would be loaded by every Hydra program on the machine; a module made here concerns only ours.
+    """
+    home = types.ModuleType("hydra_plugins.hybridtrain")
+    setattr(home, plugin.__name__, plugin)
+    plugin.__module__ = home.__name__
+    parent = sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
+    parent.hybridtrain = home  # type: ignore[attr-defined]
+    sys.modules[home.__name__] = home

@@ -1,0 +1,150 @@
+"""Progress for people: a live bar on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ProgressBar, RichProgressBar
+
+from hybridtrain.cli.telemetry.run_stats import RunStats
+
+
+def progress_bar(line_every_s: float = 10.0) -> ProgressBar:
+    """The live bar on a terminal, else a line at most every ``line_every_s`` seconds."""
+    return LiveProgress() if sys.stdout.isatty() else PlainProgress(line_every_s)
+
+
+class Rate:
+    """Loss, samples/s and workers of the running training, asked for at most once a second."""
+
+    def __init__(self) -> None:
+        self._asked = float("-inf")
+        self._numbers: dict[str, str] = {}
+        self._loss: torch.Tensor | None = None
+
+    def see(self, outputs: Any) -> None:
+        """Keep the loss of a training step, as a tensor until somebody wants to read it."""
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            self._loss = loss.detach()
+
+    def numbers(self, trainer: pl.Trainer) -> dict[str, str]:
+        """What to show beside the bar."""
+        now = time.monotonic()
+        if now - self._asked >= 1.0 or "loss" not in self._numbers:
+            self._asked = now
+            self._numbers = self._ask(trainer)
+        return dict(self._numbers)
+
+    def _ask(self, trainer: pl.Trainer) -> dict[str, str]:
+        from hybridtrain.cli.telemetry.monitor import RunMonitor
+
+        numbers: dict[str, str] = {}
+        if self._loss is not None:
+            numbers["loss"] = f"{float(self._loss):.4g}"
+        monitor = next((x for x in trainer.callbacks if isinstance(x, RunMonitor)), None)  # type: ignore[attr-defined]
+        if monitor is not None:
+            numbers |= _brief(monitor.stats(trainer))
+        return numbers
+
+
+def _brief(stats: RunStats) -> dict[str, str]:
+    """The few numbers there is room for; those that say nothing are left out."""
+    numbers = {"samples/s": f"{stats['samples_per_s']:.4g}", "workers": str(stats["workers"])}
+    if stats["waiting_share"]:
+        share = sum(stats["waiting_share"]) / len(stats["waiting_share"])
+        numbers["waiting"] = f"{100 * share:.0f} %"
+    if stats["staleness"].get("max"):
+        numbers["stale"] = f"{stats['staleness']['mean']:.1f}"
+    if sum(stats["dropped"]):
+        numbers["dropped"] = str(sum(stats["dropped"]))
+    return numbers
+
+
+class LiveProgress(RichProgressBar):
+    """Lightning's rich bar, with loss, samples/s and the number of workers."""
+
+    def __init__(self) -> None:
+        super().__init__(refresh_rate=2)
+        self._rate = Rate()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Remember the loss, then draw."""
+        self._rate.see(outputs)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Lightning's metrics without the version number, and ours."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return {**metrics, **self._rate.numbers(trainer)}
+
+
+class PlainProgress(ProgressBar):
+    """One line now and then, for logs and pipes.
+
+    Args:
+        line_every_s: the least time between two lines; the last epoch always has one.
+    """
+
+    def __init__(self, line_every_s: float = 10.0) -> None:
+        super().__init__()
+        self.line_every_s = line_every_s
+        self._rate = Rate()
+        self._enabled = True
+        self._last_line = time.monotonic()
+
+    def disable(self) -> None:
+        """Print nothing (Lightning calls it on every rank but the first)."""
+        self._enabled = False
+
+    def enable(self) -> None:
+        """Print again."""
+        self._enabled = True
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Print a line when it is time."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._rate.see(outputs)
+        if time.monotonic() - self._last_line >= self.line_every_s:
+            self._line(trainer, f"batch {batch_idx + 1}/{self.total_train_batches}")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print a line when it is time, and after the last epoch."""
+        last = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
+        if last or time.monotonic() - self._last_line >= self.line_every_s:
+            self._line(trainer, "done")
+
+    def _line(self, trainer: pl.Trainer, what: str) -> None:
+        self._last_line = time.monotonic()
+        if not self._enabled or not trainer.is_global_zero:
+            return
+        total = trainer.max_epochs if trainer.max_epochs not in (None, -1) else "?"
+        parts = [f"epoch {trainer.current_epoch + 1}/{total}", what]
+        parts += [f"{k} {v}" for k, v in self._rate.numbers(trainer).items()]
+        parts += [
+            f"{name} {float(value):.4g}"
+            for name, value in trainer.progress_bar_metrics.items()
+            if isinstance(value, int | float)
+        ]
+        print("  ".join(parts), flush=True)

@@ -1,0 +1,207 @@
+"""What came of a run: a few lines for a person, ``summary.json`` for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hybridtrain.cli.exit_status import FAILED
+from hybridtrain.cli.resume.kept_runs import SUMMARY_FILE
+from hybridtrain.cli.telemetry.monitor import STATS_FILE
+from hybridtrain.cli.telemetry.run_stats import RunStats, Staleness
+from hybridtrain.monitoring.stragglers import Slow, slow_worker
+from hybridtrain.util.files import write_whole
+
+
+@dataclass(slots=True)
+class Summary:
+    """The content of ``summary.json``. ``exit`` is the exit status; 128 + n after signal n."""
+
+    strategy: str
+    workers: int
+    device: str
+    updates: int = 0
+    samples: int = 0
+    samples_per_s: float = 0.0  # of training time, validation and start-up left out
+    effective_batch: float | None = None  # samples per update
+    train_s: float = 0.0  # of training alone
+    wall_s: float = 0.0  # of everything, start-up and test included
+    started: str = ""  # date and time
+    waiting_share: list[float | None] = field(default_factory=list)  # (W,) 0 to 1; None: unknown
+    slow: dict[str, Any] | None = None  # the worker that the others wait for, if one is slow
+    staleness: dict[str, Any] = field(default_factory=dict)  # mean, max, histogram; {}: unknown
+    lead: dict[str, list[int]] = field(default_factory=dict)  # now, max: mini-batches, by worker
+    dropped: list[int] = field(default_factory=list)  # contributions that did not count, by worker
+    left_out: dict[str, list[int]] = field(default_factory=dict)  # fault -> by worker
+    metrics: dict[str, float] = field(default_factory=dict)
+    checkpoint: str | None = None
+    unsaved: dict[str, str] = field(default_factory=dict)  # checkpoints that are missing: reasons
+    resumed: str | None = None  # from this checkpoint, in the same directory; "": there was none
+    exit: int = 0
+    error: str | None = None
+
+    def take(self, stats: RunStats) -> None:
+        """Fill in the numbers a strategy or the monitor has kept."""
+        self.updates = int(stats["updates"])
+        self.samples = round(stats["samples"])
+        self.samples_per_s = round(float(stats["samples_per_s"]), 3)
+        self.workers = int(stats["workers"])
+        known = [round(float(x), 4) for x in stats["waiting_share"]]
+        self.waiting_share = [*known] if known else [None] * self.workers
+        self.train_s = round(float(stats["train_s"]), 3)
+        batch = stats["effective_batch"]
+        self.effective_batch = None if batch is None else round(float(batch), 2)
+        slow = slow_worker(stats, stats["train_s"])
+        self.slow = None if slow is None else _rounded(asdict(slow))
+        self.staleness = _rounded(stats["staleness"])
+        self.lead, self.dropped = dict(stats["lead"]), list(stats["dropped"])
+        self.left_out = dict(stats["left_out"])
+
+
+def _rounded(staleness: Staleness | dict[str, Any]) -> dict[str, Any]:
+    return {k: round(x, 4) if isinstance(x, float) else x for k, x in staleness.items()}
+
+
+def left_stats(directory: Path) -> RunStats | None:
+    """Take up the numbers that the monitor left in the run directory, if it did."""
+    path = directory / STATS_FILE
+    try:
+        stats: RunStats = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    with suppress(OSError):  # it is read-only by now, which what is written next will tell
+        path.unlink(missing_ok=True)
+    return stats
+
+
+def write(summary: Summary, directory: Path) -> None:
+    """Write ``summary.json``; numbers that JSON cannot hold become null.
+
+    Where it cannot be written that is said, and is a failure: programs wait for it.
+    """
+    text = json.dumps(plain(asdict(summary)), indent=2)
+    try:
+        write_whole(directory / SUMMARY_FILE, (text + "\n").encode())
+    except OSError as error:
+        print(f"hybridtrain: no {SUMMARY_FILE} ({error.strerror})", file=sys.stderr, flush=True)
+        summary.exit = summary.exit or FAILED
+        summary.error = summary.error or f"{SUMMARY_FILE} could not be written ({error.strerror})"
+
+
+def plain(value: Any) -> Any:
+    """As JSON can hold it: numbers that are not finite become null."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
+    """The summary as aligned text."""
+    how = {0: "Finished", 130: "Interrupted", 143: "Terminated"}.get(summary.exit, "Failed")
+    workers = f"{summary.workers} worker{'s' * (summary.workers != 1)}"
+    head = (
+        f"{how} after {_duration(summary.wall_s)}: {summary.strategy}, {workers}, {summary.device}"
+    )
+    waiting = ", ".join(f"{100 * x:.1f}" for x in summary.waiting_share if x is not None)
+    rows = [
+        ("updates", f"{summary.updates}"),
+        ("samples", f"{summary.samples}, {summary.samples_per_s:.4g} a second"),
+        ("per update", _effective_batch(summary)),
+        ("waiting", f"{waiting} % of the time, worker by worker" if waiting else ""),
+        ("slow", str(Slow(**summary.slow)) if summary.slow else ""),
+        ("staleness", _staleness(summary)),
+        ("lead", _lead(summary)),
+        ("dropped", _dropped(summary)),
+        ("left out", _left_out(summary)),
+        *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
+        ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
+        ("not saved", "; ".join(f"{short(k)} ({v})" for k, v in summary.unsaved.items())),
+        ("resumed", _resumed(summary)),
+        ("to go on", _go_on(summary, directory)),
+        ("logs", short(directory)),
+    ]
+    if tensorboard:
+        rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(short(directory))}"))
+    width = max(len(name) for name, _ in rows)
+    return [head, *(f"  {name.ljust(width)}  {text}" for name, text in rows if text)]
+
+
+def _resumed(summary: Summary) -> str:
+    if summary.resumed == "":
+        return "from the beginning, there was no whole checkpoint"
+    return "" if summary.resumed is None else f"from {short(summary.resumed)}"
+
+
+def _go_on(summary: Summary, directory: Path) -> str:
+    if summary.exit == 0 or summary.checkpoint is None:
+        return ""
+    return f"python -m hybridtrain resume={shlex.quote(short(directory))}"
+
+
+def _effective_batch(summary: Summary) -> str:
+    batch = summary.effective_batch
+    return "" if batch is None else f"{batch:.4g} samples on average"
+
+
+def _staleness(summary: Summary) -> str:
+    mean, most = summary.staleness.get("mean", 0.0), summary.staleness.get("max", 0)
+    if not most:
+        return ""
+    text = f"{mean:.2f} updates on average, {most:.0f} at most"
+    ages = {int(age): n for age, n in summary.staleness.get("histogram", {}).items()}
+    return f"{text} ({_shares(ages)})" if ages else text
+
+
+def _shares(ages: Mapping[int, int], shown: int = 5) -> str:
+    """``0: 12 %, 1: 70 %, more: 18 %``."""
+    total = sum(ages.values())
+    first = sorted(ages)[:shown]
+    parts = [(str(age), ages[age]) for age in first]
+    if rest := total - sum(ages[age] for age in first):
+        parts.append(("more", rest))
+    percents = ((name, 100 * n / total) for name, n in parts)
+    return ", ".join(f"{name}: {f'{x:.0f}' if x >= 1 else '<1'} %" for name, x in percents)
+
+
+def _lead(summary: Summary) -> str:
+    most = summary.lead.get("max", [])
+    if max(most, default=0) < 2:
+        return ""
+    return f"at most {', '.join(map(str, most))} mini-batches before the slowest, worker by worker"
+
+
+def _dropped(summary: Summary) -> str:
+    if not sum(summary.dropped):
+        return ""
+    total, each = sum(summary.dropped), ", ".join(map(str, summary.dropped))
+    return f"{total} contribution{'s' * (total != 1)} that did not count, worker by worker {each}"
+
+
+def _left_out(summary: Summary) -> str:
+    kinds = {"nonfinite": "not finite", "oom": "out of memory"}
+    return "; ".join(
+        f"{sum(each)} contributions {kinds.get(fault, fault)}, "
+        f"worker by worker {', '.join(map(str, each))}"
+        for fault, each in summary.left_out.items()
+    )
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)} min {rest:.0f} s" if minutes else f"{rest:.1f} s"
+
+
+def short(path: str | Path) -> str:
+    """The path as seen from the working directory, where it lies below it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative

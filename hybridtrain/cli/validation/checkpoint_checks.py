@@ -1,0 +1,90 @@
+"""Is this checkpoint one that the model can go on from? Answered before any process starts.
+
+It is read with ``weights_only=True``: tensors and plain containers are taken, code is not.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.mid_epoch import read_format
+from hybridtrain.util.files import fault_of
+
+
+def check_checkpoint(path: Path, module: pl.LightningModule) -> int:
+    """How many updates are behind the checkpoint; 0: it does not say.
+
+    Raises:
+        UserError: unless ``path`` holds a Lightning checkpoint of ``module``, undamaged.
+    """
+    content = _load(path)
+    if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
+        raise UserError(f"ckpt={path}: this file holds no Lightning checkpoint (no state_dict)")
+    read_format(content)
+    _check_parameters(path, content["state_dict"], module)
+    step = content.get("global_step", 0)
+    return step if isinstance(step, int) else 0
+
+
+def _load(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"ckpt={path}: there is no such file")
+    fault = fault_of(path) if zipfile.is_zipfile(path) else None  # older ones have no checksums
+    if fault is not None:
+        raise UserError(f"ckpt={path}: the file is corrupt: {fault}; choose another, or ckpt=last")
+    try:
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
+    except Exception as error:  # the readers of damaged files raise whatever they stumble over
+        if _is_whole(path):
+            raise UserError(
+                f"ckpt={path}: it contains code or objects besides tensors and plain containers, "
+                f"and loading those would run them ({_unsafe(error)}); it was not loaded"
+            ) from None
+        raise UserError(
+            f"ckpt={path}: the file is corrupt or no checkpoint "
+            f"({type(error).__name__}); choose another"
+        ) from None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+            return archive.testzip() is None and any(x.endswith("data.pkl") for x in names)
+    except (zipfile.BadZipFile, OSError, EOFError):
+        return False
+
+
+def _unsafe(error: Exception) -> str:
+    for line in str(error).splitlines():
+        if "GLOBAL" in line or "Unsupported" in line:
+            return line.strip().removeprefix("WeightsUnpickler error:").strip()[:120]
+    return type(error).__name__
+
+
+def _check_parameters(path: Path, found: Mapping[str, Any], module: pl.LightningModule) -> None:
+    wanted = module.state_dict()
+    if not wanted or not module.strict_loading:
+        return  # built later (configure_model), or asked to be lenient
+    problems = [f"it lacks {x}" for x in wanted if x not in found]
+    problems += [f"it has an unknown {x}" for x in found if x not in wanted]
+    problems += [
+        f"{x} has shape {tuple(found[x].shape)} instead of {tuple(value.shape)}"
+        for x, value in wanted.items()
+        if x in found and isinstance(value, torch.Tensor) and found[x].shape != value.shape
+    ]
+    if problems:
+        more = f", and {len(problems) - 2} more differences" if len(problems) > 2 else ""
+        raise UserError(
+            f"ckpt={path}: this is a checkpoint of another model: {'; '.join(problems[:2])}{more}; "
+            "give the model and task options it was trained with"
+        )

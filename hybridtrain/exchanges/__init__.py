@@ -1,0 +1,20 @@
+"""What workers hand over to the server, and what they take back: gradients, movements, nothing.
+
+Tensors and arithmetic only: no messages, no processes, no Lightning, and no policy's decisions.
+"""
+
+from hybridtrain.exchanges.exchange import Exchange, Local, Offer
+from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
+from hybridtrain.exchanges.requirements import Requirements, combine
+
+__all__ = [
+    "EXCHANGES",
+    "Exchange",
+    "ExchangeSpec",
+    "Local",
+    "Offer",
+    "Requirements",
+    "combine",
+    "exchange_of",
+    "make_exchange",
+]

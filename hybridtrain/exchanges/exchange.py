@@ -1,0 +1,88 @@
+"""The contract of an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+
+# What a worker computes with. "read": the masters, or a copy that every release renews, as the
+# policy allows. "shared": the masters, which it writes to. "own": memory of its own, which its own
+# optimizer moves.
+Parameters = Literal["read", "shared", "own"]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What leaves a worker.
+
+    ``values``: one for each parameter of the optimizer, in its shape, or ``None`` where there is
+    nothing; ``weight``: what it counts for, in samples; ``fetch``: the worker wants the newest
+    masters back (else it only hears that it may go on).
+    """
+
+    values: Sequence[torch.Tensor | None]
+    weight: float
+    fetch: bool = True
+
+
+class Local(Protocol):
+    """What an exchange sees of one worker, for one of its optimizers; lists are in one order."""
+
+    parameters: list[torch.Tensor]  # the worker's own
+    masters: list[torch.Tensor]  # as this worker has read them last; not to be written to
+
+    @property
+    def gradients(self) -> Sequence[torch.Tensor | None]:
+        """Of the mini-batches since the last step."""
+        ...
+
+    @property
+    def samples(self) -> float:
+        """Behind these gradients."""
+        ...
+
+    def step(self) -> None:
+        """The user's optimizer steps the worker's own parameters."""
+        ...
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """What a worker does at the steps of one optimizer. Each worker has one of its own.
+
+    Only for ``parameters = "own"`` the methods are called. Where workers hand their gradients over
+    (``"read"``) or write to the masters (``"shared"``) there is nothing to decide.
+
+    ``update``: how the masters move, unless the user says (``strategy.update``): the user's own
+    optimizer (``"user"``), or the mean of what was handed over is subtracted (``"mean"``).
+    """
+
+    parameters: ClassVar[Parameters]
+    update: ClassVar[str]
+
+    @property
+    def steps(self) -> int:
+        """A worker's own steps behind an offer, as a rule."""
+        ...
+
+    def step(self, local: Local) -> Offer | None:
+        """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""
+        ...
+
+    def skip(self, local: Local) -> Offer | None:
+        """The others make a step for which this worker has no data."""
+        ...
+
+    def take(self, local: Local, newest: list[torch.Tensor]) -> None:
+        """The server has let the worker go on, from these masters."""
+        ...
+
+    def flush(self, local: Local) -> Offer | None:
+        """The workers meet (a validation, the end of an epoch): what is left is handed over.
+
+        ``None``: there has been no step since the last offer.
+        """
+        ...

@@ -1,0 +1,37 @@
+"""Exchanges by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+from hybridtrain.exchanges.accumulated import Accumulated
+from hybridtrain.exchanges.exchange import Exchange
+from hybridtrain.exchanges.gradient import Gradient, InPlace
+from hybridtrain.exchanges.movement import Movement
+from hybridtrain.policies import Policy
+from hybridtrain.util.named_choice import choose
+
+ExchangeSpec = str | Mapping[str, Any] | Exchange | None  # a name, {"name": ...}, an object
+
+EXCHANGES: dict[str, Callable[..., Exchange]] = {
+    "gradient": Gradient,
+    "in_place": InPlace,
+    "movement": Movement,
+    "accumulated": Accumulated,
+}
+
+
+def make_exchange(given: ExchangeSpec) -> Exchange:
+    """An exchange from its name, its name and parameters, or a copy of the object itself.
+
+    Raises:
+        UserError: if the name is not known, or the parameters make no sense.
+    """
+    return deepcopy(choose("exchange", given, EXCHANGES, Exchange))  # type: ignore[type-abstract]
+
+
+def exchange_of(policy: Policy, given: ExchangeSpec = None) -> Exchange:
+    """The one that was given, or else what goes with the policy."""
+    return make_exchange(getattr(policy, "exchange", "gradient") if given is None else given)

@@ -1,0 +1,52 @@
+"""Local SGD: each worker trains on its own for some steps, then all take the mean.
+
+Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019 (arXiv:1805.09767), algorithm
+1; McMahan et al., AISTATS 2017 (arXiv:1602.05629), who weigh by samples, as here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+
+from hybridtrain.exchanges.exchange import Local, Offer, Parameters
+from hybridtrain.util.named_choice import positive
+
+
+@dataclass
+class Movement:
+    """Every ``every`` steps a worker hands over how far it has moved from the masters."""
+
+    every: int = 8
+    parameters: ClassVar[Parameters] = "own"
+    update: ClassVar[str] = "mean"
+    _steps: int = field(default=0, init=False, repr=False)
+    _samples: float = field(default=0.0, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        positive("exchange.every", self.every)
+
+    @property
+    def steps(self) -> int:
+        return self.every
+
+    def step(self, local: Local) -> Offer | None:
+        local.step()
+        self._samples += local.samples
+        return self.skip(local)
+
+    def skip(self, local: Local) -> Offer | None:
+        self._steps += 1
+        return self.flush(local) if self._steps == self.every else None
+
+    def take(self, local: Local, newest: list[torch.Tensor]) -> None:
+        torch._foreach_copy_(local.parameters, newest)
+
+    def flush(self, local: Local) -> Offer | None:
+        if not self._steps:
+            return None
+        moved = torch._foreach_sub(local.masters, local.parameters)
+        samples, self._steps, self._samples = self._samples, 0, 0.0
+        return Offer(moved, samples)

@@ -1,0 +1,108 @@
+"""What a policy and an exchange together rely on, each need with a name of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges.exchange import Exchange
+from hybridtrain.policies import Needs, Policy
+
+Place = Literal["masters", "copy", "own", "shared"]
+Data = Literal["shares", "queue", "dealt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """What the rest of the system may rely on, and has to provide.
+
+    ``whole_rounds``: nobody computes while an update is applied, and all workers step equally
+    often. ``parameters``: workers compute with the ``"masters"``, which they only read; with a
+    ``"copy"`` that every release renews; with their ``"own"``, which their own optimizers move; or
+    with ``"shared"`` masters, which they write to. ``data``: fixed ``"shares"`` of every epoch,
+    one shared ``"queue"``, or mini-batches ``"dealt"`` in turn. ``counts``: whose count of steps is
+    the training's: each ``"worker"``'s (all are equal), or the ``"server"``'s of updates. For
+    ``holds``, ``drops_late`` and ``watches_loss`` see :class:`hybridtrain.policies.Needs`.
+    ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
+    number does, and which.
+    """
+
+    whole_rounds: bool = True
+    parameters: Place = "masters"
+    data: Data = "shares"
+    counts: Literal["worker", "server"] = "worker"
+    holds: bool = False
+    drops_late: bool = False
+    watches_loss: bool = False
+    gathers: int = 1
+    later: tuple[int, int] | None = None
+
+    @property
+    def steps_in_worker(self) -> bool:
+        """Whether workers step an optimizer of their own."""
+        return self.parameters in ("own", "shared")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether workers write to the masters."""
+        return self.parameters == "shared"
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether each worker needs a row of parameters, as it has read them last."""
+        return not self.whole_rounds and not self.in_place
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether one worker computes at a time."""
+        return self.data == "dealt"
+
+
+def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
+    """Begin the policy for so many workers, and say what it and the exchange rely on.
+
+    Raises:
+        UserError: if the two contradict each other, or the policy makes no sense for so many.
+    """
+    needs = policy.begin(n_workers)
+    if not isinstance(needs, Needs):
+        raise UserError(
+            f"policy={policy}: begin() returned {needs!r}; it must return a "
+            "hybridtrain.policies.Needs, such as Needs(whole_rounds=True)"
+        )
+    _check(policy, needs, exchange)
+    places: dict[str, Place] = {"read": "masters" if needs.whole_rounds else "copy"}
+    free: Data = "dealt" if needs.turns else "queue"
+    return Requirements(
+        needs.whole_rounds,
+        places.get(exchange.parameters) or ("own" if exchange.parameters == "own" else "shared"),
+        "shares" if needs.whole_rounds else free,
+        "worker" if needs.whole_rounds else "server",
+        needs.holds,
+        needs.drops_late,
+        needs.watches_loss,
+        needs.gathers * exchange.steps,
+        None if needs.later is None else (needs.later[0], needs.later[1] * exchange.steps),
+    )
+
+
+def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
+    if exchange.parameters == "read":
+        return
+    reason = None
+    if exchange.parameters == "shared" and needs.whole_rounds:
+        reason = "workers that write to the masters cannot wait for one another's updates"
+        fits = "policy=hogwild (or async)"
+    elif needs.turns:
+        reason, fits = "one worker computes at a time there", "policy=hybrid or async"
+    elif needs.drops_late:
+        reason = "what comes late is dropped there, and a worker cannot take back its own steps"
+        fits = "policy=hybrid, ssp or async"
+    elif exchange.parameters == "shared" and needs.holds:
+        reason, fits = "nothing is handed over that could be put aside", "policy=hogwild (or async)"
+    if reason is not None:
+        raise UserError(
+            f"exchange={exchange} was given with policy={policy}, but {reason}; use {fits}, or "
+            "exchange=gradient"
+        )

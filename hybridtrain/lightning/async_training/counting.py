@@ -1,0 +1,103 @@
+"""Steps, schedulers and rows of loggers follow the updates, where workers run freely.
+
+Lightning counts what its own process does: it would step a scheduler once for each push of this
+worker, also of one that made no update, and number the rows of loggers by the mini-batches of this
+worker. Then one worker's numbers are not another's, and a worker that logs instead of one that was
+lost would write rows that are there already. So a row has the number of the update that it tells
+of, as on one device, whichever worker has made it; and an update has one row at most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
+from hybridtrain.lightning.async_training.update_count import (
+    multiples,
+    set_global_step,
+    step_schedulers,
+)
+from hybridtrain.worker.client import Client
+
+
+class LogEvery(int):
+    """As ``log_every_n_steps``: a worker's first step at or behind a multiple is one itself."""
+
+    trainer: Any
+    before = 0  # the last step that could have had a row
+
+    def __rmod__(self, step: int) -> int:
+        if not self.trainer.training:  # an evaluation counts its own mini-batches
+            return step % int(self)
+        return 0 if multiples(int(self), self.before, step) > 0 else 1
+
+    def pass_over(self, step: int) -> None:
+        """Rows up to this step are another worker's."""
+        self.before = max(self.before, step)
+
+
+class UpdateCount:
+    """Of one worker, whose training begins.
+
+    Args:
+        trainer: of this worker.
+        client: knows how many updates are behind the worker's parameters.
+        expected: how many the user's schedulers were told.
+    """
+
+    def __init__(self, trainer: Any, client: Client, expected: ExpectedUpdates) -> None:
+        self._expected = expected
+        self._trainer, self._client, self._before = trainer, client, client.version
+        self._loop: Any = trainer.fit_loop.epoch_loop
+        self._lightnings = self._loop.update_lr_schedulers
+        self._loop.update_lr_schedulers = self._update
+        self._automatic = trainer.lightning_module.automatic_optimization
+        # With manual optimization Lightning counts mini-batches, of any number of steps.
+        self._numbers_rows = self._automatic or client.n_workers > 1
+        self._made, self._counted = client.version, True  # the last step; by Lightning, too
+        self._every = LogEvery(trainer.log_every_n_steps)
+        self._every.trainer = trainer
+        if self._numbers_rows and trainer.loggers:
+            trainer.log_every_n_steps = self._every
+        self._every.pass_over(client.version)
+
+    def reach(self, version: int) -> None:
+        """This worker's parameters are those after so many updates."""
+        set_global_step(self._trainer, version)
+        self._client.version = version
+        self._catch_up()
+        self._number_rows()
+
+    def join(self, version: int) -> None:
+        """As ``reach``, in a worker that was lost: another one has logged meanwhile."""
+        self.reach(version)
+        self._every.pass_over(version)
+
+    def begin_rows(self) -> None:
+        """What comes now has the number of the last update: Lightning has not counted it yet."""
+        if not self._loop._should_accumulate():
+            self._counted = False
+            self._number_rows()
+
+    def _update(self, interval: str, update_plateau_schedulers: bool) -> None:
+        if interval == "step" and not update_plateau_schedulers:  # after a mini-batch
+            if not self._loop._should_accumulate():
+                self._catch_up()
+                self._made, self._counted = self._client.version, False
+                self._number_rows(least=-1)  # no update yet, and so no row
+            return
+        self._lightnings(interval, update_plateau_schedulers)
+        if interval == "step" and not self._counted:  # Lightning counts it now
+            self._counted = True
+            self._every.pass_over(self._made)
+
+    def _catch_up(self) -> None:
+        if self._automatic:
+            now, limit = self._client.version, self._expected.limit
+            step_schedulers(self._trainer, self._before, now if limit is None else min(now, limit))
+            self._before = now
+
+    def _number_rows(self, least: int = 0) -> None:
+        if self._numbers_rows:
+            step = self._client.version - (not self._counted)
+            self._loop._batches_that_stepped = max(step, least)

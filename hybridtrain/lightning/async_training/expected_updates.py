@@ -1,0 +1,137 @@
+"""How many updates a training will make, where workers run freely.
+
+``trainer.estimated_stepping_batches`` is what schedules take as their length. Lightning works it
+out from the length of this worker's loader, but mini-batches from the shared queue have none.
+Schedulers that count steps are stepped once for every update, whoever has made it
+(:mod:`hybridtrain.lightning.async_training.update_count`), so the total is that of all workers.
+
+It is the number that will be made where each mini-batch makes an update (async, hogwild,
+synchronous). It is an estimate
+
+- where an update gathers several contributions (k_async, backup, softsync, ...): as if each
+  gathered what is usual. At the end of an epoch, before a validation, or with fewer workers left,
+  some gather less; with ``backup`` and ``k=auto`` nobody knows who will be late; with ``ssp`` those
+  whose worker is held back count together;
+- with ``switch``: exact up to the above if it is known when; else as if it had followed the part
+  that makes more updates from the beginning;
+- where several workers accumulate mini-batches: each has a last, smaller group in every epoch;
+- where workers have mini-batches of other sizes (as if all took equally many), where each has a
+  loader of its own (as if all were as long as this worker's), and where several loaders are
+  combined;
+- where gradients are dropped (``on_nonfinite``), workers lost, or the training is stopped.
+
+Where the estimate is too low, schedulers stay where they are for the steps beyond it, as
+``OneCycleLR`` refuses to go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+
+from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
+
+_BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
+
+
+class ExpectedUpdates:
+    """Answers for one trainer, of a worker.
+
+    Args:
+        trainer: of this worker.
+        requirements: how many contributions make an update.
+        n_workers: W.
+    """
+
+    def __init__(self, trainer: pl.Trainer, requirements: Requirements, n_workers: int) -> None:
+        self._trainer: Any = trainer
+        self._requirements, self._n_workers = requirements, n_workers
+        self.limit: int | None = None  # of scheduler steps, if somebody has been told an estimate
+
+    def total(self) -> int | None:
+        """Of the whole training; ``None``: nobody can tell, or it is Lightning's to say.
+
+        ``max_steps`` limits it. What a checkpoint has behind it is part of it.
+        """
+        trainer = self._trainer
+        if trainer.max_epochs == -1:
+            return None
+        if trainer.train_dataloader is None:
+            trainer.fit_loop.setup_data()
+        epoch = self._mini_batches()
+        if math.isinf(epoch):
+            return None
+        accumulated, epochs = int(trainer.accumulate_grad_batches), max(trainer.max_epochs, 1)
+        found = updates_of(self._requirements, math.ceil(epoch / accumulated), epochs)
+        if trainer.max_steps != -1:
+            found = min(found, trainer.max_steps)
+        alone = self._n_workers == 1 or self._requirements.takes_turns
+        exact = self._requirements.gathers == 1 and self._requirements.later is None
+        exact &= (accumulated == 1 or alone) and len(self._loaders()) == 1
+        exact &= all(len(set(p.sizes)) == 1 for p in map(plan_behind, self._loaders()) if p)
+        self.limit = None if exact else found
+        return found
+
+    def _loaders(self) -> list[Any]:
+        combined = self._trainer.fit_loop._combined_loader
+        return [] if combined is None else combined.flattened
+
+    def _mini_batches(self) -> float:
+        """Of all workers in one epoch; infinite: unknown."""
+        combined = self._trainer.fit_loop._combined_loader
+        if not self._loaders() or combined.limits is None:
+            return 0
+        each = list(map(self._of_loader, combined.flattened, combined.limits))
+        return _BY_MODE.get(combined._mode, max)(each)
+
+    def _of_loader(self, loader: Any, limit: float) -> float:
+        """``limit``: of this worker's mini-batches, or infinite."""
+        plan = plan_behind(loader)
+        mine = self._n_workers * limit
+        return mine if plan is None else min(batches_of(plan), mine)
+
+
+def updates_of(requirements: Requirements, pushes: int, epochs: int) -> int:
+    """How many updates so many pushes an epoch make."""
+    usual = epochs * math.ceil(pushes / requirements.gathers)
+    if requirements.later is None or usual <= requirements.later[0]:
+        return usual
+    before, gathers = requirements.later
+    return before + math.ceil((epochs * pushes - before * requirements.gathers) / gathers)
+
+
+def batches_of(plan: EpochPlan) -> int:
+    """How many mini-batches the shared queue makes of an epoch."""
+    batches = plan.length * len(plan.sizes) / sum(plan.sizes)
+    return math.floor(batches) if plan.drop_last else math.ceil(batches)
+
+
+def plan_behind(loader: Any) -> EpochPlan | None:
+    """Of the sampler that we have put into a loader; ``None``: it has another one."""
+    batches = getattr(loader, "batch_sampler", None)
+    for sampler in (getattr(batches, "sampler", None), getattr(loader, "sampler", None)):
+        if isinstance(sampler, EpochSampler):
+            return sampler.plan
+    return None
+
+
+# ---- what users ask -----------------------------------------------------------------------------
+
+_lightnings: Any = pl.Trainer.estimated_stepping_batches
+
+
+def answer_for_all_workers() -> None:
+    """From now on trainers of this process, which is a worker's, ask their strategy first."""
+    lightnings: Any = pl.Trainer
+    lightnings.estimated_stepping_batches = property(_estimated)
+
+
+def _estimated(trainer: pl.Trainer) -> float:
+    """The updates that training will make, of all workers; see Lightning's own."""
+    expected: ExpectedUpdates | None = getattr(trainer.strategy, "expected_updates", None)
+    found = None if expected is None else expected.total()
+    return _lightnings.fget(trainer) if found is None else found

@@ -1,0 +1,94 @@
+"""Where training is, as Lightning counts it, and how that is changed.
+
+When workers run freely a worker's own count of steps says little, since fast workers take more.
+With the server's version as Lightning's ``global_step``, ``max_steps``, checkpoint names, loggers
+and schedules in steps mean the same under every policy
+(:mod:`hybridtrain.lightning.async_training.counting`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.trainer import call
+from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
+from pytorch_lightning.trainer.states import RunningStage
+
+
+def set_global_step(trainer: pl.Trainer, completed: int) -> None:
+    """Make ``completed`` updates the trainer's global step (before it counts the current one)."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        counts = loop.automatic_optimization.optim_progress.optimizer.step.total
+    else:
+        counts = loop.manual_optimization.optim_step_progress.total
+    ahead = counts.ready - counts.completed
+    counts.completed = completed
+    counts.ready = completed + ahead
+
+
+def last_version(trainer: Any) -> int | None:
+    """How many updates the user wants at most, where Lightning alone would not see to it."""
+    exact = trainer.strategy.requirements.counts == "worker" or trainer.max_steps == -1
+    return None if exact else int(trainer.max_steps)
+
+
+def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
+    """Those that count steps, for the steps from ``before`` to ``now``."""
+    for config in trainer.lr_scheduler_configs:
+        if config.interval == "step" and not config.reduce_on_plateau:
+            for _ in range(multiples(config.frequency, before, now)):
+                hook = "lr_scheduler_step"  # users may have one of their own
+                call._call_lightning_module_hook(trainer, hook, config.scheduler, None)
+
+
+def multiples(every: int, before: int, now: int) -> int:
+    """How many multiples of ``every`` steps were made behind step ``before``, up to ``now``."""
+    return now // every - before // every
+
+
+def precede(owner: Any, method: str, first: Callable[[], object]) -> None:
+    """Let ``first`` run before every call of ``owner.method``."""
+    original = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first()
+        return original(*args, **kwargs)
+
+    setattr(owner, method, call)
+
+
+def remeasure(trainer: pl.Trainer) -> None:
+    """The training loaders have other lengths than when Lightning asked for them."""
+    loop, loader = trainer.fit_loop, trainer.fit_loop._combined_loader
+    if loader is None or loader.limits is None or (length := sized_len(loader)) is None:
+        return
+    lengths = [sized_len(each) for each in loader.flattened]
+    loader.limits[:] = [  # in place: the iterator holds the same list
+        _parse_num_batches(
+            RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches
+        )
+        for n in lengths
+    ]
+    length = len(loader)
+    loop.max_batches = length
+    interval = getattr(trainer, "val_check_interval", None)  # not there where the clock says when
+    if isinstance(interval, float) and trainer.val_check_batch != float("inf"):
+        trainer.val_check_batch = max(1, int(length * interval))
+
+
+def agree_on_validating(trainer: Any, decide: Callable[[bool, bool], bool]) -> None:
+    """Where the clock says when to validate, clocks differ: the first that is due decides for all.
+
+    Args:
+        trainer: of this worker.
+        decide: ``(mine, all_must_agree) -> common``, a meeting of all workers.
+    """
+    if trainer._val_check_time_interval is None:
+        return
+    loop = trainer.fit_loop.epoch_loop
+    alone = loop._should_check_val_fx
+    loop._should_check_val_fx = lambda fetcher: decide(alone(fetcher), False)

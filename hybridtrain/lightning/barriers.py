@@ -1,0 +1,83 @@
+"""Where a worker meets the others: at ends of epochs and validations, or for its turn."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.async_training.agreement import agree
+from hybridtrain.lightning.results.configured_model import before_configuring
+from hybridtrain.lightning.single_host import SingleHost
+from hybridtrain.protocol.messages import Paused, Resumed
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.async_training.counting import UpdateCount
+    from hybridtrain.lightning.data.loaders import Loaders
+    from hybridtrain.lightning.failover.failure_handling import FailureHandling
+    from hybridtrain.lightning.participation.absent_steps import Absence
+    from hybridtrain.lightning.results.callback_state import CallbackState
+    from hybridtrain.lightning.step.session import Session
+
+
+class WorkerBarriers(SingleHost):
+    """The part of a strategy that meets."""
+
+    requirements: Requirements
+    _absence: Absence
+    _count: UpdateCount | None
+    _loaders: Loaders | None
+    _losses: FailureHandling | None
+    _session: Session | None
+    before_configuring: CallbackState | None = None  # what the module has written down by then
+
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name == "post_setup" and self._client is not None:
+            module = self.lightning_module  # type: ignore[attr-defined]
+            self.before_configuring = before_configuring(module)
+
+    def await_turn(self) -> None:
+        """Before a mini-batch begins: where workers take turns, wait for this one's.
+
+        Raises:
+            OthersStop: if none is to begin any more.
+        """
+        self._absence.stopping.begin_batch()
+        if self.requirements.takes_turns and self._session is not None and self._count is not None:
+            self._count.reach(self._session.await_turn())
+
+    def flush(self) -> None:
+        """All hand over what their own steps have come to, unless training is broken off."""
+        if self._session is not None and self.client.stop is None and not self.client.solo:
+            self._session.flush()
+
+    def validate_behind_last(self) -> None:
+        """As on one device the last step is not counted yet, also if others have made it."""
+        if self._count is not None:
+            self._count.begin_rows()
+
+    def align(self) -> None:
+        """All workers meet, and agree. In lock-step they always do."""
+        self.client.settle()
+        self.flush()
+        if self._losses is not None:
+            self._losses.end_epoch()
+        self.meet()
+        self._absence.meet()
+
+    def meet(self) -> None:
+        """As in ``align``, at the end of a worker's part, which need not be the epoch's."""
+        self.collectives.local = False
+        agree(self._session, self._count, self.collectives)
+        if self._losses is not None:
+            self._losses.meet()
+
+    def on_validation_start(self) -> None:
+        if self._session is not None:
+            self._session.share_buffers(self._loaders is not None and self._loaders.under_way)
+        if self.is_global_zero:
+            self.client.note(Paused())  # all have met: nobody trains any more
+
+    def on_validation_end(self) -> None:
+        if self.is_global_zero:
+            self.client.note(Resumed())

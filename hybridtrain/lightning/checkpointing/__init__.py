@@ -1,0 +1,1 @@
+"""Checkpoints: written whole, of one version, and resumed in the middle of an epoch."""

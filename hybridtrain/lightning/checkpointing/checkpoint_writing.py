@@ -1,0 +1,219 @@
+"""How the checkpoints of a run are written, in the worker that writes them: who waits for what."""
+
+from __future__ import annotations
+
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.async_training.agreement import count_all_updates
+from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
+from hybridtrain.lightning.checkpointing.unsaved import Unsaved, UnsavedReport
+from hybridtrain.lightning.results.full_disk import let_write
+from hybridtrain.util.files import fault_of
+
+_COARSE_S = 2.0  # clocks of file systems
+CHOICES = ("blocking", "background")
+
+
+@dataclass
+class CheckpointWriting:
+    """The option ``checkpoint`` of a strategy; ``unsaved`` is of the last run.
+
+    ``broken_since_s``: when the last run began, if it was of training and has failed.
+    """
+
+    how: str
+    unsaved: Unsaved = field(default_factory=Unsaved)
+    broken_since_s: float | None = None
+    _prepared: list[ModelCheckpoint] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def of(cls, value: str) -> CheckpointWriting:
+        """As the user has asked for it.
+
+        Raises:
+            UserError: if there is no such way.
+        """
+        if value not in CHOICES:
+            raise UserError(f"checkpoint={value!r} was given; it must be {' or '.join(CHOICES)}")
+        return cls(value)
+
+    @contextmanager
+    def listening(self, trainer: Any) -> Iterator[None]:
+        """In the calling process, while workers run: ``unsaved`` is known afterwards."""
+        told, began_s = UnsavedReport(), time.time()
+        self.unsaved, self.broken_since_s = told.fresh, None
+        try:
+            yield
+        except BaseException:
+            self.broken_since_s = began_s if trainer.state.fn == "fit" else None
+            raise
+        finally:
+            self.unsaved = told.hear()
+            for path, reason in self.unsaved.lost.items():
+                rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
+
+    def figures(self) -> dict[str, Any]:
+        """For ``run_stats()``: the checkpoints that are missing, and why."""
+        return {"unsaved": dict(self.unsaved.lost)}
+
+    def forget_lost(self, trainer: Any) -> None:
+        """In the calling process, after training: no callback names a file that is not there.
+
+        The best is then the best of those that are.
+        """
+        gone = {path for path in self.unsaved.lost if not Path(path).is_file()}
+        for callback in trainer.checkpoint_callbacks:
+            if not isinstance(callback, ModelCheckpoint):
+                continue
+            for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
+                if getattr(callback, name) in gone:
+                    setattr(callback, name, "")
+            for path in gone & callback.best_k_models.keys():
+                del callback.best_k_models[path]
+            if not callback.best_model_path and (scores := callback.best_k_models):
+                choose = min if callback.mode == "min" else max
+                callback.best_model_path = path = choose(scores, key=lambda x: float(scores[x]))
+                callback.best_model_score = scores[path]
+
+    def refuses(self, path: Any) -> bool:
+        """Whether the calling process has nothing to write there: what was trained is not here.
+
+        Callbacks that save when training fails have done it in the worker that had trained, and
+        Lightning asks them again in this process.
+        """
+        if self.broken_since_s is None:
+            return False
+        file = Path(path)
+        if not file.is_file() or file.stat().st_mtime < self.broken_since_s - _COARSE_S:
+            rank_zero_warn(
+                f"no checkpoint is written to {path}: training has failed, and what the workers "
+                "had trained is not in this process; go on from a checkpoint that they have written"
+            )
+        return True
+
+    def take_over(self, trainer: Any, changes: bool = True) -> None:
+        """In every worker, of which one writes; a plugin of the user's own stays.
+
+        Args:
+            changes: whether callbacks may be changed, which cannot travel then.
+        """
+        strategy = trainer.strategy
+        let_write(trainer.loggers)
+        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
+            strategy.checkpoint_io = WholeCheckpointIO(self.unsaved)
+        if changes:
+            self.prepare(trainer)
+
+    def prepare(self, trainer: Any) -> None:
+        """Change callbacks that save; those from ``configure_callbacks`` come later than others."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback not in self._prepared:
+                self._prepared.append(callback)
+                self._prepare(callback, trainer)
+
+    def _prepare(self, callback: Any, trainer: Any) -> None:
+        strategy = trainer.strategy
+        # Or it would remember a file of a step that is broken off before there is one.
+        precede(callback, "_monitor_candidates", strategy.client.settle)
+        if not strategy.requirements.whole_rounds:
+            count_all_updates(callback, trainer)
+        writer = strategy._checkpoint_io
+        if not isinstance(writer, WholeCheckpointIO):
+            return
+        _find_whole(callback)
+        if callback.save_last == "link":
+            _link_if_possible(callback, self.unsaved)
+        at_once = any(reads_at_once(each) for each in trainer.loggers)
+        if self.how == "background" and not at_once and may_come_later(callback):
+            _defer(callback, writer)
+
+
+def check_whole(path: Any) -> None:
+    """A checkpoint to go on from, before processes are started for it.
+
+    Raises:
+        UserError: if it is damaged; what is not here, or no such archive, is Lightning's to judge.
+    """
+    archive = isinstance(path, str | Path) and zipfile.is_zipfile(path)
+    if archive and (fault := fault_of(Path(path))) is not None:
+        raise UserError(f"ckpt_path={str(path)!r} was given, but {fault}; give another")
+
+
+def _find_whole(callback: Any) -> None:
+    """``ckpt_path="last"`` passes over what is torn."""
+    find = callback._find_last_checkpoints
+
+    def find_whole(trainer: Any) -> set[str]:
+        found = {path: fault_of(Path(path)) for path in find(trainer) if "://" not in path}
+        for path, fault in found.items():
+            if fault is not None:
+                rank_zero_warn(f"the checkpoint {path} is passed over: {fault}")
+        return {path for path, fault in found.items() if fault is None}
+
+    callback._find_last_checkpoints = find_whole
+
+
+def _link_if_possible(callback: Any, unsaved: Unsaved) -> None:
+    """To a file that is there, on a disk that takes the link."""
+    link = callback._link_checkpoint
+
+    def try_to_link(trainer: Any, filepath: str, linkpath: str) -> None:
+        try:
+            if not unsaved.refused:
+                link(trainer, filepath, linkpath)
+                return
+        except OSError as error:
+            unsaved.lose(linkpath, error)
+        trainer.strategy.barrier()  # as the others do, who link nothing
+
+    callback._link_checkpoint = try_to_link
+
+
+def _defer(callback: Any, writer: WholeCheckpointIO) -> None:
+    save, exists = callback._save_checkpoint, callback.file_exists
+
+    def save_later(*args: Any, **kwargs: Any) -> None:
+        with writer.deferring():
+            save(*args, **kwargs)
+
+    def exists_then(filepath: Any, *args: Any, **kwargs: Any) -> bool:
+        writer.wait_for(filepath)
+        return bool(exists(filepath, *args, **kwargs))
+
+    callback._save_checkpoint, callback.file_exists = save_later, exists_then
+
+
+def may_come_later(callback: Any) -> bool:
+    """Whether nobody relies on the file right after the callback has saved it.
+
+    A link would lead nowhere until the file is there, and a callback of the user's own may do
+    something with it.
+    """
+    kind: Any = type(callback)
+    return (
+        isinstance(callback, ModelCheckpoint)
+        and kind._save_checkpoint is ModelCheckpoint._save_checkpoint
+        and kind.file_exists is ModelCheckpoint.file_exists
+        and callback.save_last != "link"
+    )
+
+
+def reads_at_once(logger: Logger) -> bool:
+    """Whether the logger may upload checkpoints as soon as they are saved."""
+    told = type(logger).after_save_checkpoint
+    if told in (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint):
+        return False
+    return bool(getattr(logger, "_log_model", True))

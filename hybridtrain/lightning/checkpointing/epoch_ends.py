@@ -1,0 +1,114 @@
+"""The end of an epoch, in a run that goes on from a checkpoint.
+
+Metrics are not in Lightning's checkpoints. A callback that monitors one may not find it before the
+next validation, and Lightning leaves schedulers that wait for a metric (``ReduceLROnPlateau``) out
+where it cannot know one: at the end of the epoch in which a run goes on, and of the one that was
+over but for them when the checkpoint was written (by a callback, at the end of the epoch). Under
+our key a checkpoint therefore holds the metrics as they were, and these steps are made.
+
+Behind a checkpoint that was written at the end of a mini-batch Lightning leaves the validation out
+that is due there, and behind the last mini-batch the end of the epoch. Here both come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pytorch_lightning.loops.evaluation_loop import RestartStage
+
+from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.checkpointing.mid_epoch import Resumed
+
+
+class EpochIsOver(StopIteration):
+    """For all workers, as the checkpoint says; Lightning ends the loop."""
+
+
+class EpochEnds:
+    """Of one worker.
+
+    Args:
+        trainer: of this worker.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._found: dict[str, torch.Tensor] = {}  # metrics in a checkpoint, to go on with
+        self._resumed: Resumed | None = None
+        self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts them
+
+    def attach(self) -> None:
+        """Stand in the way of training at its beginning, and of each epoch at its end."""
+        precede(self._trainer.fit_loop, "reset", self._settle)
+        precede(self._trainer.fit_loop.epoch_loop, "advance", self._go_on)
+        precede(self._trainer._logger_connector, "on_epoch_end", self._allow)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The metrics as they were collected last, which is not done again: all would have to."""
+        known = self._trainer._logger_connector._callback_metrics
+        return {name: value.detach().cpu().clone() for name, value in known.items()}
+
+    def keep(self, state: Mapping[str, torch.Tensor], resumed: Resumed | None) -> None:
+        """This is what a checkpoint says of metrics, and of the epoch that it is of."""
+        self._found, self._resumed = dict(state), resumed
+        self._stepped = None if resumed is None else resumed.stepped
+
+    def begin_batch(self) -> None:
+        """A mini-batch begins, or there is none any more."""
+        if self._stepped is not None:
+            loop = self._trainer.fit_loop.epoch_loop
+            loop._batches_that_stepped, self._stepped = self._stepped, None
+
+    def _settle(self) -> None:
+        """Counters and schedulers have been restored."""
+        found, self._found = self._found, {}
+        device = self._trainer.strategy.root_device
+        known = self._trainer._logger_connector._callback_metrics
+        known.update({name: value.to(device) for name, value in found.items()})
+        loop = self._trainer.fit_loop
+        if found and _was_ending(loop) and self._all_known():
+            loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+
+    def _go_on(self) -> None:
+        """Behind the last mini-batch of the checkpoint: a validation, the epoch's end, or others.
+
+        Lightning would leave the first two out, or take what loaders have left.
+
+        Raises:
+            EpochIsOver: so that Lightning ends the epoch.
+        """
+        resumed, loop = self._resumed, self._trainer.fit_loop.epoch_loop
+        if resumed is None or resumed.loaders is None or not loop.restarting:
+            return
+        fetcher = self._trainer.fit_loop._data_fetcher
+        due = not resumed.over and loop._should_check_val_fx(fetcher)
+        if due and resumed.in_hook:
+            loop.val_loop.batch_progress.reset_on_run()
+            loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+        if resumed.over or (loop.batch_progress.is_last_batch and not due):
+            self.begin_batch()
+            raise EpochIsOver
+
+    def _allow(self) -> None:
+        """The epoch in which training has gone on ends as every other."""
+        loop = self._trainer.fit_loop
+        if self._trainer.training and loop.restarting and not loop.restarted_on_epoch_end:
+            loop._restarting = not self._all_known()
+
+    def _all_known(self) -> bool:
+        monitored = {
+            config.monitor
+            for config in self._trainer.lr_scheduler_configs
+            if config.reduce_on_plateau and config.interval == "epoch"
+        }
+        # Collected only where Lightning is about to do that, too: it may be a meeting of all.
+        return not monitored or monitored <= self._trainer.callback_metrics.keys()
+
+
+def _was_ending(loop: Any) -> bool:
+    """Whether nothing was left to do of an epoch but what Lightning does after its callbacks."""
+    now = loop.epoch_progress.current
+    counted = now.ready == now.started == now.processed == now.completed + 1
+    return bool(counted and loop.epoch_loop._num_ready_batches_reached())

@@ -1,0 +1,236 @@
+"""Going on in the middle of an epoch: what a checkpoint says about the samples not seen yet.
+
+Lightning writes how many mini-batches of the epoch are done, but not which samples they were of,
+and starts the loaders from the beginning when it goes on. Under the one key ``hybridtrain`` a
+checkpoint therefore holds, for every loader, the positions of the epoch's order that are still to
+do, and how to draw that order again (its seed, or the remaining indices of a user's own sampler).
+So a run may go on with another number of workers, other mini-batches or another policy. Nobody
+needs the key: elsewhere the checkpoint is Lightning's own.
+
+Gradients that wait for others to be accumulated are not in a checkpoint, so mini-batches count as
+done up to the last step, and Lightning's counters are set back to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.data.epoch_order import Begun, Fixed, Order, Seeded
+from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
+from hybridtrain.protocol.messages import LoaderPass
+from hybridtrain.protocol.spans import Spans, positions
+
+KEY = "hybridtrain"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """An epoch to go on with; ``loaders`` is ``None`` if the checkpoint was written elsewhere."""
+
+    epoch: int
+    batches: int
+    loaders: list[dict[str, Any]] | None
+    stepped: int | None = None  # mini-batches with a step so far, if Lightning would miscount them
+    in_hook: bool = False  # written before the validation behind the last mini-batch, if one is due
+    over: bool = False  # after that and after all mini-batches, before anybody had heard of the end
+
+    def begun(self, number: int, plan: EpochPlan) -> Begun | None:
+        """What is left for loader ``number``; nothing is known: a whole epoch."""
+        if self.loaders is None:
+            whole = sum(plan.sizes)
+            steps = max(-(-plan.length // whole), 1)
+            batches = self.batches if self.batches <= steps else self.batches % steps
+            start = min(batches * whole, plan.length)
+            return Begun(self.epoch, plan.order, ((start, plan.length),), batches)
+        if number >= len(self.loaders):
+            return None
+        state = self.loaders[number]
+        if state["length"] != plan.length:
+            rank_zero_warn(
+                f"the checkpoint was written in the middle of an epoch over {state['length']} "
+                f"samples, now there are {plan.length}; the epoch begins anew"
+            )
+            return Begun(self.epoch, plan.order, ((0, plan.length),), state["batches"])
+        spans = tuple((start, stop) for start, stop in state["spans"])
+        return Begun(self.epoch, _order(state), spans, state["batches"], state["lap"])
+
+
+def _order(state: dict[str, Any]) -> Order:
+    if state["indices"] is not None:
+        indices, sizes = state["indices"], state.get("sizes")
+        if sizes is not None:  # of mini-batches that are dealt out whole
+            return Fixed(tuple(part.tolist() for part in indices.split(sizes)))
+        return Fixed(tuple(indices.tolist()))
+    return Seeded(state["length"], state["seed"])
+
+
+def describe(
+    epoch: int, batches: int, samplers: Sequence[EpochSampler], unseen: dict[LoaderPass, Spans]
+) -> dict[str, Any]:
+    """What goes under the key.
+
+    Args:
+        epoch: that training is in, or that comes next.
+        batches: of this epoch that are done.
+        samplers: of the training loaders.
+        unseen: see :meth:`EpochSampler.progress`.
+    """
+    loaders = [_state(s, unseen) for s in samplers if s.has_begun(epoch)]
+    return {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
+
+
+def others_go_on(samplers: Sequence[EpochSampler], ours: dict[str, Any]) -> bool:
+    """Whether this worker has had the last of its mini-batches, but the epoch is not over."""
+    ended = any(sampler.ended for sampler in samplers)
+    return ended and any(loader["spans"] for loader in ours["loaders"])
+
+
+def reopen(loops: dict[str, Any]) -> None:
+    """The epoch that this worker has ended is to be ended again."""
+    for counts in loops["epoch_progress"].values():
+        counts["processed"] -= 1
+
+
+def validate_again(loops: dict[str, Any], before: int) -> None:
+    """A validation is still to do, from its beginning.
+
+    As if in its first mini-batch, which Lightning takes for a reason to go back to it.
+
+    Args:
+        loops: their counters, as they are saved.
+        before: mini-batches of earlier validations in this epoch.
+    """
+    progress = loops["epoch_loop.val_loop.batch_progress"]
+    for counts, done in ((progress["total"], before), (progress["current"], 0)):
+        counts.update(ready=done + 1, started=done + 1, processed=done, completed=done)
+    progress["is_last_batch"] = False
+
+
+def _state(sampler: EpochSampler, unseen: dict[LoaderPass, Spans]) -> dict[str, Any]:
+    lap, batches, spans = sampler.progress(unseen)
+    source, indices, sizes = sampler.source, None, None
+    if not isinstance(source, Seeded):  # it cannot be drawn again
+        order = sampler.order or source(sampler.epoch)
+        left: list[Any] = [order[p] for p in positions(spans)]
+        spans = ((0, len(left)),)
+        if left and not isinstance(left[0], int):
+            sizes = [len(batch) for batch in left]
+            left = [index for batch in left for index in batch]
+        indices = torch.tensor(left, dtype=torch.int64)
+    return {
+        "lap": lap,
+        "batches": batches,
+        "spans": [list(span) for span in spans],
+        "length": sampler.plan.length,
+        "whole": sum(sampler.plan.sizes),
+        "seed": source.seed if isinstance(source, Seeded) else None,
+        "indices": indices,
+        "sizes": sizes,
+    }
+
+
+def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What lies under the key, if anything does.
+
+    Raises:
+        UserError: if a newer version of this package wrote it.
+    """
+    ours: dict[str, Any] | None = checkpoint.get(KEY)
+    if ours is not None and ours["format"] > FORMAT:
+        raise UserError(
+            f"the checkpoint's key {KEY!r} has format {ours['format']}, and this version of "
+            f"hybridtrain reads up to {FORMAT}; update hybridtrain, or delete the key from the file"
+        )
+    return ours
+
+
+def read(checkpoint: dict[str, Any]) -> Resumed | None:
+    """What a loaded checkpoint says, if it is of the middle of an epoch.
+
+    Lightning's counters in it are set to the last step, from where the samplers go on.
+
+    Raises:
+        UserError: if a newer version of this package wrote it.
+    """
+    ours = read_format(checkpoint)
+    loops = checkpoint.get("loops", {}).get("fit_loop")
+    if loops is None:
+        return None
+    epoch = loops["epoch_progress"]["current"]
+    if epoch["ready"] == epoch["processed"]:
+        return None  # it was written between two epochs
+    progress = loops["epoch_loop.batch_progress"]
+    if ours is None or not ours["loaders"]:
+        if ours is None and (n_done := _done(progress)) > 0:
+            return _elsewhere(epoch["processed"], n_done)
+        return None  # streams: they go on as Lightning lets them
+    in_hook = _in_hook(progress) and _done(progress) == ours["batches"]
+    stepped = _leave_hook(loops) if in_hook else _set_back(loops, ours["batches"])
+    over = bool(ours.get("over"))
+    return Resumed(ours["epoch"], ours["batches"], ours["loaders"], stepped, in_hook, over)
+
+
+def _elsewhere(epoch: int, batches: int) -> Resumed:
+    rank_zero_warn(
+        f"the checkpoint was written in the middle of epoch {epoch} by another strategy; its "
+        f"{batches} mini-batches are taken to have been as large as this run's, all workers "
+        "together, and in the same order"
+    )
+    return Resumed(epoch, batches, None)
+
+
+def _done(progress: dict[str, Any]) -> int:
+    """Mini-batches of the epoch that Lightning will count as done when it goes on."""
+    return int(progress["current"]["processed" if _in_hook(progress) else "completed"])
+
+
+def _in_hook(progress: dict[str, Any]) -> bool:
+    """Written by a callback at the end of a mini-batch, which is then counted when going on."""
+    total = progress["total"]
+    counted = total["completed"] + 1
+    return bool(total["ready"] == total["started"] == total["processed"] == counted)
+
+
+def _leave_hook(loops: dict[str, Any]) -> int:
+    """Count the mini-batch, with its step."""
+    progress = loops["epoch_loop.batch_progress"]
+    for counts in (progress["total"], progress["current"]):
+        counts["completed"] = counts["processed"]
+    return int(loops["epoch_loop.state_dict"]["_batches_that_stepped"]) + 1
+
+
+def _set_back(loops: dict[str, Any], batches: int) -> int | None:
+    """Let ``batches`` mini-batches of the epoch be done, no more; with a step, so many of all.
+
+    Where the last of them was validated after, Lightning would take the file for one that was
+    written then, before it counted that mini-batch.
+    """
+    progress = loops["epoch_loop.batch_progress"]
+    if _done(progress) == batches and _in_order(progress):
+        return None
+    before = progress["total"]["completed"] - progress["current"]["completed"]
+    progress["current"] = dict.fromkeys(progress["current"], batches)
+    progress["total"] = dict.fromkeys(progress["total"], before + batches)
+    progress["is_last_batch"] = False
+    if batches == 0:  # the epoch has not begun
+        epoch = loops["epoch_progress"]
+        for counts in (epoch["total"], epoch["current"]):
+            counts.update(dict.fromkeys(("ready", "started"), counts["processed"]))
+    automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    for steps in (automatic, loops["epoch_loop.manual_optimization.optim_step_progress"]):
+        steps["total"]["ready"] = steps["total"]["completed"]  # one was under way
+    stepped: int = loops["epoch_loop.state_dict"]["_batches_that_stepped"]
+    return stepped
+
+
+def _in_order(progress: dict[str, Any]) -> bool:
+    """No mini-batch was under way."""
+    total = progress["total"]
+    return bool(total["ready"] == total["started"] == total["processed"])

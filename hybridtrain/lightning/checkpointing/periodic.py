@@ -1,0 +1,150 @@
+"""Checkpoints every so many seconds and every so many updates, for runs that may be killed.
+
+Lightning's ``ModelCheckpoint`` can do one of the two, and asks all workers on every mini-batch when
+it goes by time. Here the worker that writes decides and writes alone: it waits for nobody, and in
+lock-step nobody can go on meanwhile, so that the file is of one update
+(:meth:`HybridStrategy.before_checkpoint`).
+
+A record of the run must be able to repeat it, and clocks cannot be repeated, so it is told after
+which mini-batch a checkpoint was written because of the time; a replay goes by that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Checkpoint
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.async_training.update_count import multiples
+from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
+from hybridtrain.protocol.messages import Described
+
+_ALONE = (
+    "while the periodic checkpoint was made, which one worker writes alone, so that nobody waits: "
+    "in on_save_checkpoint, or in a state_dict; call it in a hook that all workers come to "
+    "(on_train_epoch_end) and keep what it gives for on_save_checkpoint, or do without periodic "
+    "checkpoints (callbacks.periodic=null, or no PeriodicCheckpoint)"
+)
+
+
+class PeriodicCheckpoint(Checkpoint):
+    """Keeps the newest few.
+
+    Args:
+        dirpath: where they lie, as ``periodic-UPDATES.ckpt``.
+        every_s: seconds of training from one to the next; None: whatever the time.
+        every_updates: updates of the parameters from one to the next; None: however many.
+        keep: how many stay.
+
+    Raises:
+        UserError: if an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path,
+        every_s: float | None = None,
+        every_updates: int | None = None,
+        keep: int = 2,
+    ) -> None:
+        _check(every_s, every_updates, keep)
+        self.dirpath = str(dirpath)
+        self.every_s, self.every_updates, self.keep = every_s, every_updates, keep
+        self.schedule: frozenset[int] | None = None  # mini-batches, in a replay
+        self._files: list[str] = []
+        self._batches = self._saved = 0
+        self._last_s, self._last_step = 0.0, 0
+
+    @property
+    def state_key(self) -> str:
+        """Of this callback in a checkpoint."""
+        return self._generate_state_key(every_s=self.every_s, every_updates=self.every_updates)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The files that are there."""
+        return {"dirpath": self.dirpath, "files": list(self._files)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on in the same directory: what is old there will be deleted."""
+        if state_dict["dirpath"] == self.dirpath:
+            self._files = list(state_dict["files"])
+
+    def succeed(self, trainer: pl.Trainer) -> None:
+        """The worker that wrote is lost, and this one writes from now on, and deletes."""
+        found = Path(self.dirpath).glob("periodic-*.ckpt")
+        self._files = [str(x) for x in sorted(found, key=lambda x: x.stat().st_mtime_ns)]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The clock starts."""
+        self._batches = self._saved = 0
+        self._last_s, self._last_step = time.monotonic(), trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        """Write one, if it is time."""
+        if not trainer.is_global_zero or trainer.fast_dev_run:
+            return
+        self._batches += 1
+        if self._enough_updates(trainer.global_step):
+            self._save(trainer)
+        elif self.every_s is not None and self._late():
+            self._tell(trainer)
+            self._save(trainer)
+
+    def _enough_updates(self, step: int) -> bool:
+        """Where workers run freely, several have been made since the last mini-batch."""
+        every = self.every_updates
+        return every is not None and multiples(every, self._last_step, step) > 0
+
+    def _late(self) -> bool:
+        if self.schedule is not None:
+            return self._batches in self.schedule
+        return self.every_s is not None and time.monotonic() - self._last_s >= self.every_s
+
+    def _tell(self, trainer: Any) -> None:
+        client = getattr(trainer.strategy, "client", None)
+        if client is not None and trainer.strategy.recording is not None:
+            self._saved += 1
+            client.note(Described({f"{self.state_key} {self._saved}": {"batch": self._batches}}))
+
+    def _save(self, trainer: Any) -> None:
+        strategy = trainer.strategy
+        meetings = getattr(strategy, "collectives", None)
+        with nullcontext() if meetings is None else meetings.refusing(_ALONE):
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+        step = checkpoint["global_step"]  # others may have made updates that this worker had not
+        path = str(Path(self.dirpath) / f"periodic-{step}.ckpt")
+        self._files = [*(name for name in self._files if name != path), path]
+        checkpoint["callbacks"][self.state_key] = self.state_dict()
+        writer, keeping = strategy.checkpoint_io, getattr(strategy, "keeping", None)
+        background = keeping is not None and keeping.how == "background"
+        defers = background and isinstance(writer, WholeCheckpointIO)
+        with writer.deferring() if defers else nullcontext():
+            strategy.save_checkpoint(checkpoint, path)
+        while len(self._files) > self.keep:
+            strategy.remove_checkpoint(self._files.pop(0))
+        self._last_s, self._last_step = time.monotonic(), step
+
+
+def _check(every_s: float | None, every_updates: int | None, keep: int) -> None:
+    for name, value, least in (
+        ("every_s", every_s, 0),
+        ("every_updates", every_updates, 1),
+        ("keep", keep, 1),
+    ):
+        if value is not None and not (isinstance(value, int | float) and value >= least):
+            raise UserError(f"{name}={value!r} was given; it must be a number from {least} on")
+
+
+def scheduled(trainer: pl.Trainer, told: Mapping[str, Any]) -> None:
+    """Let a replay save where the run did, by what its record tells."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, PeriodicCheckpoint):
+            key = f"{callback.state_key} "
+            saved = (said["batch"] for name, said in told.items() if name.startswith(key))
+            callback.schedule = frozenset(saved)

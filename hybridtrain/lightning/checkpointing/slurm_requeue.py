@@ -1,0 +1,106 @@
+"""SLURM's warning that a job is about to end: a checkpoint, and the job is queued again.
+
+Lightning does that in the signal's handler, in the process that trains. Here the signal comes to
+the calling process, and to workers too where SLURM sends it to all. Workers pass over it; the
+calling process notes it in memory that all share. Whoever saves looks there behind each mini-batch,
+writes Lightning's own ``hpc_ckpt_N.ckpt``, alone, and has the job queued again. Training goes on
+until SLURM ends it, and the script that is started then goes on from that file.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
+
+from hybridtrain.util.anonymous_files import SharedBytes
+
+_ASKED, _DONE = 0, 1  # places in what is shared; how often, modulo 256
+
+
+@dataclass
+class Warned:
+    """``number``: of the signal; ``shared``: how often it has come, and how often it was heeded."""
+
+    number: int
+    shared: SharedBytes
+
+    def note(self, *_: Any) -> None:
+        """It has come."""
+        self.shared.map[_ASKED] = (self.shared.map[_ASKED] + 1) % 256
+
+    def heed(self) -> bool:
+        """Whether it has come since this was last asked, by anybody."""
+        asked = self.shared.map[_ASKED]
+        news, self.shared.map[_DONE] = asked != self.shared.map[_DONE], asked
+        return news
+
+
+@contextmanager
+def warnings_noted(trainer: Any) -> Iterator[Warned | None]:
+    """In the calling process, while workers run. Only where Lightning would listen, too."""
+    environment = trainer.strategy.cluster_environment
+    queued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
+    number = environment.requeue_signal if queued else None
+    in_main = threading.current_thread() is threading.main_thread()
+    if number is None or not in_main or signal.getsignal(number) not in (None, signal.SIG_DFL):
+        yield None
+        return
+    warned = Warned(number, SharedBytes(2))
+    former = signal.signal(number, warned.note)
+    try:
+        yield warned
+    finally:
+        signal.signal(number, former)
+        warned.shared.close()
+
+
+def listen(trainer: Any, warned: Warned | None) -> None:
+    """In a worker."""
+    if warned is not None:
+        signal.signal(warned.number, signal.SIG_IGN)  # the calling process has heard it
+        trainer.callbacks.append(Requeue(warned))
+
+
+class Requeue(pl.Callback):
+    """Saves, and has the job queued again, when it has been warned.
+
+    Args:
+        warned: tells.
+    """
+
+    def __init__(self, warned: Warned) -> None:
+        self._warned = warned
+
+    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._look(trainer)
+
+    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._look(trainer)
+
+    def on_test_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._look(trainer)
+
+    def on_predict_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
+        self._look(trainer)
+
+    def _look(self, trainer: Any) -> None:
+        if not trainer.is_global_zero or trainer.fast_dev_run or not self._warned.heed():
+            return
+        together = trainer.save_checkpoint  # which waits for all workers
+
+        def alone(path: str) -> None:
+            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+            trainer.strategy.save_checkpoint(checkpoint, path)
+
+        trainer.save_checkpoint = alone
+        try:
+            trainer._signal_connector._slurm_sigusr_handler_fn(self._warned.number, None)
+        finally:
+            trainer.save_checkpoint = together

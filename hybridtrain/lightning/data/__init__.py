@@ -1,0 +1,1 @@
+"""Which samples a worker trains and evaluates on: samplers and loaders."""

@@ -1,0 +1,296 @@
+"""Which sampler replaces the one in a user's DataLoader."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cached_property
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.trainer.states import RunningStage
+from torch.utils.data import DataLoader, SequentialSampler
+
+from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.async_training.update_count import precede, remeasure
+from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
+from hybridtrain.lightning.checkpointing.mid_epoch import (
+    KEY,
+    Resumed,
+    describe,
+    others_go_on,
+    read,
+    reopen,
+    validate_again,
+)
+from hybridtrain.lightning.checkpointing.rng_state import RngState
+from hybridtrain.lightning.data.batch_resizing import check_batches, with_batches
+from hybridtrain.lightning.data.batch_samplers import Batches, handed, makes_its_own
+from hybridtrain.lightning.data.batch_size import Scales, step_fetches
+from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group, Whole
+from hybridtrain.lightning.data.loader_plan import order_of, plan_of
+from hybridtrain.lightning.data.queue_sampler import QueueSampler
+from hybridtrain.lightning.data.samplers import EpochSampler, ShareSampler
+from hybridtrain.lightning.data.stream_dealing import Dealing, shares_nothing, warn_of_repetition
+from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
+from hybridtrain.lightning.replay.run_record import data_teller
+from hybridtrain.lightning.strategy_options import DataOptions
+from hybridtrain.worker.client import Client
+
+
+class Loaders:
+    """Stands where Lightning would put a ``DistributedSampler``.
+
+    Args:
+        trainer: of this worker.
+        client: to the server.
+        requirements: whether mini-batches are fixed shares, drawn from the shared queue, or dealt.
+        options: what the user has said about data.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, client: Client, requirements: Requirements, options: DataOptions
+    ) -> None:
+        self._trainer: Any = trainer
+        self._client, self._requirements = client, requirements
+        self._options = options
+        self._tell = data_teller(client, trainer)
+        self.samplers: list[EpochSampler] = []
+        self.remembers = False  # which step was made with which mini-batches
+        self._made_in_epoch: int | None = None
+        self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it that are done
+        self._former: tuple[int, int] | None = None  # the same before the last step
+        self._resumed: Resumed | None = None
+        self._rng_state, self._ends = RngState(client), EpochEnds(trainer)
+        self._begin_evaluation()
+        self._moved = False  # what Lightning iterates over has another length now
+
+    def attach(self) -> None:
+        """Take the decision over from the trainer's data connector."""
+        connector: Any = self._trainer._data_connector
+        self._lightnings_prepare = connector._prepare_dataloader
+        connector._resolve_sampler = self.resolve
+        connector._prepare_dataloader = self.prepare
+        strategy = self._trainer.strategy
+        load, save = strategy.load_checkpoint, strategy.save_checkpoint
+        strategy.load_checkpoint = lambda *args, **rest: self.restore(load(*args, **rest))
+        strategy.save_checkpoint = lambda first, *args, **rest: save(
+            self.write(first), *args, **rest
+        )
+        trainer = self._trainer
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        loops = (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        made = [
+            UnevenEvaluation(loop, trainer, self._client, self._begin_evaluation) for loop in loops
+        ]
+        for evaluation in made:
+            evaluation.attach()
+        self._validation = made[0]
+        precede(validation, "run", self._rng_state.begin_validation)
+        self._ends.attach()
+        precede(self._trainer.fit_loop, "reset", self._settle)
+        precede(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin_epoch)
+
+    # ---- making loaders -------------------------------------------------------------------------
+
+    def resolve(
+        self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
+    ) -> Any:
+        """The sampler that this worker's loader gets (Lightning re-creates the loader with it)."""
+        connector = self._trainer._data_connector
+        if not connector._requires_distributed_sampler(dataloader):
+            return dataloader.sampler
+        if mode == RunningStage.TRAINING:
+            kept = self._options.keep_order or self._client.n_workers == 1
+            kept = kept and isinstance(dataloader.sampler, SequentialSampler)
+            return self._training(dataloader, not kept and not self._trainer.overfit_batches)
+        indices = order_of(dataloader, shuffle, self._client)(0)
+        if mode != RunningStage.PREDICTING:
+            return EvaluationSampler(indices, self._client.rank, self._group)
+        return Whole(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
+
+    def _begin_evaluation(self) -> None:
+        self._group = Group(len(self._client.there))
+        self._predict_limit = self._trainer.limit_predict_batches
+
+    def _dealt(self, batches: Any) -> Dealt:
+        return Dealt(batches, self._client, self._predict_limit)
+
+    def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+        """Lightning's own, with mini-batches of this worker's size."""
+        if makes_its_own(dataloader, self._trainer._data_connector):
+            if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
+                check_batches(dataloader)
+            sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
+            return handed(dataloader, sampler, mode)
+        requires = self._trainer._data_connector._requires_distributed_sampler
+        chosen = isinstance(dataloader, DataLoader) and requires(dataloader)
+        prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
+        client, option = self._client, self._options.iterable
+        if client.n_workers > 1 and mode != RunningStage.PREDICTING:
+            if shares_nothing(dataloader, chosen) and option == "deal":
+                return Dealing(prepared, client.worker, client.n_workers)
+            if shares_nothing(dataloader, chosen) and option is None:
+                warn_of_repetition(dataloader, str(mode.value), client.n_workers)
+        if not isinstance(prepared, DataLoader):
+            return prepared
+        if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
+            prepared = with_batches(prepared, dataloader.batch_sampler)
+        if isinstance(getattr(prepared.batch_sampler, "sampler", None), Whole):
+            wrapper: Any = prepared.batch_sampler  # Lightning's, which notes the indices
+            wrapper._batch_sampler = self._dealt(wrapper._batch_sampler)
+        if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
+            size = self._options.batch_sizes[self._client.worker]
+            check_batches(prepared)
+            prepared.batch_sampler.batch_size = size  # type: ignore[union-attr]
+            vars(prepared)["batch_size"] = size  # what a user may read; torch guards the attribute
+        return prepared
+
+    def _training(self, dataloader: DataLoader[Any], shuffle: bool) -> EpochSampler:
+        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        if self._made_in_epoch != epoch:  # the loaders are new or reloaded
+            self.samplers, self._made_in_epoch = [], epoch
+        order, number = order_of(dataloader, shuffle, self._client), len(self.samplers)
+        sizes = self._options.batch_sizes
+        plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
+        goes_on = self._resumed is not None and not hasattr(dataloader, "load_state_dict")
+        begun = self._resumed.begun(number, plan) if self._resumed and goes_on else None
+        self._tell(number, dataloader.dataset)
+        kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
+        self.samplers.append(kind(plan, epoch, self._client, number, begun))
+        return self.samplers[-1]
+
+    def _turn(self) -> int:
+        """Mini-batches that belong to one optimizer step, and so to one worker."""
+        return int(self._trainer.accumulate_grad_batches) if self._requirements.takes_turns else 0
+
+    def _fills(self) -> bool:
+        """Whether a loader may not end early: beside another, or where the user's step fetches."""
+        return len(self.samplers) > 1 or step_fetches(self._trainer.lightning_module)
+
+    # ---- mini-batches ---------------------------------------------------------------------------
+
+    @cached_property
+    def _scales(self) -> Scales:
+        return Scales(self._trainer.lightning_module, self._options.num_samples_key)
+
+    def weigh(self, batch: Any) -> tuple[float, float | None]:
+        """Samples in the mini-batch that begins, and in those of all workers, if that is known.
+
+        Raises:
+            UserError: if nobody can tell.
+        """
+        self._rng_state.begin_batch()
+        self._ends.begin_batch()
+        portions = [sampler.next_portion() for sampler in self.samplers]
+        weights = [portion.weight for portion in portions if portion is not None]
+        known = [weight for weight in weights if weight is not None]
+        sure = len(known) == len(portions) > 0
+        if batch is None and not sure:
+            return 1.0, None  # training_step(dataloader_iter) fetches by itself, in a moment
+        planned = sum(known) if sure else None
+        weight = self._scales.weigh(batch, planned)
+        # What others have in this step is known in samples, not in what the user counts.
+        in_step = len(portions) == 1 and portions[0] is not None and weight == planned
+        return weight, portions[0].together if in_step and portions[0] else None
+
+    def pass_over(self) -> float | None:
+        """This worker has nothing in the step that begins; samples of all workers, if known."""
+        self._ends.begin_batch()
+        (portion,) = [sampler.next_portion() for sampler in self.samplers]
+        return None if portion is None else portion.together
+
+    def commit(self) -> None:
+        """A step has been made with the mini-batches since the last one."""
+        version = self._client.version + (self._client.offered is not None)
+        for sampler in self.samplers:
+            sampler.commit(version if self.remembers else None)
+        self._rng_state.commit()
+        loop = self._trainer.fit_loop
+        ready = loop.epoch_loop.batch_progress.current.ready
+        self._former = self._committed
+        self._committed = (loop.epoch_progress.current.processed, ready)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a mini-batch has begun since the last step."""
+        return self._rng_state.under_way
+
+    def take_back(self) -> None:
+        """The last step was broken off: its mini-batches are still to do."""
+        for sampler in self.samplers:
+            sampler.take_back(self._client.version)
+        self._rng_state.take_back()
+        self._committed = self._former
+
+    # ---- going on in the middle of an epoch -----------------------------------------------------
+
+    def write(self, checkpoint: dict[str, Any], for_now: bool = False) -> dict[str, Any]:
+        """The checkpoint, with what is left of the epoch.
+
+        ``for_now``: for a worker of this run, whose shared queue knows what is left.
+        """
+        if self._trainer.state.fn != "fit" or "optimizer_states" not in checkpoint:
+            return checkpoint
+        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        loops, batches = checkpoint["loops"]["fit_loop"], 0
+        # Of the shared queue; what was unseen at the last checkpoint is no longer what is left.
+        unseen = {} if self._requirements.whole_rounds or for_now else self._client.unseen
+        ending: bool = self._trainer.strategy.ending_epoch
+        over = ending and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
+        if over:
+            epoch -= 1
+            reopen(loops)
+        if self._resumed is not None and self._resumed.epoch == epoch:
+            batches = self._resumed.batches
+        if self._committed is not None and self._committed[0] == epoch:
+            batches = self._committed[1]
+        ours = describe(epoch, batches, self.samplers, unseen)
+        if others_go_on(self.samplers, ours):
+            loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
+        before = None if self.under_way else self._validation.before  # it comes behind a step
+        if before is not None:
+            validate_again(loops, before)
+        dice = self._rng_state.state(before is not None)
+        state = {"over": over, "dice": dice, "metrics": self._ends.state()}
+        return {**checkpoint, KEY: {**ours, **state}}
+
+    def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """The checkpoint as Lightning is to see it; training will go on from there."""
+        if self._trainer.state.fn == "fit":
+            self._resumed = read(checkpoint)
+            self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}), self._resumed)
+            if not self._client.joins:  # who comes back has the generators of who has told
+                self._rng_state.keep(checkpoint.get(KEY, {}).get("dice"))
+        if self._resumed is not None:
+            message = "You're resuming from a checkpoint that ended before the epoch ended"
+            warnings.filterwarnings("ignore", message)  # and it is all right
+        return checkpoint
+
+    def _settle(self) -> None:
+        """Counters have been restored, and loaders may have been made before they were."""
+        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        late = [sampler for sampler in self.samplers if sampler.epoch != epoch]
+        for sampler in late:
+            sampler.set_epoch(epoch)
+        if late:
+            remeasure(self._trainer)
+            self._moved = True
+
+    def _begin_epoch(self) -> None:
+        """Lengths are those of this epoch, and so is what is iterated over."""
+        loop = self._trainer.fit_loop
+        epoch = loop.epoch_progress.current.processed
+        if self._resumed is not None and self._resumed.epoch != epoch:
+            self._resumed, self._moved = None, True
+            remeasure(self._trainer)
+        goes_on = loop.is_resuming or loop.epoch_loop.restarting
+        lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
+        stale = self._moved or any(sampler.stale() for sampler in self.samplers)
+        if self._rng_state.waits:
+            self._rng_state.compare()
+            if self._resumed is None:  # an epoch begins, and an iterator draws a number
+                self._rng_state.throw()
+                stale = True
+        if stale and not lightning_iterates:
+            iter(loop._data_fetcher)
+        self._moved = False

@@ -1,0 +1,83 @@
+"""What ``trainer.predict`` returns: all workers' outputs, as one device would have returned them.
+
+Every worker predicts every W-th mini-batch; what came out travels home once, at the end, and is put
+in order there.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.data.evaluation_sampler import Dealt
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """One worker's: ``payload`` is a pickled list (loaders) of lists (mini-batches).
+
+    ``dealt`` says of each loader whether the workers have shared its mini-batches; where a stream
+    has been read by everybody, worker 0 speaks for all.
+    """
+
+    payload: bytes
+    dealt: tuple[bool, ...]
+
+
+def collect(trainer: pl.Trainer) -> Outputs | None:
+    """What this worker has predicted, if somebody wants to know.
+
+    Raises:
+        UserError: if it cannot travel.
+    """
+    loop = trainer.predict_loop
+    if trainer.state.fn != "predict" or not loop.return_predictions or not loop._predictions:
+        return None
+    assert loop._combined_loader is not None, "there is something to predict"
+    dealt = tuple(_is_dealt(loader) for loader in loop._combined_loader.flattened)
+    outputs = apply_to_collection(loop._predictions, torch.Tensor, _compact)
+    try:
+        return Outputs(pickle.dumps(outputs, protocol=pickle.HIGHEST_PROTOCOL), dealt)
+    except Exception as error:
+        raise UserError(
+            f"what predict_step returns cannot be brought home from a worker process ({error}); "
+            "return tensors and plain data, or use trainer.predict(return_predictions=False) with "
+            "a BasePredictionWriter"
+        ) from error
+
+
+def _is_dealt(loader: Any) -> bool:
+    batches = getattr(loader, "batch_sampler", None)
+    inner = getattr(batches, "_batch_sampler", batches)
+    return isinstance(inner, Dealt) or isinstance(getattr(loader, "sampler", None), Dealt)
+
+
+def _compact(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the rest of the buffer that it is a view of."""
+    whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if whole else tensor.clone()
+
+
+def in_order(everybodys: Sequence[Outputs | None]) -> list[Any]:
+    """Mini-batches as one device would have predicted them: a list, or one for each loader."""
+    first = everybodys[0]
+    assert first is not None, "the first mini-batch is worker 0's"
+    parts = [pickle.loads(each.payload) if each is not None else [] for each in everybodys]
+    loaders = [
+        _merged([part[n] for part in parts if n < len(part)]) if dealt else parts[0][n]
+        for n, dealt in enumerate(first.dealt)
+    ]
+    return loaders[0] if len(loaders) == 1 else loaders
+
+
+def _merged(shares: Sequence[list[Any]]) -> list[Any]:
+    """Worker w has mini-batches w, w + W, …; those who have none are left out, or have fewer."""
+    longest = max(len(share) for share in shares)
+    return [share[n] for n in range(longest) for share in shares if n < len(share)]

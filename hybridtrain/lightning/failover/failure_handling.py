@@ -1,0 +1,59 @@
+"""What a worker does so that others may be lost: the parts that the user's choice needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_the_loggers
+from hybridtrain.lightning.failover.lost_samples import LostSampleRedistribution
+from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.data.loaders import Loaders
+    from hybridtrain.lightning.strategy import HybridStrategy
+
+
+class FailureHandling:
+    """Of one worker, whose training begins.
+
+    Args:
+        strategy: of this worker.
+        trainer: its trainer.
+        loaders: its loaders.
+        back: if this worker is there again.
+    """
+
+    def __init__(
+        self, strategy: HybridStrategy, trainer: Any, loaders: Loaders, back: Rejoin | None
+    ) -> None:
+        self._making_up: LostSampleRedistribution | None = None
+        self._strategy, self._whole_rounds = strategy, strategy.requirements.whole_rounds
+        choice, client = strategy.on_failure.choice, strategy.client
+        if choice == "stop":
+            return
+        if back is None:
+            know_the_loggers(trainer, strategy.collectives)
+        LeaderFailover(trainer, client)
+        if choice == "continue":
+            loaders.remembers = self._whole_rounds
+        else:
+            client.tells = RejoinState(trainer, loaders, strategy.rng_mailbox, back).tell
+        if choice == "continue" or not self._whole_rounds:  # in lock-step a place is kept
+            self._making_up = LostSampleRedistribution(
+                trainer, client, lambda: loaders.samplers, self._meet_early
+            )
+
+    def _meet_early(self) -> None:
+        """All meet, but the hooks of this mini-batch are still to come, and others have none."""
+        self._strategy.meet()
+        self._strategy.collectives.local = not self._whole_rounds
+
+    def end_epoch(self) -> None:
+        """All will meet; a worker that has stopped early has not met the others at its end yet."""
+        if self._making_up is not None and not self._whole_rounds:
+            self._making_up.end()
+
+    def meet(self) -> None:
+        """All workers are here; at the end of an epoch they have been before."""
+        if self._making_up is not None and not self._making_up.over:
+            self._making_up.meet()

@@ -1,0 +1,76 @@
+"""While worker 0 is gone, the first of the others logs, saves and reports.
+
+Lightning decides in many places, some of them only once, by whether the process is rank 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import rank_zero_only
+from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.loggers import CSVLogger
+
+from hybridtrain.lightning.async_training.counting import LogEvery
+from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.results.logger_state import identity, keep_rows
+from hybridtrain.worker.client import Client
+
+
+def know_the_loggers(trainer: pl.Trainer, collectives: Collectives) -> None:
+    """All workers' loggers would write to where worker 0's do."""
+    for logger in trainer.loggers:
+        _ = logger.version  # chosen now, if it has not been
+    known = collectives.broadcast([identity(logger) for logger in trainer.loggers], 0)
+    for logger, content in zip(trainer.loggers, known, strict=True):
+        vars(logger).update(content)
+
+
+class LeaderFailover:
+    """Makes this worker the first, when it is.
+
+    Args:
+        trainer: of this worker.
+        client: knows who is gone.
+    """
+
+    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+        self._trainer: Any = trainer
+        self._client, self._leads = client, client.is_leader
+        client.on_change = self._look
+
+    def _look(self) -> None:
+        before, self._leads = self._leads, self._client.is_leader
+        if before != self._leads:
+            rank = 0 if self._leads else self._client.worker
+            rank_zero_only.rank = rank  # type: ignore[attr-defined]
+        if self._leads and not before:
+            self._take_over()
+        elif before and not self._leads:
+            self._step_down()
+
+    def _take_over(self) -> None:
+        trainer = self._trainer
+        for logger in trainer.loggers:
+            if isinstance(logger, CSVLogger):
+                keep_rows(logger)
+        if isinstance(trainer.log_every_n_steps, LogEvery):
+            trainer.log_every_n_steps.pass_over(self._client.lost_at)
+        for callback in trainer.callbacks:
+            if isinstance(callback, ProgressBar):
+                callback.enable()
+                callback.on_train_start(trainer, trainer.lightning_module)
+        hand_over(trainer)
+
+    def _step_down(self) -> None:
+        for callback in self._trainer.callbacks:
+            if isinstance(callback, ProgressBar):
+                callback.disable()
+
+
+def hand_over(trainer: Any) -> None:
+    """Callbacks that write files go on with those that another process has written."""
+    for callback in trainer.callbacks:
+        if (succeed := getattr(callback, "succeed", None)) is not None:
+            succeed(trainer)

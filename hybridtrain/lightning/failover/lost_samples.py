@@ -1,0 +1,117 @@
+"""What a worker that is gone has left of the epoch is done by the others, at the epoch's end.
+
+When a worker has had its last mini-batch, all meet, and so learn who is gone. If these have left
+anything, the epoch is not over: the loaders are iterated over once more, for the rest, as if
+training went on from a checkpoint in the middle of the epoch. So each sample is used once, the mean
+of every step is over those who are there, and nothing changes before the others have done their own
+part. From the next epoch on it is shared among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from hybridtrain.lightning.async_training.update_count import precede, remeasure
+from hybridtrain.lightning.data.samplers import EpochSampler
+from hybridtrain.protocol.spans import Spans, total
+from hybridtrain.worker.client import Client
+
+
+class LostSampleRedistribution:
+    """Looks, at the end of an epoch, whether that is the end.
+
+    Args:
+        trainer: of this worker, whose training begins.
+        client: to the server.
+        samplers: of the training loaders.
+        align: brings all workers to the same parameters, and calls ``meet``.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        client: Client,
+        samplers: Callable[[], list[EpochSampler]],
+        align: Callable[[], None],
+    ) -> None:
+        self._trainer: Any = trainer
+        self._client, self._samplers, self._align = client, samplers, align
+        self._at: tuple[int, int] | None = None  # the epoch, and the mini-batch that was its last
+        self.over = False  # the epoch, and all have met
+        self._stale = False  # the loaders have other lengths in the next epoch
+        precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._look)
+        precede(trainer.fit_loop.epoch_loop, "on_run_start", self._measure)
+
+    def _measure(self) -> None:
+        """An epoch begins."""
+        if self._stale:
+            remeasure(self._trainer)
+        self._stale = self.over = False
+
+    def _look(self) -> None:
+        """After each mini-batch, before anything that follows from its being the last."""
+        if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self.end()
+
+    def end(self) -> None:
+        """This worker has had its last mini-batch: meet the others, once."""
+        if not self._is_last:
+            self._at = self._place
+            self._align()
+
+    @property
+    def _place(self) -> tuple[int, int]:
+        loop = self._trainer.fit_loop
+        return loop.epoch_progress.total.ready, loop.epoch_loop.batch_progress.total.ready
+
+    @property
+    def _is_last(self) -> bool:
+        return self._at == self._place
+
+    def meet(self) -> None:
+        """All are here, wherever in the epoch that is."""
+        client, samplers = self._client, self._samplers()
+        client.gather("who is there", None)
+        left = [sampler.left_by(client.gone) for sampler in samplers]
+        if client.left or any(left):
+            if all(client.gather("whether to make it up", self._can(len(samplers)))):
+                self._go_on(left)
+                return
+            self._complain(left)
+        self.over = self._is_last
+        if self.over and client.gone:
+            self._stale = True
+            for sampler in samplers:
+                sampler.shares_with(client.there)
+
+    def _can(self, n_loaders: int) -> bool:
+        """Whether this worker is at the end of an epoch that can be made longer."""
+        trainer, loop = self._trainer, self._trainer.fit_loop.epoch_loop
+        whole = trainer.limit_train_batches in (1.0, None) and not trainer.overfit_batches
+        enough = loop.max_steps != -1 and loop.global_step >= loop.max_steps
+        enough = enough or trainer.should_stop
+        return self._is_last and n_loaders == 1 and whole and not enough
+
+    def _go_on(self, left: list[Spans]) -> None:
+        loop, fetcher = self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop._data_fetcher
+        for sampler, spans in zip(self._samplers(), left, strict=True):
+            sampler.go_on(self._client.there, spans)
+        self._stale = True
+        loop.batch_progress.is_last_batch, self._at = False, None
+        remeasure(self._trainer)
+        iter(fetcher)
+        fetcher.fetched += loop.batch_progress.current.ready
+
+    def _complain(self, left: list[Spans]) -> None:
+        if self._is_last and self._client.is_leader:
+            n_left = sum(map(total, left))
+            some = f"{n_left} samples" if n_left else "some samples"
+            rank_zero_warn(
+                f"{some} that workers which are gone would have done are not trained on in this "
+                "epoch: a stop, max_steps or limit_train_batches ends it, or there are several "
+                "loaders"
+            )

@@ -1,0 +1,194 @@
+"""A worker that is restarted: where training is, told by another, and how it goes on from there.
+
+Parameters and the optimizers' states lie in host memory, so they need not be restored. What is
+missing is what Lightning knows of the course of training: its counters, callbacks, schedulers, what
+is left of the epoch. All of that makes a checkpoint, but for weights and states. One of the workers
+makes it while it waits in the middle of the step that the lost worker has left undone; a checkpoint
+of such a moment is one of the last whole step, from which the step is done again.
+
+Until its first step is made the new worker meets nobody: the others have been in those meetings.
+In lock-step it goes on with the random numbers of the lost one (:class:`RngMailbox`). Where
+these are not known it takes those of the worker that tells: all draw alike (a seed for all) as long
+as their mini-batches are equal. (Processes of a loader's own draw from others.)
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
+
+from hybridtrain.lightning.async_training.update_count import (
+    precede,
+    set_global_step,
+    step_schedulers,
+)
+from hybridtrain.lightning.checkpointing.mid_epoch import KEY
+from hybridtrain.lightning.checkpointing.rng_state import look, put
+from hybridtrain.lightning.data.loaders import Loaders
+from hybridtrain.lightning.failover.fast_forward import advance, can_be_advanced
+from hybridtrain.lightning.failover.leader_failover import hand_over
+from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
+from hybridtrain.lightning.results.logger_state import identity, keep_rows
+from hybridtrain.lightning.step.remote_state import without_fetching
+from hybridtrain.protocol.notices import Progress
+from hybridtrain.worker.client import Client
+
+_PLACE = "the memory of this run"
+_OURS = "hybridtrain_run"
+
+
+class RejoinState:
+    """In a worker that trains: tells where training is.
+
+    Args:
+        trainer: of this worker.
+        loaders: of this worker.
+        pages: for the states of this worker's generators, in lock-step.
+        back: if this worker itself is there again.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        loaders: Loaders,
+        pages: RngMailbox | None,
+        back: Rejoin | None,
+    ) -> None:
+        self._trainer: Any = trainer
+        self._client: Client = trainer.strategy.client  # type: ignore[attr-defined]
+        self._loaders, self._pages, self._back = loaders, pages, back
+        self._kept_in: int | None = None  # the epoch in which something was left to be kept
+        self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
+        self._begun: int | None = None  # the version that the step under way began with
+        self._generators: dict[str, Any] = {}  # their states before its first mini-batch came
+        precede(trainer.fit_loop.epoch_loop, "_on_before_fetch", self._fetch)
+        if pages is not None:
+            precede(self._client, "offer", self._push)
+            precede(trainer.fit_loop.epoch_loop.val_loop, "run", self._break)
+            precede(trainer.fit_loop, "on_advance_end", self._break)
+
+    def _break(self) -> None:
+        self._breaks += 1
+
+    def _fetch(self) -> None:
+        client, epoch = self._client, self._trainer.current_epoch
+        if self._back is not None:
+            self._back.begin(self._pages)
+            self._back = None
+        if self._begun != client.version:
+            self._begun, self._generators = client.version, look()
+            if self._pages is not None:
+                self._pages.begin(client.worker, client.version, self._generators)
+        due = client.is_leader and self._kept_in != epoch
+        if due and can_be_advanced(self._trainer, self._loaders.samplers):
+            self._kept_in = epoch  # once in an epoch, in case that all are lost at once
+            client.note(Progress(None, self.tell()))
+
+    def _push(self, *_: Any) -> None:
+        assert self._pages is not None, "nobody looks otherwise"
+        self._pages.push(self._client.worker, self._client.version, self._breaks, look())
+
+    def tell(self) -> bytes:
+        """A checkpoint between two steps, though this worker is in the middle of one."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        module = trainer.lightning_module
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        state = {k: v for k, v in module.state_dict().items() if k not in parameters}
+        strategy.optimizer_state = without_fetching
+        strategy.lightning_module_state_dict = lambda: state
+        try:
+            checkpoint = _CheckpointConnector.dump_checkpoint(trainer._checkpoint_connector, False)
+        finally:
+            del strategy.optimizer_state, strategy.lightning_module_state_dict
+        checkpoint = self._loaders.write(checkpoint, for_now=True)
+        loggers = [identity(logger) for logger in trainer.loggers]
+        checkpoint[_OURS] = {
+            "generators": self._generators,
+            "breaks": self._breaks,
+            "loggers": loggers,
+            "should_stop": trainer.should_stop,
+            "unsaved": {k: v for k, v in module.named_buffers() if k not in state},
+        }
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        return content.getvalue()
+
+
+class Rejoin:
+    """In a worker that is restarted: lets Lightning go on from what was told.
+
+    Args:
+        told: by :class:`RejoinState`.
+        version: updates so far; more than there were then, if it was told some time ago.
+        trainer: of this worker.
+        client: to the server.
+    """
+
+    def __init__(self, told: bytes, version: int, trainer: pl.Trainer, client: Client) -> None:
+        # From another worker of this run over inherited sockets, so not a stranger's pickle.
+        self._checkpoint = torch.load(io.BytesIO(told), map_location="cpu", weights_only=False)
+        self._ours = self._checkpoint.pop(_OURS)
+        self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
+        self._trainer: Any = trainer
+        self._version, self.breaks = version, self._ours["breaks"]
+        if trainer.strategy.requirements.whole_rounds:  # type: ignore[attr-defined]
+            advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
+        client.joins = client.solo = True
+        trainer.strategy.load_checkpoint = self._load  # type: ignore[method-assign]
+        precede(trainer.fit_loop, "run", self._agree)
+
+    def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
+        """Of the trainer's function, with a checkpoint to go on from."""
+        given = signature(function).bind(*args, **kwargs).arguments
+        return {**given, "ckpt_path": _PLACE}
+
+    def prepare(self) -> None:
+        """Loggers write to where they have written; called before they are opened."""
+        for logger, content in zip(self._trainer.loggers, self._ours["loggers"], strict=True):
+            vars(logger).update(content)
+            if isinstance(logger, CSVLogger) and self._trainer.is_global_zero:
+                keep_rows(logger)
+
+    def _load(self, *_: Any, **__: Any) -> dict[str, Any]:
+        self._take_unsaved_buffers()
+        weights = self._trainer.lightning_module.state_dict()  # which are not used
+        return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
+
+    def _agree(self) -> None:
+        """Whether to end is decided together.
+
+        A callback that has looked at the clock as this process began has looked alone.
+        """
+        self._trainer.should_stop = self._ours["should_stop"]
+
+    def catch_up(self) -> None:
+        """Counters and schedulers are restored; before training begins."""
+        if self._trainer.is_global_zero:
+            hand_over(self._trainer)
+        if self._trainer.strategy.requirements.whole_rounds:
+            step_schedulers(self._trainer, self._checkpoint["global_step"], self._version)
+            set_global_step(self._trainer, self._version)
+
+    def _take_unsaved_buffers(self) -> None:
+        """Those that no checkpoint has; caches may have grown since the module was made."""
+        for name, value in self._ours["unsaved"].items():
+            path, _, last = name.rpartition(".")
+            buffers = self._trainer.lightning_module.get_submodule(path)._buffers
+            mine = buffers.get(last)
+            if mine is not None and mine.shape == value.shape and mine.dtype == value.dtype:
+                mine.copy_(value)
+            else:
+                buffers[last] = value.to(self._trainer.lightning_module.device)
+
+    def begin(self, pages: RngMailbox | None) -> None:
+        """The first mini-batch is about to come."""
+        worker = self._trainer.strategy.client.worker
+        known = None if pages is None else pages.find(worker, self._version, self.breaks)
+        put(known or self._ours["generators"])

@@ -1,0 +1,107 @@
+"""What a worker does that has to end before its job is done."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.trainer import call
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.failover.leader_failover import hand_over
+from hybridtrain.protocol.notices import Saved, SavePermission
+from hybridtrain.util.files import interrupted_in
+from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.worlds.local.channel import ChannelClosed
+from hybridtrain.worlds.local.worker_exit import Failed
+
+_NO_GROUP = "Default process group has not been initialized"  # torch's words
+
+
+def advise(error: BaseException) -> None:
+    """Say what to use instead of torch.distributed, where the user's code has asked for it."""
+    if _NO_GROUP in str(error):
+        error.add_note(
+            "Workers of this strategy have no process group of torch.distributed. Use "
+            "self.all_gather, trainer.strategy.reduce, .broadcast and .barrier, which work under "
+            "every strategy; trainer.global_rank and trainer.world_size for get_rank and "
+            "get_world_size; and no DistributedSampler: samples are shared out by the strategy."
+        )
+
+
+def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
+    """In a worker whose code has raised: say so, and save if the run ends and nobody else can.
+
+    The parent must hear of it first: others may wait for this worker.
+    """
+    strategy: Any = trainer.strategy
+    client: Client = strategy.client
+    advise(error)
+    client.heartbeat.fail()
+    try:
+        client.line.send(Failed.of(error, client.heartbeat.failed_in, waits=True))
+        with suppress(StopRequested, UserError):  # a step that is under way may be broken off
+            client.settle()
+        client.solo = True
+        counted = trainer.global_step == client.version or not strategy.requirements.whole_rounds
+        take_turn_saving(trainer, able=counted)
+    except ChannelClosed:
+        client.solo = True  # the parent is gone, and nothing can be done any more
+
+
+def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
+    """In a worker that has stopped: one of them writes the last checkpoint.
+
+    Not ``able``: it stands between an update and Lightning's counting of it.
+    """
+    client: Client = cast(Any, trainer.strategy).client
+    while client.save_permission is None:
+        reply = client.line.receive()[0]  # or an answer to what was asked before
+        client.save_permission = reply if isinstance(reply, SavePermission) else None
+    client.is_saver = client.save_permission.saves
+    if client.is_saver:
+        client.note(Saved(able and save_interrupted(trainer)))
+
+
+def save_interrupted(trainer: pl.Trainer) -> bool:
+    """One checkpoint of the last whole update, near the others; whether one was written.
+
+    Needs no other worker.
+    """
+    checkpoint = trainer.checkpoint_callback
+    folder = getattr(checkpoint, "dirpath", None)
+    if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
+        return False
+    path, strategy = interrupted_in(Path(folder)), cast(Any, trainer.strategy)
+    try:
+        strategy.before_checkpoint()  # others may have made updates that this one has not
+        strategy.collectives.local = False  # with nobody else: what user code gathers is its own
+        if trainer.global_step == 0:
+            return False
+        if strategy.client.worker != 0:
+            hand_over(trainer)
+        if strategy.step_rollback is not None:
+            strategy.step_rollback.give_up()
+        trainer.save_checkpoint(path)
+        for callback in trainer.checkpoint_callbacks:  # one is enough
+            vars(callback)["_last_global_step_saved"] = trainer.global_step
+    except Exception as error:
+        # Not Lightning's, which only worker 0 gives.
+        warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
+        return False
+    if written := str(path) not in strategy.keeping.unsaved.lost:  # else it has been said why
+        print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
+    return written
+
+
+def end_worker(trainer: pl.Trainer, error: BaseException) -> None:
+    """What Lightning does in the process that called it: tell callbacks and loggers."""
+    try:
+        call._interrupt(trainer, error)
+        trainer._teardown()
+    except (Exception, StopRequested) as second:  # the first error is the one to report
+        rank_zero_warn(f"while ending after {type(error).__name__}: {second!r}")

@@ -1,0 +1,155 @@
+"""What is to go wrong in a run, as its parent sees it, and the faults that the parent carries out.
+
+Those are the ones in the phase *update*: a worker is killed or stopped while the server steps the
+parameters with what it has pushed, in the middle of the arithmetic (where that is one piece: after
+it, before anybody is released).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
+from hybridtrain.protocol.messages import Push
+from hybridtrain.server.server import Server
+from hybridtrain.testing.fault_log import FaultLog, Schedule, happened
+from hybridtrain.testing.faults import Fault, check_workers, read_faults
+
+_DYING_S = 5.0
+
+
+@dataclass
+class Faults:
+    """What is to go wrong in a run, and what has.
+
+    Args:
+        wanted: by the user.
+    """
+
+    wanted: tuple[Fault, ...] = ()
+    fault_log: FaultLog | None = None  # of the run under way
+    rehearses: bool = False  # what happens is a replay
+
+    @classmethod
+    def of(cls, given: Any) -> Faults:
+        """As the user gives them. Raises UserError."""
+        return cls(read_faults(given))
+
+    def check(self, requirements: Requirements, n_workers: int) -> None:
+        """Before a process starts. Raises UserError."""
+        check_workers(self.wanted, n_workers)
+        if requirements.in_place and any(fault.phase == "update" for fault in self.wanted):
+            raise UserError(
+                "faults: phase update was given, but under hogwild workers make their updates "
+                "themselves; use push (before it) or pull (in it), or strategy=async"
+            )
+
+    def begin(self, trainer: pl.Trainer, n_workers: int, rehearses: bool = False) -> None:
+        """A run begins; only training is disturbed."""
+        self.fault_log, self.rehearses = None, rehearses
+        if self.wanted and trainer.state.fn == "fit":
+            self.fault_log = FaultLog(len(self.wanted), n_workers)
+
+    def conclude(self, well: bool) -> dict[str, Any]:
+        """For the statistics of the run. ``well``: nothing has ended it; then all should have been.
+
+        Warns of what never came.
+        """
+        if self.fault_log is None:
+            return {}
+        fault_log, self.fault_log = self.fault_log, None
+        rows = happened(self.wanted, fault_log)
+        for number, fault in enumerate(self.wanted if well else ()):
+            if fault.worker is not None and not fault_log.count(number, fault.worker):
+                steps = fault_log.progress(fault.worker)[0]
+                rank_zero_warn(f"faults: {fault}: it never came to it (the worker made {steps})")
+        fault_log.close()
+        return {"faults": rows}
+
+
+def say(text: str) -> None:
+    """On a line of its own, whoever else writes."""
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
+
+
+def interrupt_updates(server: Any, faults: Faults) -> None:
+    """Kill or stop workers while the server updates with what they have pushed.
+
+    Args:
+        server: or a witness before it.
+        faults: of the run that begins.
+    """
+    fault_log, wanted = faults.fault_log, faults.wanted
+    if fault_log is None or faults.rehearses or not any(f.phase == "update" for f in wanted):
+        return
+    inner: Server = getattr(server, "server", server)
+    rounds: Any = inner._rounds
+    schedules = [Schedule(wanted, worker, fault_log) for worker in range(fault_log.n_workers)]
+    step = rounds._step
+
+    def stepping(pushes: Mapping[int, Push]) -> Any:
+        due = [
+            (fault_log.progress(worker)[1], fault)
+            for worker in pushes
+            for fault in schedules[worker].due("update", fault_log.progress(worker)[0])
+        ]
+        return _struck(inner._pool, due, lambda: step(pushes)) if due else step(pushes)
+
+    rounds._step = stepping
+
+
+def _struck(pool: Any, due: Sequence[tuple[int, Fault]], run: Callable[[], Any]) -> Any:
+    """Run it, and strike in the middle."""
+    left = list(due)
+
+    def strike() -> None:
+        while left:
+            _strike(*left.pop())
+
+    def halfway(function: Callable[[int, Any], Any], tasks: Sequence[Any]) -> Any:
+        middle = len(tasks) // 2
+        numbered = list(enumerate(tasks))
+
+        def each(lane: int, task: tuple[int, Any]) -> Any:
+            if task[0] == middle:
+                strike()
+            return function(lane, task[1])
+
+        return type(pool).map(pool, each, numbered)
+
+    pool.map = halfway
+    try:
+        result = run()
+    finally:
+        del pool.map
+    strike()
+    return result
+
+
+def _strike(pid: int, fault: Fault) -> None:
+    """The process is dead, or stopped, when this returns."""
+    say(f"faults: {fault}, process {pid}")
+    with suppress(OSError):  # it has ended by itself
+        if os.getsid(pid) != os.getsid(0):
+            return  # long ended, and the number is another's
+        if fault.kind == "hang":
+            os.kill(pid, signal.SIGSTOP)
+            return
+        descriptor = os.pidfd_open(pid)
+        try:
+            os.kill(pid, signal.SIGKILL)
+            select.select([descriptor], [], [], _DYING_S)
+        finally:
+            os.close(descriptor)

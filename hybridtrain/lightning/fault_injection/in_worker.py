@@ -1,0 +1,188 @@
+"""How faults on purpose are carried out inside a worker.
+
+Nothing here is in the way of a run without faults. With them, the worker's own objects are given
+methods that first ask whether something is due. See :mod:`hybridtrain.testing.faults` for what
+there is.
+
+In a phase a fault comes here: *compute*: before the module's ``training_step``; *push*: the
+gradient lies in shared memory, and the server has not been told; *pull*: the release has come, and
+the parameters have not been taken; *validation*: before a mini-batch of it; *checkpoint*: when half
+of the file is written, and for workers other than 0, which write none, as it begins; *teardown*: as
+the run ends. For *update* see :mod:`hybridtrain.lightning.fault_injection.in_parent`.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+
+from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.fault_injection.in_parent import Faults, say
+from hybridtrain.protocol.messages import Push
+from hybridtrain.testing.fault_log import FaultLog, Schedule
+from hybridtrain.testing.faults import KINDS, Fault
+from hybridtrain.util import files
+from hybridtrain.worker.client import Client
+from hybridtrain.worker.pending_push import Taking, Undoing
+
+EXIT_CODE = 70  # of a worker that ends without a word
+_OF_GRADIENTS = ("nan", "corrupt_gradient", "oom")  # what a replay repeats, too
+
+
+class InjectedFault(RuntimeError):
+    """Raised on purpose."""
+
+
+def inject(trainer: Any, client: Client, faults: Faults) -> None:
+    """Prepare what is to go wrong in this worker."""
+    if faults.fault_log is None:
+        return
+    kinds = _OF_GRADIENTS if faults.rehearses else KINDS  # a replay must not die
+    schedule = Schedule(faults.wanted, client.worker, faults.fault_log, kinds)
+    trainer.callbacks.insert(1, Injection(schedule, client, faults.fault_log))
+
+
+class Injection(pl.Callback):
+    """Makes this worker fail where it is due.
+
+    Args:
+        schedule: of this worker.
+        client: to the server.
+        fault_log: where the worker's steps are counted.
+    """
+
+    def __init__(self, schedule: Schedule, client: Client, fault_log: FaultLog) -> None:
+        self._schedule, self._client, self._fault_log = schedule, client, fault_log
+        self._step = fault_log.progress(client.worker)[0]
+        self._began_s = 0.0  # when this step did
+        self._factor = 1.0  # of the loss that comes next
+        self._slow: tuple[float, float] = (1.0, 0)  # how much slower, until which step
+        fault_log.reach(client.worker, self._step, os.getpid())
+
+    def on_fit_start(self, trainer: Any, *_: Any) -> None:
+        """All that is to be wrapped is there."""
+        session, strategy = trainer.strategy._session, trainer.strategy
+        self._wrap_computing(session)
+        self._wrap_exchange()
+        precede(strategy, "teardown", lambda: self._visit("teardown"))
+        if not self._schedule.has("checkpoint"):
+            return
+        if self._client.worker == 0:
+            cast(Any, files)._write_part = self._half_written(files._write_part)
+        else:
+            connector = trainer._checkpoint_connector
+            precede(connector, "dump_checkpoint", lambda: self._visit("checkpoint"))
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self._visit("validation")
+
+    def _wrap_computing(self, session: Any) -> None:
+        step, scaled = session.training_step, session.scaled
+
+        def computing(run: Callable[[], Any]) -> Any:
+            self._began_s = time.monotonic()
+
+            def first() -> Any:
+                self._visit("compute")
+                return run()
+
+            return step(first)
+
+        def poisoned(loss: torch.Tensor) -> torch.Tensor:
+            factor, self._factor = self._factor, 1.0
+            return scaled(loss) if factor == 1.0 else scaled(loss) * factor
+
+        session.training_step, session.scaled = computing, poisoned
+
+    def _wrap_exchange(self) -> None:
+        offer = self._client.offer
+
+        def offering(push: Push, then: Taking, undo: Undoing | None = None) -> None:
+            self._dawdle()
+            self._visit("push")
+
+            def take(released: Any) -> object:
+                self._count()
+                return then(released)
+
+            offer(push, take, undo)
+
+        self._client.offer = offering  # type: ignore[method-assign]
+
+    def _count(self) -> None:
+        """The step has been made."""
+        self._step += 1
+        self._fault_log.reach(self._client.worker, self._step, os.getpid())
+        self._visit("pull", self._step - 1)
+
+    def _half_written(self, write: Callable[..., None]) -> Callable[..., None]:
+        def torn(part: str, folder: int, content: Any) -> None:
+            fd, _ = files._open(part, folder)
+            with os.fdopen(fd, "wb") as file:
+                file.write(memoryview(content)[: len(content) // 2])
+                file.flush()
+                self._visit("checkpoint")
+            write(part, folder, content)
+
+        return torn
+
+    # ---- what happens ---------------------------------------------------------------------------
+
+    def _visit(self, phase: str, step: int | None = None) -> None:
+        step = self._step if step is None else step
+        for fault in self._schedule.due(phase, step):
+            self._say(fault, step)
+            self._act(fault)
+
+    def _say(self, fault: Fault, step: int) -> None:
+        worker = self._client.worker
+        say(f"faults: {fault.kind}, worker {worker}, step {step}, in {fault.phase}")
+
+    def _act(self, fault: Fault) -> None:
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "hang":
+                while True:
+                    time.sleep(3600.0)
+            case "exit":
+                os._exit(EXIT_CODE)
+            case "exception":
+                raise InjectedFault(f"on purpose: {fault}")
+            case "oom":
+                raise torch.OutOfMemoryError(f"out of memory on purpose: {fault}")
+            case "slow":
+                last = fault.steps or (1 if fault.step is None else None)
+                until = float("inf") if last is None else self._step + last
+                self._slow = (fault.strength, until)
+            case "nan":
+                self._factor = float("nan")
+            case "corrupt_gradient":
+                self._factor = fault.strength
+            case "lose_data_loader":
+                _lose_data_loader(fault)
+
+    def _dawdle(self) -> None:
+        """Take longer for this step than it took."""
+        factor, until = self._slow
+        if factor > 1 and self._step < until:
+            time.sleep((factor - 1) * (time.monotonic() - self._began_s))
+
+
+def _lose_data_loader(fault: Fault) -> None:
+    """Kill the processes that read for this one, or fail as if there had been one."""
+    readers = multiprocessing.active_children()
+    for reader in readers:
+        with suppress(OSError):
+            os.kill(reader.pid or 0, signal.SIGKILL)
+    if not readers:
+        raise InjectedFault(f"on purpose: {fault} (the loader has no process of its own)")

@@ -1,0 +1,281 @@
+"""A worker that has nothing to do in a step, or in an epoch, runs nothing of the user's.
+
+In lock-step the last global mini-batch of an epoch may be too small to give something to everybody.
+Who has nothing in it sits the step out: no ``training_step``, no hooks, no callbacks, so nothing of
+it is in logs, metrics, buffers or counters. The others do not wait for it: their round ends, and
+they meet (a reduced metric, a batch normalisation of all, a callback that saves), without it. Three
+times it waits for them, patiently: until their gradients are there, for what it has accumulated
+before belongs to the same update, and it steps the optimizer with that; until the update is made,
+from where on all look whether the epoch is over; and until their mini-batch has ended, where it
+learns what they have logged and decided.
+
+Where workers run freely, a worker may find the queue empty as the epoch begins. Its epoch ends at
+once, by the path that it ends by elsewhere.
+
+Who has had nothing in a whole epoch does not know what modules log in it. At the epoch's end the
+others reduce that with everybody, so it gets the same entries, with the neutral element in each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytorch_lightning as pl
+
+from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
+from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.participation.logged_metrics import (
+    Entries,
+    StepOutcome,
+    checkpoints_of,
+    entries,
+    steps_of,
+    take_entries,
+    take_steps,
+)
+from hybridtrain.lightning.participation.uncounted import DoesNotCount, Uncounted
+from hybridtrain.lightning.step.session import Session
+from hybridtrain.monitoring.heartbeat import Doing
+from hybridtrain.worker.client import Client
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.data.loaders import Loaders
+
+_READY = "the gradients of a step that some sit out"
+_MADE = "the update of a step that some sit out"
+_ENDED = "the end of a step that some sit out"
+
+
+class Absence:
+    """Of one worker.
+
+    Args:
+        trainer: of this worker.
+        client: to the server.
+        loaders: know what this worker has in a step.
+        requirements: whether all take the same steps.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, client: Client, loaders: Loaders, requirements: Requirements
+    ) -> None:
+        self._trainer: Any = trainer
+        self._client, self._loaders = client, loaders
+        self._requirements, self._whole_rounds = requirements, requirements.whole_rounds
+        self._session: Session | None = None
+        self.stopping = Stopping(trainer, client, requirements.whole_rounds)
+        self.uncounted: Uncounted | None = None  # where something may turn out not to count
+        self._has_had_some = False  # in this epoch
+        self._sits_out = False
+        self._to_come: list[str] = []  # where somebody waits who sits this step out
+        self._passed = False  # there was no mini-batch that counted
+        loop: Any = self._trainer.fit_loop.epoch_loop
+        self._loop, self._advance, self._end_advance = loop, loop.advance, loop.on_advance_end
+        loop.advance, loop.on_advance_end = self.advance, self.end_advance
+        precede(loop, "on_run_start", self._begin_epoch)
+        precede(loop.batch_progress, "increment_processed", self._step_is_made)
+
+    def begin(self, session: Session) -> None:
+        """Training begins."""
+        self._session = session
+        precede(session, "average", self._gradients_are_there)
+        bounded = (
+            not self._whole_rounds and self._loop.max_steps != -1
+        )  # some may come behind the last
+        if self._requirements.drops_late or bounded:
+            self.uncounted = Uncounted(self._trainer, self._client)
+
+    def _begin_epoch(self) -> None:
+        self._has_had_some = False
+
+    # ---- mini-batches ---------------------------------------------------------------------------
+
+    def advance(self, fetcher: Any) -> None:
+        """As Lightning's, but for those who have nothing, or whose contribution does not count."""
+        self._passed = False
+        if self.uncounted is not None and not self._loaders.under_way:
+            self.uncounted.keep()
+        ready = self._loop.batch_progress.current.ready
+        try:
+            self._advance(fetcher)
+        except OthersStop:
+            self._leave_it()
+            return
+        except DoesNotCount:
+            self._pass_over()
+            return
+        except StopIteration:
+            if self._loop.batch_progress.current.ready != ready:  # the user's wish
+                self._tell_outcome()
+                raise
+            if not self._has_nothing():
+                raise
+            self._sit_out() if self._whole_rounds else self._end_epoch()
+            return
+        self._has_had_some |= self._loop.batch_progress.current.ready != ready
+        self._tell_outcome()
+        self.stopping.end_batch()
+
+    def end_advance(self, fetcher: Any) -> None:
+        """What does not count is no mini-batch that has stepped."""
+        stepped = self._loop._batches_that_stepped
+        self._end_advance(fetcher)
+        if self._passed:
+            self._loop._batches_that_stepped = stepped
+
+    def _has_nothing(self) -> bool:
+        """There was no mini-batch; whether there should have been none."""
+        samplers = self._loaders.samplers
+        if self._whole_rounds:
+            return any(sampler.has_nothing_next for sampler in samplers)
+        return any(sampler.ended for sampler in samplers)
+
+    # ---- in lock-step ---------------------------------------------------------------------------
+
+    def _step_is_made(self) -> None:
+        """By those who have something in it."""
+        if self.uncounted is not None and self.uncounted.happened:
+            raise DoesNotCount
+        self._look_who_waits()
+        self._gradients_are_there()
+        if _MADE in self._to_come:
+            self._come_to(_MADE, steps_of(self._loop))
+
+    def _look_who_waits(self) -> None:
+        if not self._whole_rounds or self._sits_out:
+            return
+        if any(sampler.pop_without() for sampler in self._loaders.samplers):
+            self._to_come = [_READY, _MADE, _ENDED]
+
+    def gated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure of a step, behind which some are awaited who sit it out."""
+        self._look_who_waits()
+        return partial(self._close, closure) if self._to_come else closure
+
+    def _close(self, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        self._gradients_are_there()
+        return result
+
+    def _gradients_are_there(self) -> None:
+        if _READY in self._to_come:
+            self._come_to(_READY, None)
+
+    def _come_to(self, where: str, item: Any) -> None:
+        self._to_come.remove(where)
+        self._client.gather(where, item, patient=True)
+
+    def _tell_outcome(self) -> None:
+        """The mini-batch has ended, for those who had one."""
+        if _ENDED in self._to_come:
+            self._come_to(_ENDED, StepOutcome.of(self._trainer))
+
+    def _sit_out(self) -> None:
+        """All that Lightning counts is counted, and nothing else happens."""
+        assert self._session is not None, "training has begun"
+        loop, progress = self._loop, self._loop.batch_progress
+        progress.is_last_batch = self._trainer.fit_loop._data_fetcher.done
+        progress.increment_ready()
+        progress.increment_started()
+        together = self._loaders.pass_over()
+        self._sits_out = True
+        try:
+            self._client.gather(_READY, None, patient=True)
+            if self._owes:
+                self._session.begin_batch(None, 0.0, together)
+                loop.automatic_optimization._optimizer_step(loop.batch_idx, self._add_nothing)
+            else:
+                self._session.sit_out()
+            known = self._client.gather(_MADE, None, patient=True)
+            take_steps(loop, next((each for each in known if each is not None), None))
+            self._catch_up(self._session)
+            self._loaders.commit()
+            progress.increment_processed()
+        finally:
+            self._sits_out = False
+        self._schedule()
+        outcomes = self._client.gather(_ENDED, None, patient=True)
+        for outcome in [each for each in outcomes if each is not None][:1]:
+            outcome.give(self._trainer)
+        progress.increment_completed()
+
+    @property
+    def _owes(self) -> bool:
+        """Whether gradients have been accumulated that this step is to have."""
+        assert self._session is not None, "training has begun"
+        undone = any(step.weight > 0 and not step.pushed for step in self._session.steps)
+        return undone and bool(self._trainer.lightning_module.automatic_optimization)
+
+    def _add_nothing(self) -> None:
+        """In place of the closure."""
+        if self._session is not None and self._session.averages:
+            self._session.average()
+
+    @staticmethod
+    def _catch_up(session: Session) -> None:
+        """Others have made updates that this worker had no part in."""
+        if session.has_own_parameters:
+            return
+        version = session.pull()
+        for step in session.steps:
+            step.state.forget()
+            step.version, step.pushed = version, True
+        if session.buffers is not None:
+            session.buffers.put_back(version)
+
+    def _schedule(self) -> None:
+        """As Lightning does behind every mini-batch."""
+        self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if self._loop._num_ready_batches_reached():
+            self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    # ---- where workers run freely ---------------------------------------------------------------
+
+    def _end_epoch(self) -> None:
+        """There was no mini-batch for this worker."""
+        self._passed = True
+        self._loop.batch_progress.is_last_batch = True
+        self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    def _leave_it(self) -> None:
+        """The mini-batch was fetched, but is not begun."""
+        self._passed = True
+        progress = self._loop.batch_progress
+        progress.current.ready -= 1
+        progress.total.ready -= 1
+        progress.is_last_batch = False
+        self._trainer._results.batch = None
+
+    def _pass_over(self) -> None:
+        """The mini-batch has been run, but its contribution came too late."""
+        assert self.uncounted is not None, "it has said so"
+        self._passed = True
+        self.uncounted.put_back()
+        self._trainer._results.batch = self._trainer._results.batch_size = None
+        self._loop.batch_progress.increment_processed()
+        self._client.heartbeat.beat(Doing.BETWEEN)
+        self._schedule()
+        for callback in checkpoints_of(self._trainer):  # they count updates, whose ever these are
+            module, index = self._trainer.lightning_module, self._loop.batch_idx
+            callback.on_train_batch_end(self._trainer, module, None, None, index)
+        self._loop.batch_progress.increment_completed()
+
+    # ---- the end of an epoch --------------------------------------------------------------------
+
+    def meet(self) -> None:
+        """All are here: who has had nothing learns what the others have logged."""
+        trainer, client = self._trainer, self._client
+        if self._session is None or trainer.sanity_checking or client.n_workers == 1:
+            return
+        self.stopping.meet()
+        if all(client.gather("who has had a mini-batch", self._has_had_some)):
+            return
+        mine = (entries(trainer), StepOutcome.of(trainer)) if self._has_had_some else None
+        known: list[tuple[Entries, StepOutcome] | None] = client.gather("what is logged", mine)
+        found = next((each for each in known if each is not None), None)
+        if not self._has_had_some and found is not None:
+            take_entries(trainer, found[0])
+            found[1].give(trainer)

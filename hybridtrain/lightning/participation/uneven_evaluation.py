@@ -1,0 +1,108 @@
+"""Evaluations in which not every worker has something to do, or as much as the others.
+
+Of an evaluation every worker takes part in that finds a sample in each of its loaders. The others
+rest: Lightning skips a loop that has no mini-batches, and they wait for its end patiently, without
+being missed in the meetings of the rest (a reduced metric, a callback's decision). Then they take
+over what the evaluation has brought about: metrics, the wish to stop, callbacks' states. Workers
+whose shares differ by one mini-batch wait for each other the same way, so that a reduction within a
+step is one of those who still have a step to make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytorch_lightning as pl
+
+from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.results.worker_result import export_eval_state, import_eval_state
+from hybridtrain.worker.client import Client
+
+
+class UnevenEvaluation:
+    """One of Lightning's evaluation loops, with workers that may rest.
+
+    Args:
+        loop: the loop.
+        trainer: of this worker.
+        client: to the server.
+        begin: what is to be done before loaders are made.
+    """
+
+    def __init__(
+        self, loop: Any, trainer: pl.Trainer, client: Client, begin: Callable[[], None]
+    ) -> None:
+        self._loop, self._trainer, self._client = loop, trainer, client
+        self._begin = begin
+        self._roll: list[str] | None = None  # what everybody did in the evaluation under way
+        self.before: int | None = None  # mini-batches until it began, if it is not over
+
+    def attach(self) -> None:
+        """Stand in the loop's way at its beginning and its end."""
+        loop = self._loop
+        self._run, self._setup_data = loop.run, loop.setup_data
+        loop.run, loop.setup_data = self.run, self.setup_data
+        if self._predicts:
+            precede(loop, "on_run_end", self._end)
+        else:
+            precede(loop, "_store_dataloader_outputs", lambda: self._meet("between"))
+            precede(loop, "on_run_end", self._end)
+            precede(loop, "_on_evaluation_end", self._conclude)
+
+    @property
+    def _predicts(self) -> bool:
+        return self._loop is self._trainer.predict_loop
+
+    def setup_data(self) -> None:
+        """Workers without samples are no error; the limit on predictions is one for all workers."""
+        module, trainer = self._trainer.lightning_module, self._trainer
+        name = "allow_zero_length_dataloader_with_multiple_devices"
+        allowed, limit = getattr(module, name), trainer.limit_predict_batches
+        self._begin()
+        setattr(module, name, True)
+        if self._predicts and isinstance(limit, float) and limit > 0:
+            trainer.limit_predict_batches = 1.0  # `Dealt` has seen to it
+        try:
+            self._setup_data()
+        finally:
+            setattr(module, name, allowed)
+            trainer.limit_predict_batches = limit
+
+    def run(self) -> Any:
+        """As Lightning's, but all workers come out of it together."""
+        total = self._loop.batch_progress.total
+        self._roll, self.before = None, total.completed
+        if not self._predicts and self._loop.restarted_mid_evaluation:
+            total.ready = total.started = total.completed  # Lightning sets the current ones back
+        result = self._run()
+        if self._client.n_workers > 1 and self._loop.max_batches:  # nobody has any otherwise
+            rests = self._roll is None
+            roll = self._rest() if rests else self._roll
+            if roll is not None and "end" in roll and "rests" in roll and not self._predicts:
+                self._share_outcome(rests)
+        self.before = None
+        return result
+
+    def _meet(self, what: str) -> list[str]:
+        return self._client.gather("steps of an evaluation", what, patient=True)
+
+    def _end(self) -> None:
+        self._roll = self._meet("end")
+
+    def _conclude(self) -> None:
+        """Callbacks hear of the outcome now, and may save it."""
+        self.before = None
+
+    def _rest(self) -> list[str]:
+        while "between" in (roll := self._meet("rests")):
+            pass  # the others have come to their next loader
+        return roll
+
+    def _share_outcome(self, rests: bool) -> None:
+        """Those who have rested become as the first who has not (and is not lost on the way)."""
+        mine = None if rests else export_eval_state(self._trainer)
+        known = self._client.gather("end of an evaluation", mine, patient=True)
+        outcome = next((each for each in known if each is not None), None)
+        if rests and outcome is not None:
+            import_eval_state(self._trainer, outcome)

@@ -1,0 +1,199 @@
+"""What this machine has to have for a run: asked before a process is started, one line each.
+
+What cannot work is an error; what works badly is a warning. Nothing here initialises CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.nn.parameter import is_lazy
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
+from hybridtrain.lightning.preflight.device_checks import check_devices
+from hybridtrain.lightning.preflight.spawn_checks import Load, check_sending, load_of
+from hybridtrain.memory.available import available_bytes
+from hybridtrain.memory.limits import (
+    allow_descriptors,
+    largest_device_bytes,
+    open_descriptors,
+    shared_memory_bytes,
+)
+from hybridtrain.worker.device import KINDS
+from hybridtrain.worker.device.cuda import forbids_fork
+
+MIB = 2**20
+_PER_WORKER = 10  # descriptors in this process: 8 are used (channel, bells, sentinels)
+_OTHERS = 64  # of arenas, records, loggers
+_MUCH_BYTES = 256 * MIB  # copied to all workers together: worth a word
+_SMALL_BATCH_BYTES = 4 * MIB
+
+
+def check_startup(strategy: Any, start_method: str, threads: int, cores: int, job: Any) -> None:
+    """Raises UserError for what cannot work, and warns of what will not work well."""
+    module, n_workers = job.trainer.lightning_module, strategy.world_size
+    on_device = strategy.root_device.type in KINDS
+    if job.trainer.state.fn == "fit":
+        copies = int(strategy.requirements.has_copies and not on_device)
+        check_memory(module, n_workers, copies)
+    if on_device:
+        check_device_memory(module, strategy.workers_per_device)
+        check_devices(strategy)
+    else:
+        check_threads(n_workers, threads, cores, strategy.threads_per_worker == "auto")
+    check_descriptors(n_workers)
+    check_spawning(strategy.start_method, start_method)
+    named = job.named()
+    check_whole(named.get("ckpt_path"))
+    load = check_sending(start_method, job, named)
+    check_load(load, n_workers, start_method, job.named())
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def check_memory(module: torch.nn.Module, n_workers: int, copies: int) -> None:
+    """Of the host: masters, and for each worker a row of gradients and ``copies``, 0 or 1.
+
+    See docs/memory.md.
+    """
+    n_bytes, available = _bytes_of(module), available_bytes()
+    if available is None:
+        return
+    needed = n_bytes * (1 + n_workers * (1 + copies))
+    if needed > available:
+        raise UserError(
+            f"{_size(needed)} of host memory are needed for the {_size(n_bytes)} of parameters, "
+            f"with what {n_workers} workers compute, and {_size(available)} are available; use "
+            "fewer workers, a smaller model, or a machine with more memory"
+        )
+    if needed + 2 * n_bytes > available:
+        rank_zero_warn(
+            f"parameters and {n_workers} workers take {_size(needed)} of {_size(available)} of "
+            "host memory that are available, which leaves no room for the state of an optimizer "
+            f"such as Adam ({_size(2 * n_bytes)})"
+        )
+
+
+def check_device_memory(module: torch.nn.Module, workers_per_device: int) -> None:
+    """Of the largest GPU: each worker has parameters there, and for a moment their gradients."""
+    needed, largest = 2 * _bytes_of(module) * workers_per_device, largest_device_bytes()
+    if largest is not None and needed > largest:
+        raise UserError(
+            f"{_size(needed)} are needed on each GPU for parameters and gradients of "
+            f"workers_per_device={workers_per_device}, and the largest has {_size(largest)}; use "
+            "fewer workers on a device, or a smaller model"
+        )
+
+
+def _bytes_of(module: torch.nn.Module) -> int:
+    """Of parameters that are there already (others are made in ``configure_model``)."""
+    there = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
+    return sum(p.numel() * p.element_size() for p in there)
+
+
+# ---- cores, descriptors, start method ------------------------------------------------------------
+
+
+def check_threads(n_workers: int, threads: int, cores: int, chosen_here: bool) -> None:
+    """Workers on CPUs get in each other's way where they have more threads than there are cores."""
+    total = n_workers * threads
+    if total <= cores:
+        return
+    advice = f"{cores} worker{'s' * (cores > 1)} would do as much"
+    if not chosen_here and n_workers <= cores:
+        advice = f"give threads_per_worker={cores // n_workers}, or auto"
+    rank_zero_warn(
+        f"{n_workers} workers with {threads} thread{'s' * (threads > 1)} each share {cores} "
+        f"core{'s' * (cores > 1)}, and wait for one another: {advice}"
+    )
+
+
+def check_descriptors(n_workers: int) -> None:
+    """This process holds a few for each worker; the limit is raised as far as it may be."""
+    wanted = open_descriptors() + _PER_WORKER * n_workers + _OTHERS
+    enough, limit = allow_descriptors(wanted)
+    if not enough:
+        raise UserError(
+            f"{n_workers} workers need about {wanted} file descriptors in this process, whose "
+            f"limit is {limit}; say ulimit -n {wanted} before, as root or in limits.conf, or use "
+            "fewer workers"
+        )
+
+
+def check_spawning(wanted: str, start_method: str) -> None:
+    """Somebody who could have had forked workers is told why not."""
+    if wanted == "auto" and start_method != "fork" and forbids_fork():
+        rank_zero_warn(
+            "CUDA is initialised in this process, so workers are spawned: each imports the script "
+            "anew and gets a copy of the data; to have them forked, let nothing touch CUDA before "
+            "trainer.fit"
+        )
+
+
+# ---- data ----------------------------------------------------------------------------------------
+
+
+def check_load(load: Load, n_workers: int, start_method: str, named: dict[str, Any]) -> None:
+    """What spawned workers are sent: tensors go through /dev/shm, the rest to each as a copy."""
+    room = shared_memory_bytes()
+    if room is not None and load.shared > room:
+        raise UserError(
+            f"workers are started by {start_method}, which puts {_size(load.shared)} of tensors "
+            f"(of {_largest(named, 'shared')} above all) into /dev/shm, where {_size(room)} are "
+            "left; make it larger (docker run --shm-size=...), or use start_method=fork"
+        )
+    total, available = load.own * n_workers, available_bytes()
+    if total <= _MUCH_BYTES:
+        return
+    text = (
+        f"workers are started by {start_method}, so each of {n_workers} gets its own copy of "
+        f"{_size(load.own)} ({_largest(named, 'own')} above all), {_size(total)} together; keep "
+        "them in tensors, which are shared, or in a file (numpy.memmap), or use start_method=fork"
+    )
+    if available is not None and total > available:
+        raise UserError(f"{text}: {_size(available)} are available")
+    rank_zero_warn(text)
+
+
+def _largest(named: dict[str, Any], kind: str) -> str:
+    """The name of the part that has most of it."""
+    parts = {name: part for name, part in named.items() if name != "trainer"}
+    return max(parts, key=lambda name: getattr(load_of(parts[name]), kind), default="the job")
+
+
+def check_loader(loader: Any, n_workers: int) -> None:
+    """Mini-batches that processes of a DataLoader make come through /dev/shm.
+
+    To be asked in one worker, before the loader's processes are started.
+    """
+    room = shared_memory_bytes()
+    if not isinstance(loader, torch.utils.data.DataLoader) or not loader.num_workers:
+        return  # what others call num_workers need not be processes
+    if room is None:
+        return
+    n_processes = loader.num_workers
+    on_their_way = n_workers * n_processes * ((loader.prefetch_factor or 2) + 1)
+    each = room // on_their_way
+    if each < (_batch_bytes(loader) or _SMALL_BATCH_BYTES):
+        rank_zero_warn(
+            f"up to {on_their_way} mini-batches are in /dev/shm at a time ({n_workers} workers, "
+            f"num_workers={n_processes} each), which has {_size(room)} left: more than "
+            f"{_size(each)} each would end the run by SIGBUS ('bus error'); make it larger "
+            "(docker run --shm-size=2g), or use num_workers=0"
+        )
+
+
+def _batch_bytes(loader: Any) -> int | None:
+    """Of one mini-batch, where the data set tells without being asked for a sample."""
+    if not isinstance(loader.dataset, torch.utils.data.TensorDataset):
+        return None
+    of_sample = sum(t[:1].numel() * t.element_size() for t in loader.dataset.tensors)
+    return int(of_sample * (loader.batch_size or 1))
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / MIB:,.0f} MiB" if n_bytes >= 10 * MIB else f"{n_bytes / MIB:,.1f} MiB"

@@ -1,0 +1,49 @@
+"""What cannot be done where workers train parameters of their own: said at the start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hybridtrain.errors import UserError
+
+
+def check_own_parameters(strategy: Any, trainer: Any) -> None:
+    """Look at what was asked for beside it.
+
+    Raises:
+        UserError: naming the option, and what to do.
+    """
+    asked = f"exchange={strategy.exchange}"
+    fault, state = strategy.on_fault, "each worker's optimizer has a state of its own, which "
+    for name, choice, allowed, reason in (
+        ("on_failure", strategy.on_failure.choice, ("stop",), f"{state}is lost with it"),
+        (
+            "on_nonfinite",
+            fault.nonfinite,
+            ("auto", "raise"),
+            f"{state}would not be finite any more",
+        ),
+        ("on_oom", fault.oom, ("raise",), "a worker cannot take back its own steps"),
+    ):
+        if choice not in allowed:
+            raise UserError(
+                f"{name}={choice} was given with {asked}, but {reason}; use {name}={allowed[-1]}, "
+                "or exchange=gradient"
+            )
+    if strategy.correction is not None:
+        raise UserError(
+            f"correction={strategy.correction} was given with {asked}, but no gradient is handed "
+            "over that could be corrected; leave it out, or use exchange=gradient"
+        )
+    if strategy.transport.dtype is not None:
+        raise UserError(
+            f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "
+            "over seldom, and would be rounded; leave it out, or use exchange=gradient"
+        )
+    module = trainer.lightning_module
+    if trainer.state.fn == "fit" and not module.automatic_optimization:
+        raise UserError(
+            f"{type(module).__name__} has automatic_optimization=False, with {asked}, but workers "
+            "that train on their own must count their steps alike, and only Lightning's own loop "
+            "tells how many a mini-batch has; use automatic optimization, or exchange=gradient"
+        )

@@ -1,0 +1,231 @@
+"""A LightningModule and its data as a task of the virtual world.
+
+One module in one process computes all workers' gradients: its parameters are pointed to the
+worker's own, ``training_step`` takes the worker's mini-batch, and what it logs is not kept. Buffers
+(batch normalisation) and random numbers (dropout) are common to all workers. Hooks and callbacks
+are not run. Orders, weights and mini-batches are those of a training.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.data.batch_size import Scales
+from hybridtrain.lightning.data.epoch_order import Seeded
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates.groups import Groups, differences, plain
+from hybridtrain.updates.serialize import dump, load
+from hybridtrain.worlds.virtual.training_task import Timetable
+
+
+class VirtualTrainer(pl.Trainer):
+    """What a module may ask its trainer, where nobody trains with it. There are W workers."""
+
+    def __init__(self, workers: int) -> None:
+        told = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+        before = told.level
+        told.setLevel(logging.WARNING)  # of this machine's devices, which do not matter
+        super().__init__(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        told.setLevel(before)
+        self._workers, self.epoch, self.version = workers, 0, 0
+
+    @property
+    def world_size(self) -> int:
+        return self._workers
+
+    @property
+    def current_epoch(self) -> int:
+        return self.epoch
+
+    @property
+    def global_step(self) -> int:
+        return self.version
+
+
+class ModuleTask:
+    """All workers' gradients.
+
+    Args:
+        module: whose ``training_step`` gives the loss.
+        trainer: that module and data are to see.
+        loader: of the training data.
+        seed: of the order of an epoch.
+        clip: how the merged gradient is to be clipped.
+
+    Raises:
+        UserError: if the module cannot be trained this way.
+    """
+
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        trainer: VirtualTrainer,
+        loader: Any,
+        seed: int,
+        clip: Clip | None = None,
+    ) -> None:
+        _check(module, loader)
+        self.clip, self.loss = clip, 0.0
+        self.epochs = math.inf  # that are wanted
+        self._module, self._trainer = module, trainer
+        module.trainer = trainer
+        vars(module)["log"] = _ignore
+        self._parameters = list(module.parameters())
+        self._loader, self._scales = loader, Scales(module)
+        self.timetable, self._order = _timetable(loader, trainer.world_size, seed)
+        self._orders: dict[int, Sequence[int]] = {}
+        self._batches: dict[int, Any] = {}  # of each worker
+        self._takes_index = len(inspect.signature(module.training_step).parameters) > 1
+        optimizers, self._schedules = _init_optimizers_and_lr_schedulers(module)
+        if len(optimizers) != 1:
+            raise UserError("in virtual time a module has one optimizer; configure_optimizers gave "
+                            f"{len(optimizers)}")  # fmt: skip
+        self._optimizer = optimizers[0]
+        self._told: Groups = plain(self._optimizer)
+        self._epoch_began = 0  # after so many updates
+        _check_schedules(self._schedules)
+        module.train()
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in self._parameters]
+
+    def make_optimizer(self, masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """The module's own, over these."""
+        number_of = {id(p): number for number, p in enumerate(self._parameters)}
+        return load(dump(self._optimizer, number_of), lambda number: masters[number])[0]
+
+    # ---- mini-batches ---------------------------------------------------------------------------
+
+    def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
+        """Fetch the mini-batch; returns its weight."""
+        if epoch not in self._orders:
+            self._orders = {epoch: self._order(epoch)}
+        self._trainer.epoch = epoch
+        indices = [self._orders[epoch][position] for position in positions]
+        batch = self._fetch(indices)
+        self._batches[worker] = batch
+        known = None if self._loader.batch_sampler is None else float(len(indices))
+        return self._scales.weigh(batch, known)
+
+    def _fetch(self, indices: Sequence[int]) -> Any:
+        data, collate = self._loader.dataset, self._loader.collate_fn
+        if self._loader.batch_sampler is None:
+            return collate(data[indices[0]])
+        if hasattr(data, "__getitems__"):
+            return collate(data.__getitems__(indices))
+        return collate([data[index] for index in indices])
+
+    def gradient(
+        self, worker: int, values: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Of the worker's mini-batch, by backward from the module's loss."""
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.data, parameter.grad = value, None
+        batch = self._batches[worker]
+        with torch.enable_grad():
+            arguments = (batch, 0) if self._takes_index else (batch,)
+            loss: Any = self._module.training_step(*arguments)
+            loss = loss["loss"] if isinstance(loss, dict) else loss
+            if loss is None:
+                raise UserError("training_step returned None; in virtual time it must give a loss")
+            loss.backward()
+        self.loss = float(loss.detach())
+        found = [parameter.grad for parameter in self._parameters]
+        return [g.to_dense() if g is not None and g.is_sparse else g for g in found]
+
+    # ---- schedules ------------------------------------------------------------------------------
+
+    def updated(self, version: int) -> Groups | None:
+        """Schedules in steps follow the updates, as Lightning counts them: anew in every epoch."""
+        self._trainer.version = version
+        step = version - self._epoch_began
+        due = [s for s in self._schedules if s.interval == "step" and step % s.frequency == 0]
+        return self._advance(due)
+
+    def epoch_ended(self) -> Groups | None:
+        """Schedules in epochs follow the meetings."""
+        self._epoch_began = self._trainer.version
+        ended = self._trainer.epoch + 1
+        due = [s for s in self._schedules if s.interval == "epoch" and ended % s.frequency == 0]
+        return self._advance(due)
+
+    def _advance(self, due: Sequence[Any]) -> Groups | None:
+        if not due:
+            return None
+        with warnings.catch_warnings():  # the optimizer steps in the server
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            for schedule in due:
+                schedule.scheduler.step()
+        now = plain(self._optimizer)
+        news = differences(self._told, now)
+        self._told = now
+        return news
+
+
+def _ignore(*args: Any, **rest: Any) -> None:
+    """What a module logs in its training step is not kept."""
+
+
+def _check(module: pl.LightningModule, loader: Any) -> None:
+    if not module.automatic_optimization:
+        raise UserError(
+            f"{type(module).__name__} optimizes manually; in virtual time only modules whose "
+            "training_step returns the loss can be trained"
+        )
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        raise UserError(
+            "in virtual time a module is trained on one DataLoader over a data set that can be "
+            f"indexed; train_dataloader gave {type(loader).__name__}"
+        )
+
+
+def _check_schedules(schedules: Sequence[Any]) -> None:
+    if any(schedule.reduce_on_plateau for schedule in schedules):
+        raise UserError(
+            "a schedule that follows a metric was configured; in virtual time nothing is validated "
+            "on the way, so only schedules in steps or epochs can be followed"
+        )
+
+
+def _timetable(
+    loader: DataLoader[Any], workers: int, seed: int
+) -> tuple[Timetable, Callable[[int], Sequence[int]]]:
+    """How an epoch is made into mini-batches, and its order."""
+    length = len(loader.dataset)  # type: ignore[arg-type]
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        raise UserError(
+            f"the DataLoader has a {type(batches).__name__}; in virtual time mini-batches are "
+            "those of a plain DataLoader, or items of the data set"
+        )
+    sizes = (loader.batch_size or 1,) * workers
+    drop_last = bool(getattr(batches, "drop_last", False))
+    sampler: Any = loader.sampler
+    if isinstance(sampler, SequentialSampler | RandomSampler):
+        in_order = workers == 1 and isinstance(sampler, SequentialSampler)  # as a real run has it
+        return Timetable(length, sizes, drop_last), Seeded(length, None if in_order else seed)
+    return Timetable(len(sampler), sizes, drop_last), lambda epoch: list(sampler)

@@ -1,0 +1,63 @@
+"""Trains as a recorded run did, but under another policy, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.in_process_runner import CELLS, InProcessRunner
+from hybridtrain.recording.record_file import Record
+from hybridtrain.recording.recorded_times import times_of
+from hybridtrain.recording.recorder import Stamp
+from hybridtrain.recording.virtual_rerun import Rehearsal, check_order_is_known
+from hybridtrain.server.server import Server
+from hybridtrain.worlds.in_process import Body
+from hybridtrain.worlds.virtual.measured_times import Measured
+
+
+class WhatIf(InProcessRunner[dict[str, Any]]):
+    """Lets workers take as long as they took; what comes of it are the server's figures."""
+
+    def run(
+        self, server: Server, stamp: Stamp, bodies: Sequence[Body]
+    ) -> tuple[dict[str, Any], list[Any]]:
+        check_order_is_known(server)
+        measured = Measured(times_of(self.record))
+        times = [measured.stream(worker, 0) for worker in range(len(bodies))]
+        threads = int(self.record.header["threads"])
+        results = Rehearsal(server, stamp, threads, times, CELLS).run(bodies)
+        return server.statistics.stats(), results
+
+
+def rehearse_fit(
+    record: Record, trainer: pl.Trainer, module: pl.LightningModule, **options: Any
+) -> dict[str, Any]:
+    """Train with workers as fast as the record's; the result is :meth:`RunStatistics.stats`.
+
+    Args:
+        record: of a run with as many workers.
+        trainer: with a ``HybridStrategy`` of any policy.
+        module: to be trained.
+        **options: as for ``fit``.
+
+    Raises:
+        UserError: if policy or exchange cannot be simulated, or the record says too little.
+    """
+    _check_times(record, trainer.strategy)
+    return WhatIf(record).fit(trainer, module, **options)
+
+
+def _check_times(record: Record, strategy: Any) -> None:
+    """The record has a time for each push; of what lies between two pushes it has none."""
+    recorded, each_step = record.strategy.get("exchange", "Gradient()"), ("Gradient()", "InPlace()")
+    known = {recorded, repr(strategy.exchange)}
+    if len(known) > 1 and not known <= {*each_step}:
+        raise UserError(
+            f"exchange={strategy.exchange} was given, and the run's was {recorded}; the record has "
+            "a time for each push, not for each of a worker's own steps, so only strategies with "
+            "the run's exchange can be tried with it; run the other one itself, or compare "
+            "policies (hybrid, ssp, async, ...)"
+        )

@@ -1,0 +1,271 @@
+"""What a record says of the run beside its events: code, versions, options, data.
+
+All of it is to be compared when the run is repeated, and to be said where it differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import asdict, dataclass, field
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.seed import isolate_rng
+
+import hybridtrain
+from hybridtrain.errors import UserError
+from hybridtrain.protocol.messages import Described
+from hybridtrain.recording.checksums import checksum_of_state
+from hybridtrain.recording.record_file import RECORD_NAME, Writer
+from hybridtrain.recording.recorder import KINDS, Recorder, Stamp
+from hybridtrain.server.server import Server
+from hybridtrain.worker.client import Client
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.in_process_runner import InProcessRunner
+    from hybridtrain.lightning.strategy import HybridStrategy
+
+_DIGITS = 16  # of a hash
+
+
+@dataclass
+class Recording:
+    """Where the order of events is to be written, and what is known of the run.
+
+    ``about`` is plain data, kept as it is: the command line puts the configuration there.
+    ``instead``: nothing is to be written; this runs the workers, in place of processes.
+    """
+
+    place: Path
+    about: dict[str, Any] = field(default_factory=dict)
+    instead: InProcessRunner[Any] | None = None
+
+    @classmethod
+    def at(cls, place: Any) -> Recording | None:
+        """As the user has asked for it.
+
+        Raises:
+            UserError: if that is no path.
+        """
+        if place is None or isinstance(place, str | Path):
+            return None if place in (None, "") else cls(Path(place))
+        raise UserError(
+            f"record={place!r} was given; it must be a file or a directory to write to, or null"
+        )
+
+    def open(self) -> Writer:
+        """A new file; an older one stays.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        a_file = self.place.suffix and not self.place.is_dir()
+        path = self.place if a_file else self.place / RECORD_NAME
+        number, free = 2, path
+        while free.exists():
+            free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
+        try:
+            free.parent.mkdir(parents=True, exist_ok=True)
+            return Writer(free, KINDS)
+        except OSError as error:
+            raise UserError(
+                f"record={self.place}: the record cannot be written ({error.strerror}); choose "
+                "another place, or leave it out"
+            ) from error
+
+
+def serving(
+    strategy: HybridStrategy, trainer: pl.Trainer, threads: int, server_threads: int
+) -> Server | Recorder:
+    """The server, behind one who writes down what it is handed, if that is wanted.
+
+    Args:
+        threads: of each worker.
+        server_threads: of an update.
+    """
+    make = server_maker(strategy, server_threads)
+    recording = strategy.recording
+    if recording is None or trainer.state.fn != "fit":
+        return make()
+    writer = recording.open()
+    said = header(strategy, threads, server_threads)
+    writer.tell({"header": {**said, "kinds": KINDS, "about": recording.about}})
+    stamp = Stamp()
+    return Recorder(make(clock=stamp), stamp, writer)
+
+
+def server_maker(strategy: HybridStrategy, threads: int) -> Callable[..., Server]:
+    """Makes the server that the strategy wants; takes a clock, if it is to have another one."""
+    policy, correction = deepcopy((strategy.policy, strategy.correction))
+    return partial(
+        Server,
+        policy,
+        strategy.world_size,
+        threads,
+        correction=correction,
+        exchange=strategy.exchange,
+    )
+
+
+def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:
+    """What was run, by what."""
+    return {
+        "workers": strategy.world_size,
+        "threads": threads,
+        "server_threads": server_threads,
+        "policy": repr(strategy.policy),
+        "correction": repr(strategy.correction),
+        "exchange": repr(strategy.exchange),
+        "update": repr(strategy.update),
+        "requirements": asdict(strategy.requirements),
+        "versions": versions(),
+        "code": {"hybridtrain": _hash_of_package(), **users_code()},
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of whatever decides about bits."""
+    return {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "pytorch_lightning": version("pytorch_lightning"),
+        "numpy": np.__version__,
+        "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+    }
+
+
+# ---- code ---------------------------------------------------------------------------------------
+
+
+def users_code() -> dict[str, str]:
+    """The source files that this process has imported and nobody has installed: their hashes."""
+    found = {}
+    for module in list(sys.modules.values()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and path.endswith(".py") and _is_users(path):
+            found[path] = hash_of_file(Path(path))
+    return {_short(path): found[path] for path in sorted(found) if found[path]}
+
+
+def hash_of_file(path: Path) -> str:
+    """Of its content; empty if there is none."""
+    try:
+        return hashlib.blake2b(path.read_bytes()).hexdigest()[:_DIGITS]
+    except OSError:
+        return ""
+
+
+def hash_now(name: str) -> str:
+    """The hash that goes with a name in :func:`header`'s ``code``, as it is now."""
+    return _hash_of_package() if name == "hybridtrain" else hash_of_file(Path(name))
+
+
+def _short(path: str) -> str:
+    """As seen from the working directory, if it lies below."""
+    here = Path.cwd()
+    return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
+
+
+def _is_users(path: str) -> bool:
+    return not path.startswith(_installed())
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    places = {sysconfig.get_path(name) for name in names}
+    places |= {*site.getsitepackages(), site.getusersitepackages(), *hybridtrain.__path__, "<"}
+    return tuple(f"{place}/" if place != "<" else place for place in sorted(places))
+
+
+@cache
+def _hash_of_package() -> str:
+    root = Path(hybridtrain.__path__[0])
+    found = hashlib.blake2b()
+    for path in sorted(root.rglob("*.py")):
+        found.update(str(path.relative_to(root)).encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()[:_DIGITS]
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+def data_teller(client: Client, trainer: Any) -> Callable[[int, Any], None]:
+    """Each worker tells of each training loader's data, once, before it draws any of them.
+
+    For the record of the run, which keeps what is said first.
+    """
+    told: set[int] = set()
+    silent = trainer.strategy.recording is None
+
+    def tell(number: int, data: Any) -> None:
+        if not silent and number not in told:
+            told.add(number)
+            client.note(Described({f"data {number}": data_print(data)}))
+
+    return tell
+
+
+def data_print(data: Any) -> dict[str, Any]:
+    """The data set's length, and a hash of three of its items.
+
+    Random states are as before, afterwards. Data that cannot be looked up by number is named only.
+    """
+    with isolate_rng():
+        return {"kind": type(data).__qualname__, **_looked_up(data)}
+
+
+def _looked_up(data: Any) -> dict[str, Any]:
+    try:
+        length = len(data)
+        numbers = sorted({0, length // 2, length - 1}) if length else []
+        return {"length": length, "items": checksum_of_state([_plain(data[n]) for n in numbers])}
+    except Exception:  # somebody else's class: what it cannot tell is not known
+        return {}
+
+
+def _plain(item: Any) -> Any:
+    match item:
+        case np.ndarray() if item.dtype != object:
+            return [str(item.dtype), item.shape, item.tobytes()]
+        case np.generic():
+            return item.item()
+        case Mapping():
+            return {str(key): _plain(value) for key, value in item.items()}
+        case list() | tuple():
+            return [_plain(each) for each in item]
+        case _ if hasattr(item, "__dataclass_fields__"):
+            return {name: _plain(getattr(item, name)) for name in item.__dataclass_fields__}
+    return item
+
+
+def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Where data are not those that the record tells of.
+
+    Args:
+        then: all that the record tells.
+        now: what worker 0 has just said.
+    """
+    for name, here in now.items():
+        there = then.get(name)
+        if there is None or there == here:
+            continue
+        which = "training data" if name == "data 0" else f"training {name}"
+        if there["kind"] != here["kind"]:
+            yield f"{which}: of type {here['kind']}, {there['kind']} in the run"
+        elif there.get("length") != here.get("length"):
+            yield f"{which}: {here.get('length')} items, {there.get('length')} in the run"
+        else:
+            yield f"{which}: items have another content than in the run"

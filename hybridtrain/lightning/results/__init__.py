@@ -1,0 +1,1 @@
+"""What comes home from the workers after ``fit``: metrics, callbacks, loggers."""

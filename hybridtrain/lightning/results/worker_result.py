@@ -1,0 +1,201 @@
+"""What comes home from the workers: after ``fit`` the calling process is as if it had trained.
+
+Lightning's own multi-process launchers bring back the weights, the metrics and one path. Here the
+loops' counters, the callbacks' states, what they, the module and the loggers have written down
+come back too, so that ``trainer.global_step``, ``early_stopping.stopped_epoch`` or
+``trainer.log_dir`` say what they would say after training in this process.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loops.progress import _BaseProgress
+
+from hybridtrain.lightning.data.predictions import Outputs, collect, in_order
+from hybridtrain.lightning.participation.logged_metrics import metrics_of, take_metrics
+from hybridtrain.lightning.results.callback_state import (
+    CallbackState,
+    give_state,
+    give_to_callback,
+    give_to_module,
+    of_callback,
+    of_module,
+    pairs,
+    standing_of,
+)
+from hybridtrain.lightning.results.configured_model import load_weights
+from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
+from hybridtrain.memory.scratch_file import Scratch, fill
+
+
+@dataclass(frozen=True)
+class WorkerResult:
+    """Worker 0's luggage. Tensors travel as bytes of ``torch.save``.
+
+    ``heavy``: weights, and what a checkpoint would say of optimizers and schedulers; empty where
+    they lie in the calling process's scratch file.
+    """
+
+    returned: Any
+    heavy: bytes
+    tensors: bytes
+    trainer_state: Any
+    progress: dict[str, dict[str, Any]]
+    callbacks: list[CallbackState]
+    module: CallbackState
+    before_configuring: CallbackState | None
+    loggers: list[dict[str, Any]]
+    outputs: Outputs | None
+
+
+def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | Outputs | None:
+    """Called in every worker at the end; worker 0 packs, the others add what they predicted.
+
+    ``room`` is the path of the calling process's scratch file, if it has one.
+    """
+    state_dict, outputs = trainer.lightning_module.state_dict(), collect(trainer)
+    if not trainer.is_global_zero:
+        return outputs
+    trained = _trained(trainer) if trainer.state.fn == "fit" else None
+    return WorkerResult(
+        returned=None if outputs is not None else returned,
+        outputs=outputs,
+        heavy=fill(room, {"weights": state_dict, "trained": trained}),
+        tensors=_save(_metrics(trainer)),
+        trainer_state=trainer.state,
+        progress=_progress(trainer),
+        callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
+        module=of_module(trainer.lightning_module),
+        before_configuring=trainer.strategy.before_configuring,  # type: ignore[attr-defined]
+        loggers=[of_logger(logger) for logger in trainer.loggers],
+    )
+
+
+def unpack(
+    trainer: pl.Trainer,
+    results: Sequence[WorkerResult | Outputs | None],
+    scratch: Scratch | None = None,
+) -> Any:
+    """Called in the parent; returns what the trainer's method would have returned here.
+
+    Raises:
+        RuntimeError: if the worker that should have packed has died before it could.
+    """
+    home = next((each for each in results if isinstance(each, WorkerResult)), None)
+    if home is None:
+        raise RuntimeError(
+            "the first worker was lost after training, and with it metrics and weights; the last "
+            "checkpoint has what it had saved"
+        )
+    others = [each for each in results if not isinstance(each, WorkerResult)]
+    heavy = scratch.load() if scratch is not None and not home.heavy else _load(home.heavy)
+    load_weights(trainer, heavy["weights"], home.before_configuring)
+    trainer._logger_connector.reset_metrics()  # of the last call only, as in one process
+    take_metrics(trainer, _load(home.tensors))
+    trainer.state = home.trainer_state
+    _restore_progress(trainer, home.progress)
+    if heavy["trained"] is not None:
+        trainer.strategy.remember_training(heavy["trained"])  # type: ignore[attr-defined]
+    give_to_module(trainer.lightning_module, home.module)
+    if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
+        trainer._callback_connector._attach_model_callbacks()
+    for callback, belongings in pairs(_all(trainer), home.callbacks):
+        give_to_callback(callback, trainer.lightning_module, belongings)
+    trainer.strategy.keeping.forget_lost(trainer)  # type: ignore[attr-defined]
+    for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
+        give_to_logger(logger, brought)
+    return home.returned if home.outputs is None else in_order([home.outputs, *others])
+
+
+def _metrics(trainer: Any) -> dict[str, dict[str, Any]]:
+    """What callbacks, loggers and the progress bar see."""
+    _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # collects
+    return metrics_of(trainer)
+
+
+def _trained(trainer: Any) -> dict[str, Any]:
+    """What a checkpoint would say of optimizers and schedulers now."""
+    trainer.strategy.before_checkpoint()
+    return {
+        "optimizer_states": [trainer.strategy.optimizer_state(o) for o in trainer.optimizers],
+        "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+    }
+
+
+def _save(tensors: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensors, buffer)
+    return buffer.getvalue()
+
+
+def _load(payload: bytes) -> Any:
+    # From a child of this process over an inherited socket, so not a stranger's pickle; module
+    # states may hold any object (get_extra_state).
+    return torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+
+
+def _all(trainer: Any) -> list[pl.Callback]:
+    """The callbacks but our own, also those from ``configure_callbacks``."""
+    from hybridtrain.lightning.worker_callback import WorkerCallback
+
+    return [callback for callback in trainer.callbacks if not isinstance(callback, WorkerCallback)]
+
+
+def _users(trainer: Any) -> list[pl.Callback]:
+    """The callbacks that both sides have, in order. Others come from ``configure_callbacks``."""
+    at_home = trainer.strategy.callbacks_at_home
+    return trainer.callbacks if at_home is None else at_home
+
+
+# ---- the loops' counters ------------------------------------------------------------------------
+
+
+def _progress_objects(trainer: pl.Trainer) -> dict[str, _BaseProgress]:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return {
+        "epoch": trainer.fit_loop.epoch_progress,
+        "batch": epoch_loop.batch_progress,
+        "scheduler": epoch_loop.scheduler_progress,
+        "automatic": epoch_loop.automatic_optimization.optim_progress,
+        "manual": epoch_loop.manual_optimization.optim_step_progress,
+    }
+
+
+def _progress(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
+    states = {name: loop.state_dict() for name, loop in _progress_objects(trainer).items()}
+    states["stepped"] = {"batches": trainer.fit_loop.epoch_loop._batches_that_stepped}
+    states["stop"] = {"should_stop": trainer.should_stop}
+    return states
+
+
+def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) -> None:
+    for name, progress in _progress_objects(trainer).items():
+        progress.load_state_dict(states[name])
+    trainer.fit_loop.epoch_loop._batches_that_stepped = states["stepped"]["batches"]
+    trainer.should_stop = states["stop"]["should_stop"]
+
+
+# ---- workers that have rested -------------------------------------------------------------------
+
+
+def export_eval_state(trainer: Any) -> dict[str, Any]:
+    """What an evaluation brings about in a worker that takes part."""
+    return {
+        "metrics": _metrics(trainer),
+        "should_stop": trainer.should_stop,
+        "callbacks": [standing_of(c, trainer.lightning_module) for c in _users(trainer)],
+    }
+
+
+def import_eval_state(trainer: Any, other: dict[str, Any]) -> None:
+    """Become as a worker that has taken part."""
+    take_metrics(trainer, other["metrics"])
+    trainer.should_stop = other["should_stop"]
+    for callback, state in zip(_users(trainer), other["callbacks"], strict=True):
+        give_state(callback, trainer.lightning_module, state)

@@ -1,0 +1,172 @@
+"""What Lightning asks a strategy about itself, and about others, where all are on one host."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.data.prefetch import Ahead
+from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
+from hybridtrain.lightning.preflight.machine_checks import check_loader
+from hybridtrain.worker.client import Client
+
+
+class SingleHost:
+    """Mixed into a strategy that says its own ``world_size`` and ``global_rank``."""
+
+    strategy_name: str
+    parallel_devices: list[torch.device] | None
+    keeping: CheckpointWriting
+    device_memory: DeviceMemory
+    workers_per_device: int
+    _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
+    _client: Client | None = None  # of a worker
+    _final_stats: dict[str, Any] | None = None
+    _collectives: Collectives | None = None  # of a worker
+    _ahead: Ahead | None = None  # where workers compute on devices of their own
+    ending_epoch = False  # and no callback but our own has heard of that
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Take a module that was given as ``torch.compile(module)``.
+
+        When Lightning puts it here its steps are compiled already, and work under any strategy that
+        calls them. Only a mark on the module makes Lightning refuse all strategies but its own,
+        because some wrap or replace modules.
+        """
+        if name == "_lightning_module" and value is not None:
+            value._compiler_ctx = None
+        super().__setattr__(name, value)
+
+    @property
+    @abstractmethod
+    def world_size(self) -> int: ...
+
+    @property
+    def client(self) -> Client:
+        assert self._client is not None, "only workers have a client"
+        return self._client
+
+    @property
+    def global_rank(self) -> int:
+        return 0 if self._client is None else self._client.worker
+
+    def model_to_device(self) -> None:
+        """Wherever the user's module lies; no worker takes more of the device than its share."""
+        module = self.lightning_module  # type: ignore[attr-defined]
+        try:
+            self.device_memory.hold(self.root_device, self.workers_per_device)
+            module.to(self.root_device)
+        except torch.OutOfMemoryError as error:
+            error.add_note(f"The parameters do not fit. {out_of_memory(error, self)}")
+            raise
+
+    def remember_training(self, parts: dict[str, Any]) -> None:
+        """The calling process has no optimizers of its own; its checkpoints have their states."""
+        self._trained = parts
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """As Lightning does it; after training also in the calling process, unless it failed."""
+        if self._client is None and self.keeping.refuses(filepath):
+            return
+        if self._trained is not None and checkpoint.get("optimizer_states") == []:
+            checkpoint = {**checkpoint, **self._trained}
+        super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
+
+    @property
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.global_rank % len(devices)]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Worker 0, or, when it is gone, the first of those who are there."""
+        return self._client is None or self._client.is_leader
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without this, Lightning would give all workers the same data."""
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        if num_nodes != 1:
+            raise UserError(
+                f"num_nodes={num_nodes} was given, but {self.strategy_name} trains on one host; "
+                "use num_nodes=1, or strategy=ddp across hosts"
+            )
+
+    @property
+    def local_rank(self) -> int:
+        return self.global_rank
+
+    @property
+    def node_rank(self) -> int:
+        return 0  # whatever a scheduler's environment says
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """As Lightning does it, with a look at where mini-batches are to go through."""
+        if self.global_rank == 0:
+            check_loader(dataloader, self.world_size)
+        return super().process_dataloader(dataloader)  # type: ignore[misc]
+
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Lightning does it, unless it has been done already."""
+        moved = None if self._ahead is None else self._ahead.take(batch)
+        if moved is not None:
+            return moved
+        return super().batch_to_device(batch, *args, **kwargs)  # type: ignore[misc]
+
+    # ---- collectives ----------------------------------------------------------------------------
+
+    @property
+    def collectives(self) -> Collectives:
+        assert self._collectives is not None, "only workers meet"
+        return self._collectives
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._collectives is not None:
+            self._collectives.barrier(name or "")
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._collectives is None else self._collectives.broadcast(obj, src)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return tensor if self._collectives is None else self._collectives.reduce(tensor, reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._collectives is None else self._collectives.decide(decision, all)
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        return self.collectives.all_gather(tensor, sync_grads)
+
+    # ---- figures --------------------------------------------------------------------------------
+
+    def run_stats(self) -> dict[str, Any]:
+        """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run.
+
+        After a run also ``unsaved``: the checkpoints that are missing, and why.
+        """
+        if self._client is not None:
+            return self._client.stats()
+        return self._final_stats or {}
+
+    def remember_stats(self, stats: dict[str, Any]) -> None:
+        """The launcher's last word on a run."""
+        self._final_stats = stats

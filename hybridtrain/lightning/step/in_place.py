@@ -1,0 +1,137 @@
+"""The worker's optimizer where workers write the shared parameters themselves, without a lock.
+
+The first gradient of a parameter goes to the server; from then on the optimizer's state lies where
+all workers see it (:mod:`hybridtrain.updates.shared_state`), and what a worker asks for is only its
+number in the order of all steps: the push carries no gradient. Then the user's own optimizer steps,
+here, on views of what all share, while others may do the same. Nothing is copied and nobody waits;
+now and then an element loses one of two steps that were made at the same moment. The parent sees
+which step was made last: what a lost worker has counted and not made is done again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+from hybridtrain.memory import Arena
+from hybridtrain.memory.lending import Place, SharedState
+from hybridtrain.protocol.messages import Released
+from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.updates.shared_state import STEP
+from hybridtrain.worker.client import Client
+
+
+class InPlace:
+    """Steps one optimizer on parameters and state that all workers share.
+
+    Args:
+        optimizer: the user's; its parameters are views of the masters.
+        client: to the server.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, client: Client) -> None:
+        self._optimizer, self._client = optimizer, client
+        self._takes_sparse = takes_sparse(optimizer)
+        self._lent = SharedState()
+        self._begun: set[int] = set()  # slot numbers of what can be stepped here
+        self._arenas: dict[int, Arena] = {}
+        self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        self._views: dict[tuple[int, str], torch.Tensor] = {}
+        self._numbered: dict[int, torch.nn.Parameter] = {}  # of this step
+
+    def can_step(self, numbers: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> bool:
+        """Whether all that the gradients need is here, and they are finite."""
+        self._numbered = dict(zip(numbers, parameters, strict=True))
+        present = {n: p.grad for n, p in self._numbered.items() if p.grad is not None}
+        return bool(present) and present.keys() <= self._begun and are_finite(present.values())
+
+    def absent(self) -> tuple[int, ...]:
+        """The slot numbers of the parameters that have no gradient."""
+        return tuple(n for n, p in self._numbered.items() if p.grad is None)
+
+    def released(self, released: Released, number: int) -> None:
+        """The server has answered a push for optimizer ``number``: step, if that is left to do."""
+        turn = released.turn
+        if turn is not None and turn.steps is not None:
+            self._step(turn.steps)
+        self._client.heartbeat.make(released.version)
+        if turn is not None and turn.generation != self._lent.generation:
+            self._borrow(number)
+
+    @torch.no_grad()
+    def _step(self, steps: int | dict[int, int]) -> None:
+        """One step, which is number ``steps`` + 1 (of each parameter, where they differ)."""
+        optimizer: Any = self._optimizer
+        for number, parameter in self._numbered.items():
+            if parameter.grad is None:
+                continue
+            if parameter.grad.is_sparse and not self._takes_sparse:
+                parameter.grad = parameter.grad.to_dense()
+            count = steps if isinstance(steps, int) else steps.get(number, 0)
+            _set_count(self._state_of(number, parameter), count)
+        others, optimizer.state = optimizer.state, self._state
+        try:
+            step_of(optimizer)(optimizer)
+        finally:
+            optimizer.state = others
+        self._keep_in_place()
+
+    def _keep_in_place(self) -> None:
+        """What the optimizer has put in the place of shared tensors goes into them."""
+        for number, parameter in self._numbered.items():
+            if parameter.grad is None:
+                continue
+            state, places = self._state[parameter], self._lent.places.get(number, {})
+            for key in places:
+                view, value = self._views[number, key], state.get(key)
+                if value is not view:
+                    state[key] = view if value is None else view.copy_(value)
+            known = places.keys() | self._lent.plain.get(number, {}).keys() | {STEP}
+            if not state.keys() <= known:  # it keeps something new: the server makes the next step
+                self._begun.discard(number)
+
+    def _borrow(self, number: int) -> None:
+        """Map what the server has lent since."""
+        self._lent = lent = self._client.borrow(number)
+        self._begun = set(lent.plain)
+        self._state.clear()
+
+    def _state_of(self, number: int, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """The parameter's part of the state, as the optimizer will find it."""
+        if parameter not in self._state:
+            lent = self._lent
+            views = {k: self._view(place) for k, place in lent.places.get(number, {}).items()}
+            self._views |= {(number, key): view for key, view in views.items()}
+            self._state[parameter] = views | lent.plain[number]
+            if number in lent.steps:
+                self._state[parameter][STEP] = deepcopy(lent.steps[number])
+        return self._state[parameter]
+
+    def _view(self, place: Place) -> torch.Tensor:
+        if place.arena not in self._arenas:
+            self._arenas[place.arena] = self._client.map_arena(place.arena)
+        return place.view(self._arenas)
+
+
+def _set_count(state: dict[str, Any], count: int) -> None:
+    if isinstance(old := state.get(STEP), torch.Tensor):
+        old.fill_(count)
+    elif old is not None:
+        state[STEP] = type(old)(count)
+
+
+def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
+    """Whether they are; large ones may be doubted without reason."""
+    values = [g._values() if g.is_sparse else g for g in gradients]
+    return math.isfinite(sum(float(norm) for norm in torch._foreach_norm(values, 1.0)))
+
+
+def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The class' own ``step``, without the wrapper that runs the hooks of an object's step."""
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step

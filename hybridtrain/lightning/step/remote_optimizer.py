@@ -1,0 +1,327 @@
+"""The worker's optimizer as a remote control.
+
+The user's optimizer object stays where schedulers, monitors and hooks expect it, but its ``step``
+sends the gradient to the server, where the masters and the optimizer's state live.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+
+from hybridtrain.exchanges import Offer, Requirements
+from hybridtrain.lightning.step.closures import Closure, as_float, is_empty, run
+from hybridtrain.lightning.step.gradient_guard import GradientGuard
+from hybridtrain.lightning.step.hyper_parameters import HyperParameters
+from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.lightning.step.local_steps import LocalSteps
+from hybridtrain.lightning.step.parameter_readers import is_unwatched
+from hybridtrain.lightning.step.remote_state import RemoteState, moved
+from hybridtrain.lightning.step.shared_buffers import SharedBuffers
+from hybridtrain.lightning.step.trained_parameters import parameters_of, slot_numbers
+from hybridtrain.memory import Packed
+from hybridtrain.protocol.messages import Clip, Push, Released
+from hybridtrain.updates import Saved
+from hybridtrain.updates.groups import Groups, Members, members_of
+from hybridtrain.updates.optimizer_traits import calls_closure, takes_sparse
+from hybridtrain.worker.client import Client
+from hybridtrain.worker.replica import Replica
+
+
+class RemoteOptimizer:
+    """Replaces ``optimizer.step``.
+
+    Args:
+        optimizer: the user's; its ``param_groups`` are read at every step.
+        number_of: slot numbers by ``id(parameter)``, of all that the module has.
+        replica: brings gradients out and parameters in.
+        client: to the server.
+        guard: whether what is brought out may count.
+        requirements: in lock-step the optimizer may drive the evaluation, for all wait for it.
+    """
+
+    # Schedulers look for this mark and warn of a step that was replaced after they were made.
+    _wrapped_by_lr_sched = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        number_of: Mapping[int, int],
+        replica: Replica,
+        client: Client,
+        guard: GradientGuard,
+        requirements: Requirements,
+    ) -> None:
+        self._optimizer, self._number_of = optimizer, number_of
+        self._replica, self._client, self._guard = replica, client, guard
+        self._driven = requirements.whole_rounds and calls_closure(optimizer)
+        self._parameters = parameters_of(optimizer)
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self.numbers = slot_numbers(optimizer, number_of)
+        self.hyper_parameters = HyperParameters(optimizer)
+        self._whole_rounds = requirements.whole_rounds
+        self.loss: Any = None  # of the last backward, where the policy watches it
+        self.state = RemoteState(self._fetch_state)
+        self.number = 0  # which of the module's optimizers
+        self.trying = False  # a point that the optimizer only tries, where infinity is an answer
+        self.manual = False  # the user calls backward, perhaps before ``step(closure)``
+        self.weight = 0.0  # what the gradients gathered so far count for, in samples
+        self.samples = 0.0  # behind them
+        self.clip: Clip | None = None
+        self.buffers: SharedBuffers | None = None
+        self.in_place: InPlace | None = None  # where workers step the masters themselves
+        self.local: LocalSteps | None = None  # where they step parameters of their own
+        self.follows: frozenset[str] | None = None  # what the server is told of; None: all
+        self.version = 0
+        self.averaged = False  # the gradients are the mean of all already
+        self.pushed = False  # since the mini-batch began
+        self.count = 0  # pushes so far
+        self.lazy = False  # nobody looks at parameters before the next mini-batch begins
+        self._released: Released | None = None  # the last
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that the server knows of, group by group."""
+        return self._parameters
+
+    def __call__(self, closure: Closure | None = None) -> Any:
+        """Run the closure, push, wait for the release; with the optimizer's own step hooks."""
+        optimizer: Any = self._optimizer
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (closure,), {})
+        loss = self._step(closure)
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, (closure,), {})
+        return loss
+
+    def _step(self, closure: Closure | None) -> Any:
+        if self._driven and closure is not None and not is_empty(closure):
+            return self._step_driven(closure)
+        loss = run(closure) if closure is not None else None
+        if self.local is not None:
+            self.advance(self.local, self.weight)
+            return loss
+        self.offer(self.weight)
+        if not (self.lazy and is_unwatched(self._optimizer)):
+            self._client.settle()
+        return loss
+
+    def advance(self, local: LocalSteps, samples: float) -> None:
+        """One step of the worker's own; with no samples, the others make it. Waits for a release.
+
+        Nothing may leave.
+        """
+        self.count += 1
+        self.pushed, self.clip = True, None
+        vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
+        self.hand_over(local, local.advance(samples))
+
+    def hand_over(self, local: LocalSteps, offer: Offer | None) -> None:
+        """Push what the worker's own steps have come to, and wait for the release."""
+        if offer is None:
+            return
+        absent, weight = local.hand_over(offer), offer.weight
+        if weight > 0 and not self._guard.accepts(self.numbers, absent):
+            weight = 0.0
+        push = Push(
+            self.number,
+            weight,
+            absent,
+            self._told_groups(whole=False),
+            samples=weight,
+            fault=self._guard.pop_fault(),
+            veto=self._guard.veto,
+            loss=self._told_loss(None),
+            fetch=offer.fetch,
+        )
+        self._client.offer(push, partial(self._taken_back, local, offer.fetch))
+        self._client.settle()
+
+    def _taken_back(self, local: LocalSteps, fetched: bool, released: Released) -> None:
+        self.version, self._released = released.version, released
+        self.hyper_parameters.confirm(None)
+        if fetched:
+            local.take()
+
+    def _told_groups(self, whole: bool) -> Groups | None:
+        """What has changed of the hyper-parameters that the update on the masters follows."""
+        changed = self.hyper_parameters.changed(whole=whole)
+        if changed is None or self.follows is None:
+            return changed
+        told = tuple({k: v for k, v in group.items() if k in self.follows} for group in changed)
+        return told if any(told) else None
+
+    def push(self, weight: float, loss: Any = None, repeatable: bool = False) -> Released:
+        """Offer the gradients with this weight, and wait until the server lets this worker go on.
+
+        0 abstains, so that nobody waits in vain.
+        """
+        self.offer(weight, loss, repeatable)
+        self._client.settle()
+        assert self._released is not None, "settled"
+        return self._released
+
+    def offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> None:
+        """Offer the gradients with this weight; the client settles when the release is needed."""
+        kept: Any = self._optimizer.state  # the user's, perhaps
+        members, state = self._changed_members(), self._changed_state()
+        own = weight > 0 and members is None and state is None and self._can_step()
+        absent, packed = self._gathered(weight, own)
+        looks = weight > 0 and not self.trying and not own
+        finite = self._replica.finite
+        if looks and not self._guard.accepts(self.numbers, absent, packed, finite):
+            weight, absent, packed = 0.0, (), ()
+        push = Push(
+            self.number,
+            weight,
+            absent,
+            self._told_groups(whole=members is not None),
+            self.clip,
+            self.averaged,
+            samples=self.samples if weight > 0 else 0.0,
+            writes=self._replica.writes(),
+            fault=self._guard.pop_fault(),
+            veto=self._guard.veto,
+            packed=packed,
+            members=members,
+            loss=self._told_loss(loss),
+            repeatable=repeatable,
+            state=state,
+            own=own,
+        )
+        if self.buffers is not None:
+            self.buffers.publish()
+        self._client.offer(push, self._take, partial(self._put_back, kept))
+        self.pushed, self.clip = True, None
+        self.count += 1
+        vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
+
+    def _take(self, released: Released) -> None:
+        """The server has let this worker go on: parameters, and all that follows them, are new."""
+        if self.in_place is not None:
+            self.in_place.released(released, self.number)
+        self._replica.refresh()
+        self.state.forget()
+        if self.buffers is not None:
+            self.buffers.adopt()
+        self.hyper_parameters.confirm(released.groups)
+        self.trying, self.version = released.again, released.version
+        self._released = released
+
+    def _put_back(self, state: Any) -> None:
+        """The step was broken off: the optimizer is as it was in it."""
+        self._optimizer.state = state
+        self.hyper_parameters.put_back()
+
+    def _told_loss(self, evaluated: Any) -> float | None:
+        """What the optimizer, or else the policy, is to know of the loss."""
+        return as_float(evaluated if self._driven else self.loss)
+
+    def _gathered(self, weight: float, own: bool) -> tuple[tuple[int, ...], tuple[Packed, ...]]:
+        """Who has no gradient, and which are sparse, once the others lie in the row."""
+        if own and self.in_place is not None:
+            return self.in_place.absent(), ()
+        if weight <= 0:
+            return (), ()
+        return self._replica.collect(self.numbers), self._replica.packed
+
+    def _can_step(self) -> bool:
+        """Whether this worker makes the step itself. What is unusual the server does."""
+        return self.in_place is not None and self.in_place.can_step(self.numbers, self._parameters)
+
+    # ---- optimizers that drive the evaluation ---------------------------------------------------
+
+    def _step_driven(self, closure: Closure) -> Any:
+        """Evaluate as often as the one optimizer in the server asks.
+
+        Gradients that are there already (of a backward before ``step(closure)``) go first, without
+        a loss; else the first evaluation is made unasked, as nearly every optimizer begins with it.
+        """
+        first = None
+        if self.manual and any(p.grad is not None for p in self._parameters):
+            released = self.push(self.weight, repeatable=True)
+        else:
+            first = run(closure)
+            released = self.push(self.weight, first, repeatable=True)
+        while self.trying:
+            if released.cleared:
+                for parameter in self._parameters:
+                    parameter.grad = None
+            loss = run(closure)
+            first = loss if first is None else first
+            released = self.push(self.weight, loss, repeatable=True)
+        return first
+
+    # ---- groups ---------------------------------------------------------------------------------
+
+    def _changed_members(self) -> Members | None:
+        """The slot numbers of each group, if anything about them has changed."""
+        now = parameters_of(self._optimizer)
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes == self._sizes and all(map(is_, now, self._parameters)):
+            return None
+        self.numbers = slot_numbers(self._optimizer, self._number_of)
+        self._parameters, self._sizes = now, sizes
+        self._replica.admit(self.numbers, takes_sparse(self._optimizer))
+        return members_of(self._optimizer, self.numbers)
+
+    def _changed_state(self) -> bytes | None:
+        """What user code has made of the state since the last push; worker 0 speaks for all."""
+        own = self._optimizer.state
+        if (own is self.state and not self.state.changed) or self.trying:
+            return None
+        numbers = dict(zip(map(id, self._parameters), self.numbers, strict=True))
+        states = {numbers.get(id(key), key): value for key, value in own.items()}
+        self._optimizer.state = self.state
+        if self._whole_rounds and self._client.worker != 0:
+            return None
+        buffer = io.BytesIO()
+        torch.save(states, buffer)
+        return buffer.getvalue()
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    def _newest(self, here: dict[Any, Any], there: dict[Any, Any]) -> dict[Any, Any]:
+        """The server's state, unless user code has made another one that it has not heard of."""
+        if self._optimizer.state is not self.state:
+            return here
+        return there | here if self.state.changed else here | there
+
+    def _fetch_state(self) -> dict[Any, Any]:
+        """The server's, with this worker's parameters as keys and on their devices."""
+        saved = self._client.snapshot(refresh=False)[1][self.number]
+        parameters = dict(zip(self.numbers, self._parameters, strict=True))
+        states = {
+            parameters[number]: moved(state, parameters[number].device)
+            for number, state in saved.parameters.items()
+            if number in parameters
+        }
+        return states | saved.others
+
+    def state_dict(self, saved: Saved) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` would be in one process.
+
+        State and whatever else the optimizer keeps come from the server; of the hyper-parameters
+        those that were changed here since the last push that was heard.
+        """
+        if self.local is not None:
+            return dict(self._optimizer.state_dict())
+        with self.state.left_alone():
+            mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
+        if "state" in mine:
+            numbers = slot_numbers(self._optimizer, self._number_of)
+            states = {
+                index: saved.parameters[number]
+                for index, number in enumerate(numbers)
+                if number in saved.parameters
+            }
+            mine["state"] = self._newest(mine["state"], states | saved.others)
+        if "param_groups" in mine:
+            groups = self.hyper_parameters.newest(mine["param_groups"], saved.groups)
+            mine["param_groups"] = groups
+        return mine

@@ -1,0 +1,359 @@
+"""What a worker holds while it trains: its parameters in shared memory, its remote optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+
+from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
+from hybridtrain.lightning.preflight.trainer_checks import check_parameters
+from hybridtrain.lightning.preflight.transport_options import Transport
+from hybridtrain.lightning.scheme import Scheme
+from hybridtrain.lightning.step.accumulation import Accumulation
+from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
+from hybridtrain.lightning.step.gradient_readers import gradients_are_final
+from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.lightning.step.local_steps import LocalSteps
+from hybridtrain.lightning.step.parameter_readers import parameters_rest
+from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
+from hybridtrain.lightning.step.shared_buffers import SharedBuffers, room_for, shared
+from hybridtrain.lightning.step.trained_parameters import (
+    dumped,
+    ordered_parameters,
+    slot_numbers,
+    sparse_numbers,
+)
+from hybridtrain.lightning.step.update_overlap import Overlap
+from hybridtrain.memory import Layout
+from hybridtrain.protocol.messages import Install
+from hybridtrain.server.shared_parameters import made_store
+from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.worker.client import Client
+from hybridtrain.worker.finite import FiniteCheck
+from hybridtrain.worker.gradient_means import take_means
+from hybridtrain.worker.replica import Replica
+from hybridtrain.worker.replica_cuda import CudaReplica, open_replica
+from hybridtrain.worker.replica_own import OwnReplica
+
+
+class Session:
+    """Moves the module into shared memory and its optimizers' steps to the server.
+
+    Args:
+        client: to the server.
+        module: set up and on its device.
+        optimizers: as configured by the user.
+        scheme: what is exchanged, how the masters move, and what everybody may rely on.
+        on_fault: what to do where there is no contribution to make.
+        transport: how gradients and parameters travel.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        module: LightningModule,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scheme: Scheme,
+        on_fault: OnFault,
+        transport: Transport,
+    ) -> None:
+        self._client, self._module, self._optimizers = client, module, list(optimizers)
+        check_parameters(module)  # again: configure_model may have made some
+        named = ordered_parameters(module, self._optimizers)
+        self._parameters = [p for _, p in named]
+        self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
+        self._scheme = scheme
+        self._requirements = requirements = scheme.requirements
+        joint = requirements.parameters == "masters" and client.n_workers > 1
+        buffers = shared(module) if joint else []
+        # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
+        # Without a lock a worker's own gradient is what counts, as it is when the optimizer steps.
+        alone = requirements.steps_in_worker
+        self.final = not alone and gradients_are_final(module.trainer)
+        whole_rounds = requirements.whole_rounds and not alone
+        self.averages = not self.final and whole_rounds and client.n_workers > 1
+        narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
+        layout = Layout.of(named, room_for(buffers), narrow)
+        arena = client.share(layout, self.averages)
+        self._store = made_store(layout, client.n_workers, requirements, self.averages, arena)
+        self._publish()
+        client.gather("initial parameters", None)
+        self._store.refresh(client.worker)
+        self.buffers = SharedBuffers(buffers, self._store, client) if buffers else None
+        self.share_buffers()
+        self.replica = self._open_replica()
+        self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
+        check = FiniteCheck(self._store, client.worker)
+        self.guard = GradientGuard(on_fault, check, layout, module.trainer)
+        self._overlap: Overlap | None = None
+        if transport.overlap and isinstance(self.replica, CudaReplica):
+            self._overlap = Overlap(self.replica, client, check, self.guard, module)
+        self._batch = Accumulation()
+        self.steps: list[RemoteOptimizer] = []
+
+    def _open_replica(self) -> Replica:
+        parameters, store, worker = self._parameters, self._store, self._client.worker
+        if self._requirements.parameters == "own":
+            return OwnReplica(parameters, store, worker)
+        return open_replica(parameters, store, worker, self.final)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """The first worker's parameters become the masters."""
+        if not self._client.is_leader or self._client.joins:
+            return
+        for parameter, slot in zip(self._parameters, self._store.layout.slots, strict=True):
+            self._store.master(slot).copy_(parameter)
+
+    def share_buffers(self, accumulating: bool = False) -> None:
+        """All have worker 0's buffers now; all must call it."""
+        if self.buffers is not None:
+            self.buffers.meet(accumulating)
+
+    def install(self) -> None:
+        """Training begins: the server takes the optimizers over, with the state they have now."""
+        self._publish()  # a hook may have loaded weights
+        if self.buffers is not None:
+            if self._client.joins:  # it has those of a worker in the middle of a step
+                self.buffers.put_back(self.trainer.global_step)
+            self.buffers.keep(self.trainer.global_step)
+        numbers = self._hand_over(self.trainer.global_step)
+        self.replica.writes()  # published already
+        self.replica.refresh()
+        self.replica.follow(n for each in numbers for n in each)
+        self.replica.keep_sparse(sparse_numbers(self._optimizers, numbers))
+        if self._overlap is not None:
+            self._overlap.begin()
+
+    def _hand_over(self, version: int) -> list[tuple[int, ...]]:
+        """Put remote controls into the optimizers; returns their slot numbers.
+
+        Those that have one already (where only others were replaced) stay as they are, here and in
+        the server.
+        """
+        numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
+        known = {id(step): n for n, step in enumerate(self.steps)}
+        steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        payload = tuple(
+            known[id(step)]
+            if id(step) in known
+            else dumped(self._scheme.over(optimizer), self._number_of)
+            for step, optimizer in zip(steps, self._optimizers, strict=True)
+        )
+        mine = payload if self._client.is_leader else ()
+        self._client.install(Install(mine, version, last_version(self.trainer)))
+        self.steps = [self._remote(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
+        return numbers
+
+    def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteOptimizer:
+        """The remote control of one optimizer."""
+        step = vars(optimizer).get("step")
+        if not isinstance(step, RemoteOptimizer) or step not in self.steps:
+            step = RemoteOptimizer(
+                optimizer,
+                self._number_of,
+                self.replica,
+                self._client,
+                self.guard,
+                self._requirements,
+            )
+            step.buffers = self.buffers
+            step.in_place = (
+                InPlace(optimizer, self._client) if self._requirements.in_place else None
+            )
+            step.manual = not self._module.automatic_optimization
+            step.lazy = (
+                self.final and self._requirements.whole_rounds and parameters_rest(self.trainer)
+            )
+            if self.steps:
+                step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
+                step.samples = self.steps[0].samples
+            if isinstance(self.replica, OwnReplica):
+                step.local = LocalSteps(
+                    optimizer, step.numbers, self.replica, self._scheme.exchange
+                )
+            else:
+                optimizer.state = step.state  # the server's now
+            step.follows = self._scheme.follows(optimizer)
+            optimizer.step = step  # type: ignore[method-assign]
+            # Or a fused one is taken to unscale gradients in its step, which is sent away.
+            vars(optimizer)["_step_supports_amp_scaling"] = False
+        step.number = number
+        return step
+
+    def close(self) -> None:
+        """Training is over: Lightning will move states to the CPU, which lie there already."""
+        for step in self.steps:
+            step.state.close()
+        if self._overlap is not None:
+            self._overlap.close()
+        self.replica.close()
+
+    def _replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The user has put other optimizers into the trainer, in the same step of all workers."""
+        self._optimizers = list(optimizers)
+        numbers = self._hand_over(max(step.version for step in self.steps))
+        for optimizer, inside in zip(self._optimizers, numbers, strict=True):
+            self.replica.admit(inside, takes_sparse(optimizer))
+
+    @property
+    def trainer(self) -> Trainer:
+        return self._module.trainer
+
+    def snapshot(self) -> tuple[int, list[dict[str, Any]]]:
+        """A version and each optimizer's ``state_dict()``; parameters are brought to it,
+        unless user code has changed them (averaged weights, swapped in): those are to be saved.
+        """
+        self._client.settle()
+        changed = bool(self.replica.writes())
+        version, saved = self._client.snapshot(refresh=not changed)
+        if not changed:
+            self.replica.refresh()
+        return version, [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
+
+    def pull(self) -> int:
+        """Bring the module's parameters up to date; their version."""
+        self._client.settle()
+        version = self._client.pull(self.replica.writes())
+        self.replica.refresh()
+        return version
+
+    def begin_batch(self, batch: Any, samples: float, together: float | None) -> None:
+        """A mini-batch begins; gradients add up until the next step.
+
+        Args:
+            batch: as the user's module will see it.
+            samples: in it.
+            together: samples of all workers in this step, if that is known.
+        """
+        used = any(step.pushed for step in self.steps)
+        first = used or all(step.weight == 0 for step in self.steps)
+        self.guard.begin(batch, used)
+        self._batch.begin(samples, self._shared(together), first)
+        for step in self.steps:
+            step.weight = self._batch.weight + (0.0 if first else step.weight)
+            step.samples = self._batch.samples + (0.0 if first else step.samples)
+            step.pushed, step.averaged = False, self.averages
+
+    def _shared(self, together: float | None) -> float | None:
+        """What a mini-batch is a part of, where all workers' gradients make one update."""
+        joint = self._module.automatic_optimization and not self.has_own_parameters
+        return together if joint else None
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss of the mini-batch as it is to count among those that are accumulated."""
+        return loss if self._batch.scale == 1.0 else loss * self._batch.scale
+
+    def optimizer_step(self, number: int, run: Callable[[], Any]) -> Any:
+        """Let Lightning step one; where workers run freely, others have stepped meanwhile."""
+        now = self.trainer.optimizers
+        if len(now) != len(self._optimizers) or not all(map(is_, now, self._optimizers)):
+            self._replace(now)
+        step = self.steps[number]
+        count = step.count
+        output = run()
+        if step.count == count:
+            self._step_without_data(step)  # the precision plugin skipped it; nobody may wait for it
+        if not self._requirements.whole_rounds:
+            set_global_step(self.trainer, step.version - 1)
+        return output
+
+    @staticmethod
+    def _step_without_data(step: RemoteOptimizer) -> None:
+        if step.local is not None:
+            step.advance(step.local, 0.0)
+        else:
+            step.push(0.0)
+
+    @property
+    def has_own_parameters(self) -> bool:
+        """Whether this worker's optimizers move parameters of its own."""
+        return isinstance(self.replica, OwnReplica)
+
+    def sit_out(self) -> None:
+        """The others make a step, in automatic optimization, for which this worker has no data."""
+        for step in self.steps:
+            if step.local is not None:
+                step.advance(step.local, 0.0)
+
+    def flush(self) -> None:
+        """Hand over what this worker's own steps have come to, where all do so."""
+        for step in self.steps:
+            if step.local is not None:
+                step.hand_over(step.local, step.local.flush())
+
+    def await_turn(self) -> int:
+        """Wait until no other worker computes, and the parameters are the newest; their version."""
+        version = self._client.begin(self.replica.writes())
+        self.replica.refresh()
+        return version
+
+    def accumulates(self) -> bool:
+        """Whether this backward only adds to gradients that a later mini-batch will step."""
+        return self._module.automatic_optimization and self.trainer.fit_loop._should_accumulate()
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Every worker's ``.grad`` becomes the mean of all, weighted by samples."""
+        trained = {n: p for n, p in enumerate(self._parameters) if p.requires_grad}
+        slots, worker = self._store.layout.slots, self._client.worker
+        absent = self.replica.collect(tuple(trained))
+        packed, finite = self.replica.packed, self.replica.finite
+        trying = any(step.trying for step in self.steps)
+        if not trying and not self.guard.accepts(tuple(trained), absent, packed, finite):
+            self._weigh_nothing()
+        for number in absent:
+            self._store.gradient(worker, slots[number]).zero_()
+        averaged = self._client.average(self.steps[0].weight, absent, packed)
+        take_means(self.replica, trained, self._means, averaged)
+
+    def _abstain(self) -> None:
+        """This mini-batch has no gradient (``training_step`` returned ``None``).
+
+        What earlier mini-batches have accumulated still counts.
+        """
+        for step in self.steps:
+            step.weight -= self._batch.weight
+            step.samples -= self._batch.samples
+        if self.averages and self.steps[0].weight > 0 and not self.accumulates():
+            self.average()  # no backward will do it
+
+    def training_step(self, step: Callable[[], Any]) -> Any:
+        """Run the user's; ``None``, as if it had returned that, where a fault is forgiven."""
+        automatic = self._module.automatic_optimization
+        try:
+            output = step()
+        except Exception as error:
+            # Under manual optimization others already wait for steps that would not come.
+            if not automatic or not self.guard.forgives(error):
+                raise
+            output = None
+        if output is None and automatic:
+            self._abstain()
+        return output
+
+    def backward(self, run: Callable[[], torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
+        """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
+        for step in self.steps if self._requirements.watches_loss else ():
+            step.loss = loss.detach()
+        self.guard.see(loss)
+        self.replica.adding = self.accumulates()
+        if self._overlap is not None:
+            self._overlap.begin_backward(self.steps, self.final and not self.replica.adding)
+        try:
+            return run()
+        except Exception as error:
+            if not self.guard.forgives(error):
+                raise
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._weigh_nothing()
+        return loss.detach()
+
+    def _weigh_nothing(self) -> None:
+        for each in self.steps:
+            each.weight = each.samples = 0.0

@@ -1,0 +1,139 @@
+"""Everybody computes with worker 0's buffers, as under ``DistributedDataParallel``.
+
+There rank 0's buffers (running means, queues, vectors of a power iteration) are broadcast before
+the forward that follows a step. Here worker 0 leaves its own in shared memory before each push, and
+the others take them when they are released. Two places take turns, so that nothing is written where
+somebody may still read: a place is used again two rounds later, and no round ends without those who
+read. A worker that has missed a round finds another round's number there, and waits for the next.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hybridtrain.memory import Store
+from hybridtrain.memory.arena import align
+from hybridtrain.worker.client import Client
+
+_TAG_BYTES = align(8)  # the version, before the buffers
+
+Named = list[tuple[dict[str, torch.Tensor | None], str]]  # a module's buffers, and one's name
+
+
+class SharedBuffers:
+    """The buffers of one worker's module, by the names that they have when training begins.
+
+    Args:
+        named: where each is kept, see ``shared``; user code may put other tensors there.
+        store: with room for them, see ``room_for``.
+        client: to the server; knows the version of the last release.
+    """
+
+    def __init__(self, named: Named, store: Store, client: Client) -> None:
+        self._named, self._client = named, client
+        self._version = 0
+        turns = [store.state(turn) for turn in (0, 1)]  # each (room,) uint8, host, shared
+        self._tags = [turn[:8].view(torch.int64) for turn in turns]
+        self._turns = turns
+        self._places = [_views(turn, tensors(named)) for turn in turns]
+        # On a device: the same places there, so that a single copy crosses the bus.
+        devices = {buffer.device for buffer in tensors(named)}
+        apart = len(devices) == 1 and devices != {torch.device("cpu")}
+        self._staged = torch.empty_like(turns[0], device=devices.pop()) if apart else None
+        self._stages = _views(self._staged, tensors(named)) if self._staged is not None else []
+
+    @torch.no_grad()
+    def meet(self, accumulating: bool = False) -> None:
+        """All take worker 0's, wherever they have come from: at the start, before a validation.
+
+        ``accumulating``: those before the mini-batches under way are to be put back, if any are.
+        """
+        mine = tensors(self._named)
+        if self._client.solo:
+            return
+        values = self._client.gather("buffers", [b.cpu() for b in mine] if self._leads else None)[0]
+        for buffer, value in zip(mine, values, strict=True):
+            buffer.copy_(value)
+        if not accumulating:
+            self.keep(self._client.version)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Before a push."""
+        self._version = self._client.version
+        self.keep(self._version + 1)
+
+    @torch.no_grad()
+    def keep(self, version: int) -> None:
+        """These go with the parameters of that version."""
+        turn = (version - 1) % 2
+        if self._leads:
+            self._leave(turn)
+            self._tags[turn].fill_(version)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """After the release."""
+        turn = self._version % 2
+        if not self._leads and int(self._tags[turn]) == self._version + 1:
+            self._take(turn)
+
+    @torch.no_grad()
+    def put_back(self, version: int) -> None:
+        """They are again what goes with the parameters of that version, if that is known.
+
+        Where a step is not made: what they were before its mini-batches.
+        """
+        turn = (version - 1) % 2
+        if int(self._tags[turn]) == version:
+            self._take(turn)
+
+    def _leave(self, turn: int) -> None:
+        if self._staged is None:
+            torch._foreach_copy_(self._places[turn], tensors(self._named))
+            return
+        torch._foreach_copy_(self._stages, tensors(self._named))
+        self._turns[turn][_TAG_BYTES:].copy_(self._staged[_TAG_BYTES:])
+
+    def _take(self, turn: int) -> None:
+        if self._staged is None:
+            torch._foreach_copy_(tensors(self._named), self._places[turn])
+            return
+        self._staged.copy_(self._turns[turn])
+        torch._foreach_copy_(tensors(self._named), self._stages)
+
+    @property
+    def _leads(self) -> bool:
+        return self._client.is_leader
+
+
+def shared(module: torch.nn.Module) -> Named:
+    """The buffers that can be shared: dense ones, whose elements lie apart. Each once."""
+    found: dict[int, tuple[dict[str, torch.Tensor | None], str]] = {}
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is None or buffer.layout != torch.strided:
+                continue
+            if buffer.numel() < 2 or 0 not in buffer.stride():
+                found.setdefault(id(buffer), (part._buffers, name))
+    return list(found.values())
+
+
+def tensors(named: Named) -> list[torch.Tensor]:
+    """Those that are there now."""
+    found = [buffers[name] for buffers, name in named]
+    return [buffer for buffer in found if buffer is not None]
+
+
+def room_for(named: Named) -> int:
+    """Bytes that one copy of the buffers takes, its number included; 0 if there are none."""
+    return _TAG_BYTES + sum(align(b.nbytes) for b in tensors(named)) if named else 0
+
+
+def _views(flat: torch.Tensor, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+    views, start = [], _TAG_BYTES
+    for buffer in buffers:
+        stop = start + buffer.nbytes
+        views.append(flat[start:stop].view(buffer.dtype).view(buffer.shape))
+        start = align(stop)
+    return views

@@ -1,0 +1,91 @@
+"""What Lightning counts is provisional until the release has come.
+
+In lock-step a worker may go on before that (see
+:mod:`hybridtrain.lightning.step.parameter_readers`), and Lightning counts the step and its
+mini-batch, lets schedulers step, and even ends the epoch. If the round is broken off instead, since
+another worker has stopped or was lost, none of it has happened. Then everything is put back to what
+it was in the step, as in a worker that waits there: the mini-batch is under way, and who goes on
+from a checkpoint does it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.data.loaders import Loaders
+from hybridtrain.lightning.step.session import Session
+from hybridtrain.worker.client import Client
+
+
+class _Place(NamedTuple):
+    """In a step: what Lightning has counted so far."""
+
+    counts: list[dict[str, int]]
+    batches_that_stepped: int
+    is_last_batch: bool
+
+
+class StepRollback:
+    """Of one worker, whose training begins.
+
+    Args:
+        session: of this worker; has the buffers.
+        client: knows whether a release is under way, and hears that it will not come.
+        loaders: know which mini-batches the last step was made with.
+    """
+
+    def __init__(self, session: Session, client: Client, loaders: Loaders) -> None:
+        trainer: Any = session.trainer
+        self._trainer, self._client = trainer, client
+        self._loaders, self._session = loaders, session
+        self._schedules_kept = False  # since the step was made
+        precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._keep_schedules)
+
+    def commit(self) -> None:
+        """A step has been made, and Lightning will count it now."""
+        self._loaders.commit()
+        self._schedules_kept = False
+        if self._client.offered is not None:
+            loop = self._trainer.fit_loop.epoch_loop
+            counts = [counts.copy() for counts in _counts(self._trainer)]
+            place = _Place(counts, loop._batches_that_stepped, loop.batch_progress.is_last_batch)
+            self._client.offered.undoing.append(partial(self._put_back, place))
+
+    def give_up(self) -> None:
+        """What is under way will not be made: whoever goes on computes with the same buffers again.
+
+        Mini-batches whose step was broken off, that wait to be accumulated, or whose step has
+        raised.
+        """
+        if self._loaders.under_way and self._session.buffers is not None:
+            self._session.buffers.put_back(self._client.version)
+
+    def _put_back(self, place: _Place) -> None:
+        loop = self._trainer.fit_loop.epoch_loop
+        for counts, values in zip(_counts(self._trainer), place.counts, strict=True):
+            counts.update(values)
+        loop._batches_that_stepped = place.batches_that_stepped
+        loop.batch_progress.is_last_batch = place.is_last_batch
+        self._loaders.take_back()
+
+    def _keep_schedules(self) -> None:
+        """Schedulers may step now, ahead of the release."""
+        configs = self._trainer.lr_scheduler_configs
+        if self._client.offered is None or self._schedules_kept or not configs:
+            return
+        self._schedules_kept = True
+        for config in configs:
+            undo = partial(config.scheduler.load_state_dict, config.scheduler.state_dict())
+            self._client.offered.undoing.append(undo)
+
+
+def _counts(trainer: Any) -> Iterator[dict[str, int]]:
+    """Of epochs, mini-batches, schedulers and steps, in all and in this epoch; to be changed."""
+    loop = trainer.fit_loop.epoch_loop
+    steps = loop.automatic_optimization.optim_progress.optimizer.step
+    epochs, batches = trainer.fit_loop.epoch_progress, loop.batch_progress
+    for progress in (epochs, batches, loop.scheduler_progress, steps):
+        yield from (vars(progress.total), vars(progress.current))

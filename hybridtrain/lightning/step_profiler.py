@@ -1,0 +1,281 @@
+"""``Trainer(profiler=StepProfiler("folder"))``: where a step's time goes, in every worker.
+
+Lightning tells its profiler of what its loops do; of what a strategy does inside them, our own
+objects are asked to tell (:mod:`hybridtrain.profiling.method_timing`). Each worker leaves what it
+has measured in a file when it ends, however it ends; the process that has started them makes of
+that a table, ``profile.json`` and ``timeline.json``. Under a strategy of Lightning's own there are
+no such objects, and worker 0 does the rest when all have come to the end.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.profilers import Profiler
+from rich.console import Console
+
+from hybridtrain.errors import UserError
+from hybridtrain.profiling import Phase, Track, follow, timed
+from hybridtrain.profiling.phases import phase_of, short_name
+from hybridtrain.profiling.profile_report import Report
+from hybridtrain.profiling.server_profile import ServerWatch
+from hybridtrain.profiling.time_spans import LIMIT
+from hybridtrain.worker.client import Client
+from hybridtrain.worlds.local.cleanup import removed_in_the_end
+
+_EPOCH, _BATCH = "run_training_epoch", "run_training_batch"
+_PARTS = ".profile-"
+
+
+class StepProfiler(Profiler):
+    """Measures the steps of a fit.
+
+    Args:
+        dirpath: where ``profile.json`` and ``timeline.json`` go; by default Lightning's log
+            directory.
+        limit: how many spans the timeline may have, of all workers together; when there are more,
+            it shows every second step, every fourth, and so on. Sums are of all steps.
+        quiet: print no table.
+
+    Raises:
+        UserError: if ``limit`` is no positive number.
+    """
+
+    def __init__(
+        self, dirpath: str | Path | None = None, limit: int = LIMIT, quiet: bool = False
+    ) -> None:
+        super().__init__(dirpath=dirpath)
+        if not isinstance(limit, int) or limit < 1:
+            raise UserError(f"limit={limit!r} was given; it must be a whole number from 1 on")
+        self.limit, self.quiet = limit, quiet
+        self._parts: str | None = None  # where workers leave what they have measured
+        self._track: Track | None = None
+        self._kinds: dict[str, int | None] = {}
+        self._epoch_begun = self._watched = False
+
+    # ---- what Lightning tells -------------------------------------------------------------------
+
+    def start(self, action_name: str) -> None:
+        """Something begins."""
+        track = self._track
+        if track is None:
+            return
+        kind = self._kinds.get(action_name, -1)
+        if kind == -1:
+            kind = self._learn(action_name)
+        if kind is not None:
+            track.begin(kind)
+        elif action_name == _BATCH:
+            track.next_step(track.step + 1)
+        elif action_name == _EPOCH and not self._epoch_begun:
+            self._epoch_begun = True
+            track.end_open()
+            track.restart()
+
+    def stop(self, action_name: str) -> None:
+        """It ends."""
+        kind = self._kinds.get(action_name)
+        if kind is not None and self._track is not None:
+            self._track.end_all(kind)
+
+    def _learn(self, action: str) -> int | None:
+        phase = phase_of(action)
+        if phase is None and action.endswith(".optimizer_step") and not self._watched:
+            phase = Phase.UPDATE  # and nothing else of it is measured
+        assert self._track is not None, "something is measured"
+        kind = None if phase is None else self._track.kind_of(short_name(action), phase)
+        self._kinds[action] = kind
+        return kind
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """A worker's run begins."""
+        super().setup(stage, local_rank, log_dir)
+        if stage == "fit" and self._track is None:
+            self._begin(self._trainer.world_size)
+
+    @property
+    def _trainer(self) -> Any:
+        return vars(self)["_lightning_module"].trainer  # Lightning sees to it
+
+    def _begin(self, n_workers: int) -> None:
+        """Everything until the first epoch is one span."""
+        self._track = Track("", share_of(self.limit, n_workers))
+        self._kinds, self._epoch_begun = {}, False
+        self._track.begin(self._track.kind_of("start-up", Phase.LOOP))
+
+    def describe(self) -> None:
+        """Called at the end in every worker. Under our strategies somebody else does the rest."""
+        if self._track is None or self._watched:
+            return
+        trainer = self._trainer
+        folder = Path(self.dirpath or trainer.default_root_dir)
+        parts = folder / _PARTS
+        self.leave(parts, trainer.global_rank)
+        trainer.strategy.barrier("profile")
+        if trainer.is_global_zero:
+            conclude(self, folder, parts, trainer.world_size)
+
+    # ---- a worker's part ------------------------------------------------------------------------
+
+    def watch(self, trainer: Any, client: Client) -> None:
+        """Under a strategy of this package: measure what it does, too."""
+        if self._parts is None:
+            return
+        self._watched = True
+        self._begin(client.n_workers)
+        assert self._track is not None
+        timed(self._track, client, "gather", Phase.WAIT, "meeting")
+        timed(self._track, client, "draw", Phase.DATA, "ticket")
+        for method, name in (("average", "mean of all"), ("begin", "turn"), ("pull", "pull")):
+            timed(self._track, client, method, Phase.WAIT, name)
+        timed(self._track, client, "snapshot", Phase.CHECKPOINT, "snapshot")
+        timed(self._track, trainer.fit_loop.epoch_loop.val_loop, "run", Phase.VALIDATION)
+        self._follow_releases(self._track, client)
+        strategy = trainer.strategy
+        follow(strategy, "on_train_start", lambda: self._watch_session(strategy._session))
+
+    def _follow_releases(self, track: Track, client: Client) -> None:
+        """Sending is measured apart from waiting for the answer."""
+        timed(track, client.line, "send", Phase.PUSH)
+        timed(track, client, "await_release", Phase.WAIT, "wait for the release")
+
+        def note() -> None:
+            track.note = client.version
+
+        follow(client, "await_release", note)
+
+    def _watch_session(self, session: Any) -> None:
+        """There are parameters and optimizers; others may come to replace these."""
+        track = self._track
+        if track is None or session is None:
+            return
+        timed(track, session.replica, "collect", Phase.PUSH, "collect gradients")
+        timed(track, session.replica, "writes", Phase.PUSH, "look for written parameters")
+        timed(track, session.replica, "refresh", Phase.PULL)
+        timed(track, session.guard, "accepts", Phase.PUSH, "are gradients finite")
+        self._watch_steps(track, session)
+        follow(session, "_hand_over", lambda: self._watch_steps(track, session))
+
+    def _watch_steps(self, track: Track, session: Any) -> None:
+        for step in session.steps:
+            timed(track, step, "offer", Phase.PUSH, "push")
+            if step.in_place is not None:
+                timed(track, step.in_place, "_step", Phase.UPDATE, "own step")
+
+    def leave(self, parts: Path | None = None, worker: int = 0) -> None:
+        """The worker ends: write down what it has measured."""
+        place = parts or (Path(self._parts) if self._parts else None)
+        if self._track is None or place is None:
+            return
+        self._track.name = f"worker {worker}"
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+            (place / f"{worker}.json").write_text(json.dumps(self._track.packed()))
+        except OSError as error:  # it was only looking on
+            _say(f"no profile of worker {worker} ({error.strerror})")
+        self._track = None
+
+
+def share_of(limit: int, n_workers: int) -> int:
+    """How many spans each worker and the server may keep."""
+    return max(1, limit // (n_workers + 1))
+
+
+# ---- where workers are started from -------------------------------------------------------------
+
+
+@dataclass
+class WorkerWatch:
+    """The profile of a run, from before its workers start until they have ended."""
+
+    profiler: StepProfiler
+    server: ServerWatch
+    folder: Path
+    n_workers: int
+    tidy: ExitStack  # away with the workers' parts, whatever happens
+
+    @classmethod
+    def of(cls, trainer: Any, server: Any, n_workers: int) -> WorkerWatch | None:
+        """If one is wanted.
+
+        Raises:
+            UserError: if nothing can be written there.
+        """
+        profiler = trainer.profiler
+        if not isinstance(profiler, StepProfiler) or trainer.state.fn != "fit":
+            return None
+        folder = Path(profiler.dirpath or trainer.default_root_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            parts = tempfile.mkdtemp(prefix=_PARTS, dir=folder)
+        except OSError as error:
+            raise UserError(
+                f"the profile cannot be written to {folder} ({error.strerror}); choose another "
+                "dirpath"
+            ) from error
+        watch = ServerWatch(server, share_of(profiler.limit, n_workers))
+        profiler._parts, tidy = parts, ExitStack()
+        tidy.enter_context(removed_in_the_end(Path(parts)))
+        return cls(profiler, watch, folder, n_workers, tidy)
+
+    def conclude(self) -> None:
+        """All workers have ended."""
+        parts, self.profiler._parts = self.profiler._parts, None
+        assert parts is not None, "it was made at the start"
+        with self.tidy:
+            tracks = self.server.tracks
+            conclude(self.profiler, self.folder, Path(parts), self.n_workers, tracks)
+
+
+def conclude(
+    profiler: StepProfiler,
+    folder: Path,
+    parts: Path,
+    n_workers: int,
+    server: Sequence[Track] = (),
+) -> None:
+    """Write the files and print the table, if anybody has left anything."""
+    found = {int(p.stem): Track.unpacked(json.loads(p.read_text())) for p in parts.glob("*.json")}
+    shutil.rmtree(parts, ignore_errors=True)
+    workers = {worker: track for worker, track in found.items() if track.n_steps}
+    if not workers:
+        return
+    for track in server:
+        track.end_open()
+    report = Report(workers, server, n_workers)
+    written = _written(report, folder)
+    if not profiler.quiet:
+        report.show(Console(), folder if written else None)
+
+
+def _written(report: Report, folder: Path) -> bool:
+    try:
+        report.write(folder)
+    except OSError as error:
+        _say(f"no files of the profile in {folder} ({error.strerror})")
+        return False
+    return True
+
+
+def _say(line: str) -> None:
+    print(f"hybridtrain: {line}", file=sys.stderr, flush=True)
+
+
+def watch_worker(trainer: Any, client: Client) -> None:
+    """A worker begins."""
+    if isinstance(trainer.profiler, StepProfiler):
+        trainer.profiler.watch(trainer, client)
+
+
+def leave_profile(trainer: Any, worker: int) -> None:
+    """A worker ends, in whatever way."""
+    if isinstance(trainer.profiler, StepProfiler):
+        trainer.profiler.leave(worker=worker)

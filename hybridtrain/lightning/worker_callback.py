@@ -1,0 +1,139 @@
+"""What happens at the boundaries between mini-batches and epochs."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import pytorch_lightning as pl
+
+from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.async_training.agreement import Validations
+from hybridtrain.lightning.async_training.update_count import agree_on_validating
+from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.preflight.correction_checks import advise
+from hybridtrain.monitoring.heartbeat import Doing
+from hybridtrain.worker.client import Client
+
+
+class Aligning(Protocol):
+    """The strategy, as far as it is needed here."""
+
+    ending_epoch: bool
+    keeping: CheckpointWriting
+    requirements: Requirements
+
+    def align(self) -> None: ...
+
+    def await_turn(self) -> None: ...
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool: ...
+
+
+class WorkerCallback(pl.Callback):
+    """Stops where it is asked to, with whole steps behind it; aligns workers that ran freely.
+
+    It also gives the signs of life by which a worker that hangs is found: another callback would
+    cost more than they do.
+
+    Args:
+        client: knows of requests to stop.
+        strategy: aligns.
+    """
+
+    def __init__(self, client: Client, strategy: Aligning) -> None:
+        self._client, self._strategy = client, strategy
+        self._beat = client.heartbeat.beat
+        self._advises = client.worker == 0
+        self._marks_checkpoints = False
+
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        self._beat(Doing.STARTING)
+        self._strategy.keeping.prepare(trainer)
+        if not self._marks_checkpoints:  # the search for a learning rate sets up many times
+            self._mark_checkpoints(trainer)
+            if not self._strategy.requirements.whole_rounds:
+                Validations(trainer, self._strategy)
+            self._marks_checkpoints = True
+
+    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        agree_on_validating(trainer, self._strategy.reduce_boolean_decision)
+
+    # ---- mini-batches ---------------------------------------------------------------------------
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._client.check_stop()
+        self._strategy.await_turn()  # before any other callback, which may look at parameters
+        self._beat(Doing.STEP)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
+
+    def on_validation_batch_start(self, *_: Any) -> None:
+        self._begin_evaluating()
+
+    def on_test_batch_start(self, *_: Any) -> None:
+        self._begin_evaluating()
+
+    def on_predict_batch_start(self, *_: Any) -> None:
+        self._begin_evaluating()
+
+    def _begin_evaluating(self) -> None:
+        self._client.check_stop()
+        self._beat(Doing.EVALUATION)
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
+
+    def on_test_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
+
+    def on_predict_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
+
+    # ---- epochs ---------------------------------------------------------------------------------
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._beat(Doing.EPOCH)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._beat(Doing.EPOCH)
+        self._strategy.ending_epoch = True  # and stays so if this is broken off
+        self._client.check_stop()
+        self._strategy.align()
+        if self._advises:
+            advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
+            self._advises = False
+        self._strategy.ending_epoch = False
+
+    def on_validation_start(self, *_: Any) -> None:
+        """Before any other callback, which may swap parameters for the validation."""
+        self._beat(Doing.EPOCH)
+        self._strategy.align()
+
+    def on_validation_epoch_end(self, *_: Any) -> None:
+        self._beat(Doing.EPOCH)
+
+    # ---- signs of life --------------------------------------------------------------------------
+
+    def on_train_end(self, *_: Any) -> None:
+        self._beat(Doing.ENDING)
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self._beat(Doing.ENDING)
+
+    def on_exception(self, *_: Any) -> None:
+        self._beat(Doing.ENDING)
+
+    def _mark_checkpoints(self, trainer: Any) -> None:
+        """Saving may take long, whoever asks for it."""
+        save, beat, heartbeat = trainer.save_checkpoint, self._beat, self._client.heartbeat
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            after = Doing.ENDING if heartbeat.doing is Doing.ENDING else Doing.BETWEEN
+            beat(Doing.CHECKPOINT)
+            try:
+                return save(*args, **kwargs)
+            finally:
+                beat(after)
+
+        trainer.save_checkpoint = marked

@@ -1,0 +1,82 @@
+"""Policies by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hybridtrain.errors import UserError
+from hybridtrain.policies.bounded_staleness import BoundedStaleness
+from hybridtrain.policies.deadline import Deadline
+from hybridtrain.policies.first_k import FirstK, Softsync
+from hybridtrain.policies.on_arrival import LockFree, OnArrival
+from hybridtrain.policies.policy import Policy
+from hybridtrain.policies.round_robin import RoundRobin
+from hybridtrain.policies.switch import Switch
+from hybridtrain.policies.wait_for_all import WaitForAll
+from hybridtrain.util.named_choice import choose
+
+Spec = str | Mapping[str, Any] | Policy  # a name, {"name": ..., parameters}, or an object
+
+
+def backup(
+    k: int | str | None = None, c: float | None = None, at_least: int | None = None
+) -> Policy:
+    """Backup workers: the first ``k`` (null: all but one) count, or, ``auto``, who is in time."""
+    if k == "auto":
+        return Deadline(5.0 if c is None else c, at_least)
+    if isinstance(k, str):
+        raise UserError(f"k={k!r} was given; give a number of workers, auto, or null (all but one)")
+    if c is not None or at_least is not None:
+        raise UserError(f"c={c}, at_least={at_least} were given with k={k}; they need k=auto")
+    return FirstK(k)
+
+
+def k_async(k: int | None = None) -> Policy:
+    """The first ``k`` workers count; what comes late counts with the next update."""
+    return FirstK(k, late="use")
+
+
+def k_batch_sync(k: int | None = None) -> Policy:
+    """The first ``k`` mini-batches count, whoever made them; the late are dropped."""
+    return FirstK(k, several=True)
+
+
+def k_batch_async(k: int | None = None) -> Policy:
+    """Every ``k`` mini-batches make an update, whoever made them, and whenever."""
+    return FirstK(k, late="use", several=True)
+
+
+def switch(
+    first: Spec = "hybrid",
+    then: Spec = "async",
+    at_update: int | None = None,
+    patience: int | None = None,
+    min_delta: float = 0.0,
+) -> Policy:
+    """One policy first, another one from an update, or a plateau of the loss, on."""
+    return Switch(make_policy(first), make_policy(then), at_update, patience, min_delta)
+
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "synchronous": RoundRobin,
+    "hybrid": WaitForAll,
+    "backup": backup,
+    "k_async": k_async,
+    "k_batch_sync": k_batch_sync,
+    "k_batch_async": k_batch_async,
+    "softsync": Softsync,
+    "ssp": BoundedStaleness,
+    "async": OnArrival,
+    "hogwild": LockFree,
+    "switch": switch,
+}
+
+
+def make_policy(given: Spec) -> Policy:
+    """A policy from its name, its name and parameters, or the object itself.
+
+    Raises:
+        UserError: if the name is not known, or the parameters make no sense.
+    """
+    return choose("policy", given, POLICIES, Policy)  # type: ignore[type-abstract]

@@ -1,0 +1,199 @@
+"""What was measured, put together: figures for programs, a table for people."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from hybridtrain.profiling.chrome_trace import write_trace
+from hybridtrain.profiling.phases import MEANINGS, Phase
+from hybridtrain.profiling.time_spans import Track, cost_of_span_ns
+
+FIGURES, TIMELINE = "profile.json", "timeline.json"
+_COLUMN = 16  # characters of a worker's column, at most
+_SHOWN = 11  # and of the first one
+
+
+@dataclass
+class Report:
+    """The profile of one run.
+
+    Args:
+        workers: what each has measured, by its number; those that were killed are missing.
+        server: its tracks; none under strategies that have no server.
+        n_workers: how many there were.
+    """
+
+    workers: dict[int, Track]
+    server: Sequence[Track] = ()
+    n_workers: int = 1
+    cost_ns: float = field(default_factory=cost_of_span_ns)
+
+    @cached_property
+    def phases(self) -> list[Phase]:
+        """Those that took any time, in the order of a step."""
+        seen = {phase for track in self.workers.values() for phase in track.phases()}
+        return [phase for phase in Phase if phase in seen]
+
+    @property
+    def every(self) -> int:
+        """Steps from one that the timeline shows to the next."""
+        return max((track.every for track in [*self.workers.values(), *self.server]), default=1)
+
+    @property
+    def measuring(self) -> float:
+        """The share of the workers' time that measuring has taken."""
+        spans = sum(each.n for track in self.workers.values() for each in track.sums.values())
+        seconds = sum(track.seconds for track in self.workers.values())
+        return spans * self.cost_ns / 1e9 / seconds if seconds else 0.0
+
+    # ---- files ----------------------------------------------------------------------------------
+
+    def write(self, folder: Path) -> None:
+        """``profile.json`` and ``timeline.json``."""
+        figures = self.figures()
+        (folder / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
+        about = {"every": self.every, "workers": self.n_workers}
+        write_trace(folder / TIMELINE, self.server, self.workers, about)
+
+    def figures(self) -> dict[str, Any]:
+        """All that the table shows, and each kind of span; seconds, and microseconds a step."""
+        return {
+            "workers": {str(w): _figures(track) for w, track in sorted(self.workers.items())},
+            "server": [_figures(track) for track in self.server],
+            "n_workers": self.n_workers,
+            "timeline_every": self.every,
+            "measuring_share": round(self.measuring, 4),
+            "meanings": {str(phase): text for phase, text in MEANINGS.items()},
+        }
+
+    # ---- table ----------------------------------------------------------------------------------
+
+    def show(self, console: Console, folder: Path | None) -> None:
+        """Print the table, and where the files are, if they are."""
+        console.print(Group(*self._parts(console.width)))
+        console.print(Text(self._says(folder)), soft_wrap=True)  # a path can be copied whole
+
+    def _parts(self, width: int) -> list[Any]:
+        parts: list[Any] = [Text("\nWhere the time went: ms a step, share of the worker's time")]
+        parts.append(self._of_workers(width))
+        if any(track.sums for track in self.server):
+            parts += [Text(""), self._of_server()]
+        return parts
+
+    def _of_workers(self, width: int) -> Table:
+        many = _SHOWN + _COLUMN * len(self.workers) > width
+        heads = ["mean", "least", "most"] if many else [f"worker {w}" for w in sorted(self.workers)]
+        explained = width - _SHOWN - _COLUMN * len(heads) >= max(map(len, MEANINGS.values())) + 1
+        table = _table("", *heads, *([""] if explained else []))
+        if explained:
+            table.columns[-1].justify = "left"
+        for phase in self.phases:
+            told = [Text(MEANINGS[phase], style="dim")] if explained else []
+            table.add_row(str(phase), *self._row(phase, many), *told)
+        table.add_row("together", *self._row(None, many), style="bold")
+        table.add_row("steps", *_few([t.n_steps for t in self._tracks], many))
+        return table
+
+    @property
+    def _tracks(self) -> list[Track]:
+        return [track for _, track in sorted(self.workers.items())]
+
+    def _row(self, phase: Phase | None, many: bool) -> list[str]:
+        """Milliseconds a step, and percent, of each worker or of mean, least and most."""
+        seconds = [t.seconds if phase is None else t.phases().get(phase, 0.0) for t in self._tracks]
+        each = [
+            (1e3 * s / max(1, t.n_steps), 100 * s / t.seconds if t.seconds else 0.0)
+            for s, t in zip(seconds, self._tracks, strict=True)
+        ]
+        if many:
+            by_share = sorted(each, key=lambda pair: pair[1])
+            average = (mean(ms for ms, _ in each), mean(share for _, share in each))
+            each = [average, by_share[0], by_share[-1]]
+        return [f"{_ms(ms)} {share:4.0f} %" for ms, share in each]
+
+    def _of_server(self) -> Table:
+        table = _table("server", "times", "ms each", "longest", "share")
+        for track in self.server:
+            rows = sorted(track.sums.items(), key=lambda item: -item[1].own_ns)
+            for (name, phase), total in rows[:5]:
+                share = total.own_ns / 1e9 / self.server[0].seconds if self.server[0].seconds else 0
+                own = total.own_ns / 1e6 / total.n
+                label = name if track is self.server[0] else track.name
+                label = f"{label} (request)" if phase is Phase.SERVE else label
+                longest = _ms(total.longest_ns / 1e6)
+                table.add_row(label, str(total.n), _ms(own), longest, f"{100 * share:.0f} %")
+        return table
+
+    def _says(self, folder: Path | None) -> str:
+        thinned = f"one step in {self.every}, as there is no room for all"
+        lines = [f"measuring took about {100 * self.measuring:.1f} % of the time"]
+        if missing := sorted({*range(self.n_workers)} - self.workers.keys()):
+            lines.append(f"nothing is known of worker {', '.join(map(str, missing))}")
+        shows = "every step" if self.every == 1 else thinned
+        if folder is not None:
+            where = _short(folder / TIMELINE)
+            lines.append(f"{where} shows {shows};\nopen it at https://ui.perfetto.dev")
+        return "\n".join(lines)
+
+
+def _short(path: Path) -> str:
+    """As seen from the working directory, where it lies below it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _table(first: str, *others: str) -> Table:
+    table = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    table.add_column(first, no_wrap=True)
+    for head in others:
+        table.add_column(head, justify="right", no_wrap=True)
+    return table
+
+
+def _few(numbers: Sequence[int], many: bool) -> list[str]:
+    shown = [round(mean(numbers)), min(numbers), max(numbers)] if many and numbers else numbers
+    return [str(number) for number in shown]
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _figures(track: Track) -> dict[str, Any]:
+    steps, phases = max(1, track.n_steps), track.phases()
+    return {
+        "name": track.name,
+        "seconds": round(track.seconds, 6),
+        "steps": track.n_steps,
+        "start_up_seconds": round((track.first_ns - track.made_ns) / 1e9, 6),
+        "phases": {
+            str(phase): {
+                "seconds": round(s, 6),
+                "us_per_step": round(1e6 * s / steps, 2),
+                "share": round(s / track.seconds, 4) if track.seconds else 0.0,
+            }
+            for phase, s in phases.items()
+        },
+        "spans": [
+            {
+                "name": name,
+                "phase": str(phase),
+                "times": total.n,
+                "own_seconds": round(total.own_ns / 1e9, 6),
+                "us_per_step": round(total.own_ns / 1e3 / steps, 2),
+                "longest_us": round(total.longest_ns / 1e3, 1),
+            }
+            for (name, phase), total in sorted(track.sums.items(), key=lambda i: -i[1].own_ns)
+        ],
+    }

@@ -1,0 +1,97 @@
+"""Measuring the server: what it does for whom, and what the threads of an update do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridtrain.profiling.method_timing import follow, timed
+from hybridtrain.profiling.phases import Phase
+from hybridtrain.profiling.time_spans import Track
+
+
+class ServerWatch:
+    """Measures one server until the end of its run.
+
+    Args:
+        server: it, or who stands before it (:class:`hybridtrain.recording.recorder.Recorder`).
+        limit: spans of each track's timeline.
+    """
+
+    def __init__(self, server: Any, limit: int) -> None:
+        self._limit = limit
+        self.track = Track("server", limit)
+        self.lanes: dict[int, Track] = {}
+        self._server = getattr(server, "server", server)
+        self._measure_requests(server)
+        follow(self._server.assembly, "adopt", self._adopted)
+        pool = self._server._pool
+        self._map = pool.map
+        pool.map = self._measured_map
+
+    @property
+    def tracks(self) -> list[Track]:
+        """The server's own, then those of the threads that help with updates."""
+        return [self.track, *(self.lanes[lane] for lane in sorted(self.lanes))]
+
+    def _measure_requests(self, server: Any) -> None:
+        track, original, statistics = self.track, server.handle, self._server.statistics
+        kinds: dict[type, int] = {}
+
+        def handle(worker: int, request: Any) -> Any:
+            kind = kinds.get(type(request))
+            if kind is None:
+                name = type(request).__name__.lower()
+                kind = kinds[type(request)] = track.kind_of(name, Phase.SERVE)
+            track.note = worker
+            if statistics.version != track.step:
+                track.next_step(statistics.version)
+            track.begin(kind)
+            try:
+                return original(worker, request)
+            finally:
+                track.end()
+
+        server.handle = handle
+
+    def _adopted(self) -> None:
+        """Training begins: there is a store, and there are optimizers."""
+        self.track.restart()
+        optimizers, store = self._server.optimizers, self._server.store
+        for method in ("step", "hold"):
+            timed(self.track, optimizers, method, Phase.UPDATE, "update")
+        timed(self.track, optimizers, "dump", Phase.CHECKPOINT, "state of the optimizers")
+        if store is not None and store.private_parameters:
+            timed(self.track, store, "refresh", Phase.PULL, "copy parameters")
+
+    def _measured_map(self, function: Callable[[int, Any], Any], tasks: Sequence[Any]) -> list[Any]:
+        """Each lane's calls, from the first to the last, are one span of its track."""
+        seen: dict[int, list[int]] = {}
+        clock = self.track.clock
+
+        def measured(lane: int, task: Any) -> Any:
+            begun = clock()
+            try:
+                return function(lane, task)
+            finally:
+                ended = clock()
+                if lane in seen:
+                    seen[lane][1] = ended
+                    seen[lane][2] += ended - begun
+                else:
+                    seen[lane] = [begun, ended, ended - begun]
+
+        try:
+            return self._map(measured, tasks)
+        finally:
+            for lane, (begun, ended, busy) in seen.items():
+                self._note(lane, begun, ended, busy)
+
+    def _note(self, lane: int, begun: int, ended: int, busy: int) -> None:
+        if lane not in self.lanes:
+            self.lanes[lane] = Track(f"update, thread {lane}", self._limit)
+            self.lanes[lane].first_ns = self.track.first_ns
+        track = self.lanes[lane]
+        if track.step != self.track.step:
+            track.next_step(self.track.step)
+        track.add(track.kind_of("arithmetic", Phase.UPDATE), begun, ended, busy)

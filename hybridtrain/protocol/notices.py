@@ -1,0 +1,73 @@
+"""What workers hear unasked when one of them is gone or comes back, or all are to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The worker is gone; update ``version`` was the last it may have had a part in.
+
+    ``for_now``: another process will take its place.
+    """
+
+    worker: int
+    version: int
+    for_now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """The worker is there again."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop as soon as you can. ``now``: what you asked for will not be answered.
+
+    ``behind``: only because a worker wants training to end, in the way that it ends elsewhere, as
+    soon as so many updates are behind you.
+    """
+
+    now: bool = False
+    behind: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavePermission:
+    """You have stopped, and do (or need not do) what one has to do for all: save."""
+
+    saves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The heir has written the last checkpoint (``well``), or there is none to be written."""
+
+    well: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """The worker is about to be restarted: say where training is (``Progress``), between two steps.
+
+    ``question``: its number; an answer to an earlier one does not count any more.
+    """
+
+    worker: int
+    question: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where training is, for the ``worker`` that is restarted, as ``torch.save`` writes it.
+
+    For nobody (``None``): to be kept, in case that in the end nobody is there to be asked.
+    """
+
+    worker: int | None
+    payload: bytes
+    question: int = 0

@@ -1,0 +1,189 @@
+"""Checksums that tell one gradient, one set of parameters from another.
+
+Those of version 1 knew nothing of the indices of sparse gradients, of clipping, and of states that
+user code had changed; to replay such a record, they are made as they were.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+import torch
+
+from hybridtrain.memory import Store
+from hybridtrain.memory.sparse_rows import Packed
+from hybridtrain.protocol.messages import (
+    Average,
+    Begin,
+    Draw,
+    Gather,
+    Install,
+    Note,
+    Pull,
+    Push,
+    Request,
+    Share,
+)
+from hybridtrain.recording.record_file import VERSION
+
+_WHOLE_BYTES = 16 * 1024  # of a smaller row everything is looked at
+_BLOCKS, _BLOCK_BYTES = 32, 64  # else so many cache lines, evenly spread
+_WRITES_BYTES = 4096
+
+
+class GradientRows:
+    """What is looked at of each worker's gradient row: 2 KiB, or all of a small one.
+
+    Args:
+        store: with the rows.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._samples = [[_sample(row[d]) for d in sorted(row, key=str)] for row in store.gradients]
+
+    def print(self, worker: int, start: int) -> int:
+        """The checksum so far, continued over the row."""
+        for sample in self._samples[worker]:
+            start = crc32(sample.tobytes(), start)
+        return start
+
+
+def _sample(flat: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A view of some of the tensor's bytes."""
+    return _spread(flat.view(torch.uint8).numpy())
+
+
+def _spread(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    if raw.nbytes <= _WHOLE_BYTES:
+        return raw
+    stride = raw.nbytes // _BLOCKS // _BLOCK_BYTES * _BLOCK_BYTES
+    return np.lib.stride_tricks.as_strided(raw, (_BLOCKS, _BLOCK_BYTES), (stride, 1))
+
+
+def checksum_of(
+    message: Request | Note, worker: int, rows: GradientRows | None, version: int = VERSION
+) -> int:
+    """What the message brings, in 32 bits: equal for equal messages, whichever process made them.
+
+    Payloads of meetings do not count (they may name files or hours), only what they are about.
+
+    Args:
+        version: of the record.
+    """
+    match message:
+        case Push():
+            told = _told(message) if version == 1 else (*_told(message), *_told_since(message))
+            return _row(repr(told), worker, rows)
+        case Average(weight, absent, packed):
+            told = (weight, absent) if version == 1 else (weight, absent, _indices(packed))
+            return _row(repr(told), worker, rows)
+        case Gather(tag, _, patient):
+            said = f"{tag} {patient}"
+        case Draw(lap, spans, length, sizes, drop_last, begins):
+            said = repr((tuple(lap), spans, length, sizes, drop_last, begins))
+        case Share(layout, averaging):
+            said = repr((layout.slots, averaging))
+        case Install(optimizers, version):
+            said = repr((len(optimizers), version))
+        case Pull(writes) | Begin(writes):
+            said = repr(_writes(writes))
+        case _:
+            return 0
+    return crc32(said.encode())
+
+
+def _row(said: str, worker: int, rows: GradientRows | None) -> int:
+    start = crc32(said.encode())
+    return start if rows is None else rows.print(worker, start)
+
+
+def _told(push: Push) -> tuple[Any, ...]:
+    numbers = None
+    if push.groups is not None:
+        numbers = [
+            sorted((k, v) for k, v in group.items() if isinstance(v, int | float))
+            for group in push.groups
+        ]
+    written = _writes(push.writes) if push.writes else None
+    who = (push.optimizer, push.weight, push.samples, push.averaged, push.fault, push.veto)
+    return (*who, push.absent, numbers, push.members, push.loss, push.repeatable, written)
+
+
+def _told_since(push: Push) -> tuple[Any, ...]:
+    """What version 2 tells besides."""
+    clip = None if push.clip is None else (push.clip.algorithm, push.clip.limit)
+    state = None if push.state is None else _state(push.state)
+    return (clip, state, _indices(push.packed))
+
+
+def _indices(packed: Sequence[Packed]) -> list[tuple[int, int, int, int]]:
+    """As of rows, all of small ones are looked at, and some of large ones."""
+    return [
+        (each.number, each.sparse_dim, len(each.indices), crc32(_some_bytes(each.indices)))
+        for each in packed
+    ]
+
+
+def _some_bytes(content: bytes) -> bytes:
+    return _spread(np.frombuffer(content, np.uint8)).tobytes()
+
+
+def _state(content: bytes) -> str | int:
+    """Of the tensors, since what ``torch.save`` writes has parts of their surroundings."""
+    try:
+        return checksum_of_state([torch.load(io.BytesIO(content), weights_only=True)])
+    except Exception:  # a user's own objects are in it
+        return crc32(content)
+
+
+def _writes(writes: Mapping[int, bytes]) -> list[tuple[int, int, int]]:
+    return [(n, len(each), crc32(each[:_WRITES_BYTES])) for n, each in sorted(writes.items())]
+
+
+# ---- everything, at the beginning and at the end ------------------------------------------------
+
+
+def checksum_of_parameters(store: Store) -> str:
+    """All bits of the master parameters."""
+    found = hashlib.blake2b(digest_size=16)
+    for dtype in sorted(store.masters, key=str):
+        found.update(str(dtype).encode())
+        found.update(store.masters[dtype].view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def checksum_of_state(states: Sequence[Any], version: int = VERSION) -> str:
+    """All bits of nested tensors, numbers and texts: the optimizers' states."""
+    found = hashlib.blake2b(digest_size=16)
+    _feed(found, list(states), version)
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any, version: int) -> None:
+    match value:
+        case torch.Tensor():
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            if value.layout == torch.strided:
+                flat = value.detach().cpu().contiguous().flatten()
+                found.update(flat.view(torch.uint8).numpy().data)
+            elif value.layout == torch.sparse_coo and version > 1:
+                whole = value.detach().coalesce()
+                _feed(found, [whole.indices(), whole.values()], version)
+        case Mapping():
+            for key in sorted(value, key=repr):
+                found.update(repr(key).encode())
+                _feed(found, value[key], version)
+        case list() | tuple():
+            found.update(str(len(value)).encode())
+            for each in value:
+                _feed(found, each, version)
+        case int() | float() | str() | bytes() | None:
+            found.update(repr(value).encode())
+        case _:  # its address would be another one in another process
+            found.update(type(value).__qualname__.encode())

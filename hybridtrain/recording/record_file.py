@@ -1,0 +1,185 @@
+"""The file of a record: cells of 28 bytes, one for each event.
+
+Theory of operation. A record begins with a cell that says what it is. Every other cell is an event:
+what kind of message the server was handed, by which worker, when, a checksum of what was brought,
+and (for a push) how long the worker had computed and for how many samples. A cell of kind ``TELLS``
+announces a piece of JSON instead, compressed and padded to whole cells: the first says what was run
+(``header``), later ones what has become known (the data, the initial parameters), the last how it
+ended. Cells are appended as they happen and never changed, so that whatever is left of a killed
+run's file is a record of its beginning.
+
+Each cell ends with a CRC-32 of itself, continued from that of the cell before; one that announces
+JSON has the JSON's, too. So no bit can flip, and no cell be lost or change its place, without the
+reader (:mod:`hybridtrain.recording.record_reader`) saying where. Version 1 had cells of 24 bytes
+without checksums; such records can still be read and replayed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RECORD_NAME = "record.bin"
+VERSION = 2
+CELL_BYTES = 28
+CRC_BYTES = 4  # of a cell, at its end
+TELLS = 255  # the kind of a cell that announces JSON
+NOBODY = 65535  # the worker of an event that is nobody's
+WOKE = "Woke"  # the kind of such an event
+
+TITLE = b"hybridtrain record %3d\n\n"
+_CRC = struct.Struct("<I")
+_CELL = struct.Struct("<BxHIdff")
+_PIECE = struct.Struct("<BxHII12x")  # kind, nobody, bytes that follow, their checksum
+TYPE = np.dtype(
+    [
+        ("kind", "u1"),
+        ("free", "u1"),
+        ("worker", "<u2"),
+        ("print", "<u4"),  # checksum of what was brought; of TELLS: bytes that follow
+        ("at_s", "<f8"),  # since the record began
+        ("own_s", "<f4"),  # of a push: what the worker has computed since its release
+        ("samples", "<f4"),  # of a push
+        ("crc", "<u4"),
+    ]
+)
+assert len(TITLE % 1) == _CELL.size == _PIECE.size == CELL_BYTES - CRC_BYTES
+assert TYPE.itemsize == CELL_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """One thing that the server was handed. ``number`` counts from 0."""
+
+    number: int
+    kind: str
+    worker: int
+    print: int
+    at_s: float
+
+
+# What some policies' classes were called in records of earlier versions.
+_FORMER_CLASSES = {
+    "All": "WaitForAll",
+    "InTime": "Deadline",
+    "Ssp": "BoundedStaleness",
+    "Turns": "RoundRobin",
+}
+_FORMER_CLASS = re.compile(rf"\b({'|'.join(_FORMER_CLASSES)})\(")
+
+
+def _present_class(found: re.Match[str]) -> str:
+    return f"{_FORMER_CLASSES[found[1]]}("
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a file holds.
+
+    ``told`` are the pieces of JSON, merged; ``cells`` the events, in their order; ``whole`` says
+    whether the run came to its own end.
+    """
+
+    path: Path
+    told: dict[str, Any]
+    cells: np.ndarray[Any, np.dtype[np.void]]
+    kinds: tuple[str, ...] = field(default=())
+    n_bytes: int = 0  # of the whole file
+    version: int = VERSION  # of its format, and of the checksums of what was brought
+
+    @property
+    def whole(self) -> bool:
+        return "end" in self.told
+
+    @property
+    def header(self) -> dict[str, Any]:
+        header: dict[str, Any] = self.told["header"]
+        return header
+
+    @property
+    def strategy(self) -> dict[str, str]:
+        """The parts that the run's strategy was put together from, as they are written today."""
+        names = ("policy", "correction", "exchange", "update")
+        known = {name: str(self.header[name]) for name in names if name in self.header}
+        return {name: _FORMER_CLASS.sub(_present_class, said) for name, said in known.items()}
+
+    @property
+    def in_place(self) -> bool:
+        """Whether workers wrote to the masters themselves, in an order that nobody knows."""
+        if (former := self.header.get("regime")) is not None:  # of earlier versions
+            return bool(former["lock_free"])
+        return bool(self.header["requirements"]["parameters"] == "shared")
+
+    @property
+    def n_workers(self) -> int:
+        return int(self.header["workers"])
+
+    def events(self) -> Iterator[RecordEvent]:
+        """One by one."""
+        for number, cell in enumerate(self.cells):
+            kind, worker = self.kinds[cell["kind"]], int(cell["worker"])
+            yield RecordEvent(number, kind, worker, int(cell["print"]), float(cell["at_s"]))
+
+    def of_kind(self, kind: str) -> np.ndarray[Any, np.dtype[np.void]]:
+        """The cells of one kind of event."""
+        if kind not in self.kinds:
+            return self.cells[:0]
+        return self.cells[self.cells["kind"] == self.kinds.index(kind)]
+
+
+class Writer:
+    """Appends to a new file.
+
+    Nothing is held back: each cell is handed to the system at once (about a microsecond), where it
+    outlives this process. A disk that refuses it ends the record, not the run.
+
+    Args:
+        path: the file.
+        kinds: the names of the kinds of events, in the order of their numbers.
+    """
+
+    def __init__(self, path: Path, kinds: Sequence[str]) -> None:
+        self._number = {kind: number for number, kind in enumerate(kinds)}
+        self.refusal: OSError | None = None
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        self._crc = 0
+        self._append(TITLE % VERSION)
+
+    def tell(self, told: Mapping[str, Any]) -> None:
+        """A piece of JSON."""
+        text = zlib.compress(json.dumps(told, ensure_ascii=False).encode(), 9)
+        padding = bytes(-len(text) % CELL_BYTES)
+        text += padding
+        self._append(_PIECE.pack(TELLS, NOBODY, len(text) - len(padding), zlib.crc32(text)), text)
+
+    def event(
+        self, kind: str, worker: int, print: int, at_s: float, own_s: float, samples: float
+    ) -> None:
+        """One event."""
+        self._append(_CELL.pack(self._number[kind], worker, print, at_s, own_s, samples))
+
+    def _append(self, cell: bytes, more: bytes = b"") -> None:
+        if self.refusal is not None:
+            return
+        self._crc = zlib.crc32(cell, self._crc)
+        content = cell + _CRC.pack(self._crc) + more
+        try:
+            while content:
+                content = content[os.write(self._fd, content) :]
+        except OSError as error:
+            self.refusal = error
+
+    def close(self) -> None:
+        """No more is written."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,228 @@
+"""Reads the file of a record (:mod:`hybridtrain.recording.record_file`), or as much as there is of
+it.
+
+Whatever has happened to a file, reading it gives what was written, or one line that says where it
+is damaged. It decodes JSON and numbers and nothing else: no record can make its reader run code.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridtrain.errors import UserError
+from hybridtrain.recording.record_file import (
+    CELL_BYTES,
+    CRC_BYTES,
+    NOBODY,
+    RECORD_NAME,
+    TELLS,
+    TITLE,
+    TYPE,
+    VERSION,
+    WOKE,
+    Record,
+)
+
+Cells = np.ndarray[Any, np.dtype[np.void]]
+
+_LARGEST_PIECE_BYTES = 2**26
+_FORMER_TYPE = np.dtype(TYPE.descr[:-1])  # of version 1: without checksums
+_TITLE_BYTES = len(TITLE % 1)
+_NUMBER = slice(19, 22)  # of the version, in the title
+_ALIKE = 0.75  # of a damaged title
+_CRC = struct.Struct("<I")
+_PIECE_CRC = struct.Struct("<8xI")
+
+# What some kinds of events were called in records of earlier versions.
+_FORMER_KINDS = {"Borrow": "GetState", "Arrived": "GradientsReady", "Told": "Progress"}
+
+
+def find_record(run: Path) -> Path:
+    """The record of a run directory (the newest, if it was trained in several times), or the file.
+
+    Raises:
+        UserError: if there is none.
+    """
+    if run.is_file():
+        return run
+    found = sorted(run.glob(f"{Path(RECORD_NAME).stem}*.bin"), key=_age) if run.is_dir() else []
+    if not found:
+        what = "there is no record in it" if run.is_dir() else "there is no such directory"
+        raise UserError(
+            f"run={run}: {what}; give the directory of a run of python -m hybridtrain "
+            "(not under strategy=ddp, whose processes speak to no server, nor with "
+            "strategy.record=null), or a file that HybridStrategy(record=...) has written"
+        )
+    return found[-1]
+
+
+def _age(path: Path) -> tuple[int, str]:
+    return path.stat().st_mtime_ns, path.name
+
+
+class _Damaged(Exception):
+    """Where, in bytes, and what."""
+
+    def __init__(self, at: int, what: str) -> None:
+        super().__init__(f"at byte {at}: {what}")
+
+
+def read_record(path: Path) -> Record:
+    """Read a record, or as much as there is of one.
+
+    Raises:
+        UserError: if this is no record, one of another version, damaged, or nothing but its title.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: the record cannot be read ({error.strerror})") from None
+    try:
+        record = _record(path, content)
+    except _Damaged as damage:
+        raise UserError(f"{path}: the record is damaged {damage}") from None
+    if record is None:
+        raise UserError(f"{path}: the record ends before it has said what was run")
+    return record
+
+
+def _record(path: Path, content: bytes) -> Record | None:
+    version = _version(path, content)
+    kind = _FORMER_TYPE if version == 1 else TYPE
+    cells = np.frombuffer(content, kind, len(content) // kind.itemsize)
+    told: dict[str, Any] = {}
+    keep = np.ones(len(cells), bool)
+    keep[:1] = False
+    pieces = _former_pieces(content, cells) if version == 1 else _checked_pieces(content, cells)
+    for first, after, text in pieces:
+        keep[first:after] = False
+        if text is not None:
+            told |= _json(first * kind.itemsize, text)
+    if "header" not in told:
+        return None
+    kinds, n_workers = _header(told["header"])
+    places = np.flatnonzero(keep)
+    _check_events(cells[keep], places * kind.itemsize, kinds, n_workers)
+    return Record(path, told, cells[keep], kinds, len(content), version)
+
+
+def _version(path: Path, content: bytes) -> int:
+    """Of the format, if the title is whole."""
+    title = content[:_TITLE_BYTES]
+    if title == TITLE % 1:
+        return 1
+    ours = TITLE % VERSION
+    if 0 < len(content) < CELL_BYTES and ours.startswith(title):
+        raise UserError(f"{path}: the record ends before it has said what was run")
+    alike = [one == other for one, other in zip(title, ours, strict=False)]
+    if len(content) < CELL_BYTES or sum(alike) < _ALIKE * len(ours):
+        raise UserError(f"{path}: this file is no record of a run")
+    if zlib.crc32(title) != _CRC.unpack_from(content, _TITLE_BYTES)[0]:
+        raise _Damaged((*alike, False).index(False), "its title is not as it was written")
+    if title != ours:
+        number = title[_NUMBER].decode(errors="replace").strip()
+        raise UserError(
+            f"{path}: this is a record of version {number}; this version of hybridtrain reads "
+            f"versions 1 to {VERSION}"
+        )
+    return VERSION
+
+
+# ---- pieces of JSON: the first and the last cell of each, and the text if it is whole ------------
+
+Piece = tuple[int, int, bytes | None]
+
+
+def _former_pieces(content: bytes, cells: Cells) -> Iterator[Piece]:
+    """Of version 1."""
+    size, after = _FORMER_TYPE.itemsize, 0  # cells before this one have been read
+    for number in map(int, np.flatnonzero(cells["kind"] == TELLS)):
+        if number < after:
+            continue  # within a piece
+        length, start = int(cells["print"][number]), (number + 1) * size
+        after = number + 1 + -(-length // size)
+        whole = start + length <= len(content)
+        yield number, after, content[start : start + length] if whole else None
+
+
+def _checked_pieces(content: bytes, cells: Cells) -> Iterator[Piece]:
+    """The same, while every cell's checksum is compared."""
+    view, crcs, kinds = memoryview(content), cells["crc"].tolist(), cells["kind"].tolist()
+    number, before = 1, crcs[0]
+    while number < len(crcs):
+        at = number * CELL_BYTES
+        if zlib.crc32(view[at : at + CELL_BYTES - CRC_BYTES], before) != crcs[number]:
+            raise _Damaged(at, "the checksum of a cell is wrong")
+        before = crcs[number]
+        number += 1
+        if kinds[number - 1] == TELLS:
+            length, start = int(cells["print"][number - 1]), number * CELL_BYTES
+            after = number + -(-length // CELL_BYTES)
+            text = view[start : after * CELL_BYTES]
+            whole = len(text) == (after - number) * CELL_BYTES
+            if whole and zlib.crc32(text) != _PIECE_CRC.unpack_from(view, at)[0]:
+                raise _Damaged(start, "the checksum of what was said is wrong")
+            yield number - 1, after, bytes(text[:length]) if whole else None
+            number = after
+
+
+def _json(at: int, text: bytes) -> dict[str, Any]:
+    try:
+        piece = json.loads(zlib.decompressobj().decompress(text, _LARGEST_PIECE_BYTES))
+    except (ValueError, zlib.error, RecursionError, MemoryError):
+        piece = None
+    if not isinstance(piece, dict):
+        raise _Damaged(at, "a piece of it cannot be read")
+    return piece
+
+
+# ---- what it says, whoever has written it --------------------------------------------------------
+
+
+def _header(said: Any) -> tuple[tuple[str, ...], int]:
+    """The kinds of events, and the number of workers."""
+    at = CELL_BYTES
+    if not isinstance(said, dict):
+        raise _Damaged(at, "it does not say what was run")
+    kinds, workers = said.get("kinds"), said.get("workers")
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise _Damaged(at, "it does not say what kinds of events there are")
+    if not isinstance(workers, int) or not 0 < workers < NOBODY:
+        raise _Damaged(at, f"it says that there were {str(workers)[:20]} workers")
+    wanted = {"threads": int, "server_threads": int, "policy": str, "about": dict}
+    for name, kind in wanted.items():
+        if not isinstance(said.get(name, kind()), kind):
+            raise _Damaged(at, f"what it says of {name} makes no sense")
+    present = [_FORMER_KINDS[kind] if kind in _FORMER_KINDS else str(kind) for kind in kinds]
+    return tuple(present), workers
+
+
+def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) -> None:
+    """Of version 1 this is all that shows damage.
+
+    Args:
+        at: where each lies, in bytes.
+    """
+    nobodys = [n for n, kind in enumerate(kinds) if kind == WOKE]
+    stranger = np.where(
+        np.isin(events["kind"], nobodys), events["worker"] != NOBODY, events["worker"] >= n_workers
+    )
+    at_s, own_s = events["at_s"], events["own_s"]
+    found = {
+        "an event of an unknown kind": events["kind"] >= len(kinds),
+        "an event of a worker that there was not": stranger,
+        "a cell that is none": events["free"] != 0,
+        "an event at no time": ~(np.isfinite(at_s) & (at_s >= np.maximum.accumulate(at_s))),
+        "a contribution that took no time": ~(np.isfinite(own_s) & (own_s >= 0)),
+        "a contribution of no size": ~np.isfinite(events["samples"]),
+    }
+    for what, bad in found.items():
+        if bad.any():
+            raise _Damaged(int(at[int(np.argmax(bad))]), what)

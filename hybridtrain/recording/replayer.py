@@ -1,0 +1,191 @@
+"""Does again, in one process and one after the other, what a record says was done.
+
+Theory of operation. The server is handed the same messages from the same workers in the same order
+at the same times; each worker runs just before its next message is due. What the messages bring is
+made anew and compared with the record, so that the first difference is found where it arises.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hybridtrain.protocol.messages import Described, Install, Note, Request, Stopped
+from hybridtrain.recording.checksums import GradientRows, checksum_of, checksum_of_parameters
+from hybridtrain.recording.record_file import NOBODY, WOKE, Record, RecordEvent
+from hybridtrain.recording.recorder import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of
+from hybridtrain.server.rounds import Replies
+from hybridtrain.server.server import Server
+from hybridtrain.util.turn_taking import Ended
+from hybridtrain.worlds.in_process import Body, Cell, Stuck, ThreadWorld
+
+_STOPPED = kind_of(Stopped())
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What came of it.
+
+    ``events`` and ``updates``: so many were alike; ``parted``: the first that was not, and how;
+    ``whole``: the record goes to the run's own end; ``errors``: what workers raised, then and now.
+    """
+
+    events: int
+    updates: int
+    parted: str = ""
+    whole: bool = True
+    errors: tuple[BaseException, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """To the bit, as far as the record goes."""
+        return not self.parted
+
+
+class _Parted(Exception):
+    """This is where the two runs part."""
+
+
+class Replayer:
+    """Runs bodies as a record says.
+
+    Args:
+        record: of the run.
+        server: made with ``stamp`` as its clock.
+        stamp: shows the time of each event.
+        check_data: is told what each worker trains on, before training begins; may raise.
+        cells: see :class:`hybridtrain.worlds.in_process.ThreadWorld`.
+    """
+
+    def __init__(
+        self,
+        record: Record,
+        server: Server,
+        stamp: Stamp,
+        check_data: Callable[[Mapping[str, Any]], None],
+        cells: Sequence[Cell] = (),
+    ) -> None:
+        self._record, self._server, self._stamp = record, server, stamp
+        self._check_data = check_data
+        self._due: dict[int, deque[str]] = defaultdict(deque)  # the kinds of each worker's events
+        for event in record.events():
+            self._due[event.worker].append(event.kind)
+        self._world = ThreadWorld(
+            server, record.n_workers, int(record.header["threads"]), self._stops, cells
+        )
+        self._rows: GradientRows | None = None
+        self._begun = False
+        self._errors: list[BaseException] = []
+
+    def run(self, bodies: Sequence[Body]) -> tuple[Replayed, list[Any]]:
+        """The report, and what the bodies returned (``None`` of those that did not come to it)."""
+        self._world.start(bodies)
+        done = 0
+        try:
+            for event in self._record.events():
+                self._stamp.at_s = event.at_s
+                self._world.answer(self._take(event))
+                self._due[event.worker].popleft()
+                done += 1
+            parted = self._compare_ends()
+        except _Parted as difference:
+            parted = str(difference)
+        finally:
+            self._world.close()
+        updates = self._server.statistics.version - self._server.statistics.first_version
+        errors = tuple(self._errors)
+        report = Replayed(done, updates, parted, self._record.whole, errors)
+        return report, [self._world.result(n) for n in range(self._record.n_workers)]
+
+    # ---- one event ------------------------------------------------------------------------------
+
+    def _stops(self, worker: int) -> bool:
+        """Whether the worker noticed at this point that it was to stop."""
+        due = self._due[worker]
+        return bool(due) and due[0] == _STOPPED
+
+    def _take(self, event: RecordEvent) -> Replies:
+        worker = event.worker
+        if event.kind in (LOST, LEFT):
+            self._world.abandon(worker)
+            left = event.kind == LEFT
+            return self._server.leave(worker) if left else self._server.lost(worker)
+        if event.kind == WOKE:
+            return self._server.wake()
+        word = self._next(event)
+        match word:
+            case Ended(error):
+                return self._ended(event, error)
+            case _ if event.kind == BROKEN:  # something outside broke it (the machine's memory?)
+                self._world.abandon(worker)
+                return self._server.note(worker, Stopped(broke=True))
+        self._compare(event, word)
+        if isinstance(word, Note):
+            if isinstance(word, Described):
+                self._check_data(word.said)
+            return self._server.note(worker, word)
+        replies = self._server.handle(worker, word)
+        if isinstance(word, Install) and replies:
+            self._compare_beginnings(event)
+        return replies
+
+    def _next(self, event: RecordEvent) -> Request | Note | Ended:
+        try:
+            return self._world.next(event.worker)
+        except Stuck:
+            raise _Parted(
+                f"{self._named(event)}: in the replay this worker still waits for an answer"
+            ) from None
+
+    def _ended(self, event: RecordEvent, error: BaseException | None) -> Replies:
+        worker = event.worker
+        if event.kind == FINISHED and error is None:
+            return self._server.finished(worker)
+        if event.kind == BROKEN and error is not None:
+            self._errors.append(error)
+            return self._server.note(worker, Stopped(broke=True))
+        if event.kind == _STOPPED:
+            return self._server.note(worker, Stopped())
+        if error is not None and not self._errors:
+            raise error
+        raise _Parted(f"{self._named(event)}: in the replay this worker has ended before")
+
+    def _compare(self, event: RecordEvent, word: Request | Note) -> None:
+        kind = kind_of(word)
+        if kind != event.kind:
+            raise _Parted(f"{self._named(event)}: in the replay the worker's next is a {kind}")
+        store = self._server.store
+        if store is not None and (self._rows is None or self._rows.store is not store):
+            self._rows = GradientRows(store)
+        if checksum_of(word, event.worker, self._rows, self._record.version) != event.print:
+            what = "its gradient, or what goes with it," if event.kind == "Push" else "what it says"
+            raise _Parted(f"{self._named(event)}: in the replay {what} has other bits")
+
+    def _compare_beginnings(self, event: RecordEvent) -> None:
+        then, store = self._record.told.get("begin"), self._server.store
+        if self._begun or then is None or store is None:
+            return
+        self._begun = True
+        if then["parameters"] != checksum_of_parameters(store):
+            raise _Parted(
+                f"{self._named(event)}: in the replay the initial parameters have other bits "
+                "(another seed, another initialisation, another checkpoint?)"
+            )
+
+    def _compare_ends(self) -> str:
+        """Where the last states differ, if so."""
+        then = self._record.told.get("end")
+        if then is None:
+            return ""
+        now = ending(self._server, self._record.version)
+        names = {"parameters": "final parameters", "optimizers": "optimizers' final states"}
+        found = [text for name, text in names.items() if then[name] != now[name]]
+        return f"after the last event: the {' and the '.join(found)} differ" if found else ""
+
+    def _named(self, event: RecordEvent) -> str:
+        statistics = self._server.statistics
+        who = "" if event.worker == NOBODY else f" of worker {event.worker}"
+        update = statistics.version - statistics.first_version + 1
+        return f"event {event.number} ({event.kind}{who}, in update {update})"

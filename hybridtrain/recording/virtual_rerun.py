@@ -1,0 +1,150 @@
+"""Trains in virtual time: real workers, real gradients, one process, and service times as recorded.
+
+Theory of operation. As in :mod:`hybridtrain.worlds.virtual.virtual_world` a heap holds when whoever
+computes will be done; but here each worker runs the user's own loops, on a thread that is suspended
+wherever it says something. Whatever it says arrives at once, but for a contribution, which takes
+the worker's next service time. So another policy can be tried on a recorded run: the same workers,
+as fast as they were, with gradients at the parameters that they would then have read. The time of
+updates and messages is not part of it. Nothing depends on this machine's speed; the same times give
+the same bits.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridtrain.errors import UserError
+from hybridtrain.protocol.early_gradients import GradientsReady
+from hybridtrain.protocol.messages import (
+    Average,
+    Described,
+    Note,
+    Paused,
+    Push,
+    Request,
+    Resumed,
+    Stopped,
+)
+from hybridtrain.protocol.notices import Progress, Saved
+from hybridtrain.recording.recorder import Stamp
+from hybridtrain.server.rounds import Replies
+from hybridtrain.server.server import Server
+from hybridtrain.util.turn_taking import Ended
+from hybridtrain.worlds.in_process import Body, Cell, ThreadWorld
+
+Said = Request | Note | Ended
+
+
+class Rehearsal:
+    """Runs bodies in virtual time.
+
+    Args:
+        server: made with ``stamp`` as its clock.
+        stamp: shows virtual time.
+        threads: torch threads of each worker.
+        times: for each worker, seconds of its next contribution, one after the other.
+        cells: see :class:`hybridtrain.worlds.in_process.ThreadWorld`.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        stamp: Stamp,
+        threads: int,
+        times: Sequence[Callable[[], float]],
+        cells: Sequence[Cell] = (),
+    ) -> None:
+        self._server, self._stamp, self._times = server, stamp, times
+        self._world = ThreadWorld(server, len(times), threads, lambda worker: False, cells)
+        self._arriving: list[tuple[float, int, int, Said]] = []  # when, whose, a number, what
+        self._said = 0
+        self._averaged: set[int] = set()  # who has computed already what it will push
+        stamp.at_s = 0.0
+
+    def run(self, bodies: Sequence[Body]) -> list[Any]:
+        """What the bodies have returned.
+
+        Raises:
+            BaseException: what the first failing body has raised.
+        """
+        self._world.start(bodies)
+        try:
+            for worker in range(len(bodies)):
+                self._go_on(worker)
+            while self._arriving or self._server.wake_at_s is not None:
+                self._step()
+        finally:
+            self._world.close()
+        return [self._world.result(worker) for worker in range(len(bodies))]
+
+    def _step(self) -> None:
+        wake_at_s = self._server.wake_at_s
+        if wake_at_s is not None and (not self._arriving or wake_at_s <= self._arriving[0][0]):
+            self._stamp.at_s = max(self._stamp.at_s, wake_at_s)
+            self._deliver(self._server.wake())
+            return
+        self._stamp.at_s, worker, _, said = heapq.heappop(self._arriving)
+        match said:
+            case Ended(error):
+                self._end(worker, error)
+            case (
+                Paused()
+                | Resumed()
+                | Stopped()
+                | Described()
+                | GradientsReady()
+                | Progress()
+                | Saved()
+            ):
+                self._deliver(self._server.note(worker, said))
+                self._go_on(worker)
+            case _:
+                self._deliver(self._server.handle(worker, said))
+
+    def _end(self, worker: int, error: BaseException | None) -> None:
+        if self._server.failure is not None:
+            raise self._server.failure
+        if error is not None:
+            raise error
+        self._deliver(self._server.finished(worker))
+        self._deliver(self._server.lost(worker))
+
+    def _deliver(self, replies: Replies) -> None:
+        self._world.answer(replies)
+        for worker, _ in replies:
+            self._go_on(worker)
+
+    def _go_on(self, worker: int) -> None:
+        """The worker says what comes next; when that arrives is a matter of time."""
+        said = self._world.next(worker)
+        at_s = self._stamp.at_s + self._takes_s(worker, said)
+        self._said += 1
+        heapq.heappush(self._arriving, (at_s, worker, self._said, said))
+
+    def _takes_s(self, worker: int, said: Said) -> float:
+        match said:
+            case Average():
+                self._averaged.add(worker)
+            case Push() if worker in self._averaged:
+                self._averaged.discard(worker)
+                return 0.0
+            case Push():
+                pass
+            case _:
+                return 0.0
+        return self._times[worker]()
+
+
+def check_order_is_known(server: Server) -> None:
+    """Refuse what has no order of events.
+
+    Raises:
+        UserError: saying why.
+    """
+    if server.requirements.in_place:
+        raise UserError(
+            "a policy without a lock was given, under which workers write to the parameters "
+            "whenever they like; that has no order that could be simulated"
+        )

@@ -1,0 +1,154 @@
+"""What is done about a worker that fails: the user's choice, and the decision of each case.
+
+A worker fails when its process dies, when it is killed because it hangs, or when its code raises
+what is not the user's own mistake in using this package (:class:`hybridtrain.errors.UserError`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridtrain.errors import UserError
+
+CHOICES = ("stop", "continue", "restart")
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
+_FORGET_S = 300.0  # a worker that has lived so long is as good as new
+
+
+@dataclass(frozen=True, slots=True)
+class OnFailure:
+    """What the user has chosen.
+
+    ``choice``: ``stop`` all, ``continue`` with those who are left, or ``restart`` the worker;
+    ``min_workers``: with fewer left, the run stops; ``max_restarts``: in the whole run, ``None``:
+    any number.
+    """
+
+    choice: str = "stop"
+    min_workers: int = 1
+    max_restarts: int | None = 3
+
+    @classmethod
+    def of(cls, choice: Any, min_workers: Any, max_restarts: Any) -> OnFailure:
+        """Checked.
+
+        Raises:
+            UserError: if a value, or their combination, makes no sense.
+        """
+        if choice not in CHOICES:
+            raise UserError(f"on_failure={choice!r} was given; it must be {', '.join(CHOICES)}")
+        _whole("min_workers", min_workers, 1)
+        if max_restarts is not None:
+            _whole("max_restarts", max_restarts, 0, "or null (any number)")
+        if choice == "restart" and max_restarts == 0:
+            raise UserError(
+                "on_failure=restart was given with max_restarts=0, which allows none; give at "
+                "least 1, or on_failure=stop or continue"
+            )
+        if choice == "stop" and min_workers > 1:
+            raise UserError(
+                f"min_workers={min_workers} was given with on_failure=stop, which goes on with "
+                "none less than all; leave it out, or use on_failure=continue or restart"
+            )
+        return cls(choice, min_workers, max_restarts)
+
+    def check(self, n_workers: int) -> None:
+        """There must be so many workers.
+
+        Raises:
+            UserError: if there are fewer from the start.
+        """
+        if self.min_workers > n_workers:
+            raise UserError(
+                f"min_workers={self.min_workers} was given for {n_workers} "
+                f"worker{'s' * (n_workers > 1)}; give at most {n_workers}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run is to end; ``reason`` is to be added to what has happened, if anything is."""
+
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Those who are left go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replace:
+    """A new process is to take the worker's place, after ``delay_s``."""
+
+    delay_s: float
+    number: int  # of this restart, from 1
+
+
+Verdict = End | GoOn | Replace
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """What is left: so many other ``workers``; ``known``: where training was, some time ago."""
+
+    workers: int
+    known: bool = False
+
+
+@dataclass
+class Judge:
+    """Decides what follows from a failure.
+
+    Args:
+        chosen: by the user.
+    """
+
+    chosen: OnFailure
+    restarts: int = 0
+    _recent: Counter[int] = field(default_factory=Counter)  # by worker
+    _last_s: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def ends_all(self) -> bool:
+        """Whether any failure is the end."""
+        return self.chosen.choice == "stop"
+
+    def failed(self, worker: int, error: BaseException, left: WorkerGone, at_s: float) -> Verdict:
+        """The worker has failed at ``at_s`` with this error."""
+        match self.chosen.choice:
+            case _ if isinstance(error, UserError):
+                return End()  # it would happen again
+            case "continue":
+                return self._go_on(left.workers)
+            case "restart":
+                return self._replace(worker, left.known or left.workers > 0, at_s)
+        return End()
+
+    def _go_on(self, n_left: int) -> Verdict:
+        if n_left >= self.chosen.min_workers:
+            return GoOn()
+        left = f"{n_left} worker{'s' * (n_left != 1)} would be left"
+        return End(f"{left}, fewer than min_workers={self.chosen.min_workers}")
+
+    def _replace(self, worker: int, known: bool, at_s: float) -> Verdict:
+        most = self.chosen.max_restarts
+        if not known:
+            return End("nobody is left who could say where training is")
+        if most is not None and self.restarts >= most:
+            return End(f"it was restarted as often as max_restarts={most} allows in a run")
+        if at_s - self._last_s.get(worker, at_s) > _FORGET_S:
+            self._recent[worker] = 0
+        self._last_s[worker] = at_s
+        delay_s = min(_FIRST_DELAY_S * 2 ** self._recent[worker], _LONGEST_DELAY_S)
+        self._recent[worker] += 1
+        self.restarts += 1
+        return Replace(delay_s, self.restarts)
+
+
+def _whole(name: str, value: Any, least: int, also: str = "") -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        allowed = f"a whole number from {least} on {also}".rstrip()
+        raise UserError(f"{name}={value!r} was given; it must be {allowed}")

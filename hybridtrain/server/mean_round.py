@@ -1,0 +1,144 @@
+"""The mean of all gradients before anybody steps, for those who want to look at it.
+
+Where a hook reads or changes gradients, or the user clips them, every worker must see the merged
+gradient, as it would under all-reduce. Then a step takes two rounds: all bring their gradients and
+get the mean back; each does with it what its hooks do, all alike; all push, and one row stands for
+all. The rule of waiting is that of lock-step (:class:`hybridtrain.policies.WaitForAll`): nobody
+waits for a worker that has gone to push without asking (it abstains) or sits in a meeting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import torch
+
+from hybridtrain.memory import Packed, Store, pack, unpack
+from hybridtrain.policies import WaitForAll
+from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Pushed, Release, Waiting
+from hybridtrain.protocol.messages import Average, Averaged
+from hybridtrain.updates.flat.reduce import merge, merge_mixed
+from hybridtrain.updates.thread_pool import Pool
+
+_CHUNK = 256 * 1024  # elements: one thread is enough for less
+
+
+class Averaging:
+    """Collects gradients until nobody is left who may still bring one.
+
+    Args:
+        workers: all that are there.
+        pool: who does the arithmetic.
+    """
+
+    def __init__(self, workers: Iterable[int], pool: Pool) -> None:
+        self._rule, self._pool = WaitForAll(), pool
+        self._asked: dict[int, Average] = {}
+        for worker in workers:
+            self._rule.on(Joined(worker))
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Who waits for a mean."""
+        return frozenset(self._asked)
+
+    def ask(self, worker: int, request: Average, store: Store) -> list[tuple[int, Averaged]]:
+        """The worker's gradient lies in its row."""
+        self._asked[worker] = request
+        return self._obey(Pushed(worker), store)
+
+    def busy(self, worker: int, store: Store | None) -> list[tuple[int, Averaged]]:
+        """The worker waits for something else; who waits for it here need not any longer."""
+        return self._obey(Waiting(worker), store)
+
+    def back(self, worker: int) -> None:
+        """The worker computes again."""
+        self._rule.on(Joined(worker))
+
+    def miss(self, worker: int) -> None:
+        """The worker's process is gone; another will bring its gradient, and write to its row.
+
+        Nobody is freed: if all the others had brought theirs, nobody would wait.
+        """
+        if self._asked.pop(worker, None) is not None:
+            self._rule.on(Left(worker))
+
+    def left(self, worker: int, store: Store | None) -> list[tuple[int, Averaged]]:
+        """The worker is gone."""
+        self._asked.pop(worker, None)
+        return self._obey(Left(worker), store)
+
+    def dissolve(self) -> None:
+        """Forget who has asked."""
+        self._asked.clear()
+
+    def _obey(self, fact: Fact, store: Store | None) -> list[tuple[int, Averaged]]:
+        reply = Averaged(())
+        freed: list[int] = []
+        for order in self._rule.on(fact):
+            match order:
+                case Apply(workers):
+                    assert store is not None, "gradients lie in a store"
+                    asked = {w: self._asked[w] for w in workers if w in self._asked}
+                    reply = average(asked, store, self._pool)
+                case Release(workers):
+                    freed += [w for w in workers if self._asked.pop(w, None) is not None]
+        return [(worker, reply) for worker in freed]
+
+
+@torch.no_grad()
+def average(asked: dict[int, Average], store: Store, pool: Pool) -> Averaged:
+    """Write the mean, weighted by samples, to its row."""
+    total = sum(request.weight for request in asked.values())
+    shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
+    absent = [set(asked[worker].absent) for worker in shares]
+    nobody = tuple(sorted(set.intersection(*absent))) if absent else ()
+    if any(asked[worker].packed for worker in shares):
+        return Averaged(nobody, _average_one_by_one(asked, shares, store))
+    for dtype in store.means:
+        _average_rows(shares, store, dtype, pool)
+    return Averaged(nobody)
+
+
+def _average_rows(shares: dict[int, float], store: Store, dtype: torch.dtype, pool: Pool) -> None:
+    """All of one dtype at once, in chunks that idle cores share."""
+    mean = store.means[dtype]  # (P,)
+    rows = [store.gradients[worker][dtype] for worker in shares]
+    counts = list(shares.values())
+
+    def piece(lane: int, start: int) -> None:
+        part = slice(start, start + _CHUNK)
+        out = mean[part]
+        merged = merge([row[part] for row in rows], counts, out)
+        if merged is not out:  # a lone row
+            out.copy_(merged)
+
+    if rows:
+        pool.map(piece, range(0, mean.numel(), _CHUNK))
+    else:
+        mean.zero_()
+
+
+def _average_one_by_one(
+    asked: dict[int, Average], shares: dict[int, float], store: Store
+) -> tuple[Packed, ...]:
+    """Parameter by parameter; the mean is sparse where all gradients of one are."""
+    packed = {w: {each.number: each for each in asked[w].packed} for w in shares}
+    sparse: list[Packed] = []
+    for number, slot in enumerate(store.layout.slots):
+        mean = store.mean(slot)
+        present = [w for w in shares if number not in asked[w].absent]
+        if not present:
+            continue
+        places = {w: store.gradient(w, slot) for w in present}
+        gradients = [
+            unpack(packed[w][number], place) if number in packed[w] else place
+            for w, place in places.items()
+        ]
+        merged = merge_mixed(gradients, [shares[w] for w in present], partial(store.mean, slot))
+        if merged.is_sparse:
+            sparse.append(pack(number, merged, mean))
+        elif merged.data_ptr() != mean.data_ptr():
+            mean.copy_(merged)
+    return tuple(sparse)

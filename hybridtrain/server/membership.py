@@ -1,0 +1,110 @@
+"""Workers that come and go: who is there, who is gone, and who is to come back.
+
+Theory of operation. Who is gone for good has left the policy, the meetings and the queue, and the
+others are told (``Gone``), because somebody has to do what it would have done.
+
+Who is to come back is missing. In lock-step its place is kept: the policy still waits for it, so
+no update is made without it, and those who wait for their release, or for a mean, stand at the
+step that it has left undone, where the new process begins. Where workers run freely nobody waits
+for it. When and from where it comes back is for the world to say.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridtrain.protocol.messages import Done, Install, Share, Shared
+from hybridtrain.protocol.notices import Back, Gone
+from hybridtrain.server.barrier import Barrier
+from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.server.rounds import Replies, Rounds
+from hybridtrain.server.run_statistics import RunStatistics
+
+
+@dataclass
+class Membership:
+    """Keeps the list, and brings all who must know of a change to the same state.
+
+    Args:
+        members: the workers that are there or about to be; shared with the server.
+        meeting: all of them expect each other there.
+        queue: where mini-batches come from.
+        rounds: steps.
+        statistics: counts.
+    """
+
+    members: set[int]
+    meeting: Barrier[Any]
+    queue: BatchQueue
+    rounds: Rounds
+    statistics: RunStatistics
+    missing: set[int] = field(default_factory=set)  # their processes have ended
+    joining: set[int] = field(default_factory=set)  # there again, but have not pushed yet
+    _some_left: bool = False
+
+    # ---- going ----------------------------------------------------------------------------------
+
+    def lost(self, worker: int) -> Replies:
+        """The worker is gone, with whatever it had not pushed."""
+        self.members.discard(worker)
+        self._away(worker)
+        return self.rounds.lost(worker)
+
+    def tell_of(self, worker: int) -> Replies:
+        """The others hear that it will not come back, and what it had a part in."""
+        return self._news(Gone(worker, self.statistics.version))
+
+    def _news(self, news: Gone | Back) -> Replies:
+        others = self.members - self.missing - {news.worker}
+        return [(other, news) for other in sorted(others)]
+
+    def miss(self, worker: int) -> Replies:
+        """Its process has ended; another one will come."""
+        self._away(worker)
+        self.missing.add(worker)
+        news = self._news(Gone(worker, self.statistics.version, for_now=True))
+        return news + self.rounds.miss(worker)
+
+    def _away(self, worker: int) -> None:
+        self._forget(worker)
+        self._some_left = True
+        self.meeting.leave(worker)
+        self.rounds.settle_held(worker)
+        if samples := self.queue.lost(worker):
+            self.statistics.dropped(worker, samples)
+
+    def _forget(self, worker: int) -> None:
+        self.missing.discard(worker)
+        self.joining.discard(worker)
+
+    @property
+    def left(self) -> bool:
+        """Whether workers that are gone have left something of the queue."""
+        return self._some_left and self.queue.has_left()
+
+    # ---- coming ---------------------------------------------------------------------------------
+
+    def admit(self, worker: int) -> Replies:
+        """The worker is there (again), or what it did would not count: it begins (anew)."""
+        self.members.add(worker)
+        self.meeting.expected.add(worker)
+        return self.rounds.admit(worker)
+
+    def back(self, worker: int) -> None:
+        """A new process begins as this worker; whoever comes to a meeting waits for it."""
+        self._forget(worker)
+        self.joining.add(worker)
+        self.meeting.expected.add(worker)
+
+    def let_in(self, worker: int, request: Share | Install) -> Replies:
+        """Parameters and optimizers are there; it trains from the newest."""
+        assert self.rounds.store is not None, "only workers of a run that trains are restarted"
+        if isinstance(request, Share):
+            return [(worker, Shared(self.rounds.store.arena.n_bytes))]
+        self.rounds.refresh(worker)
+        freed = self.rounds.join(worker)
+        self.statistics.comes(worker)
+        away = sorted(self.missing)  # it may have heard of some, and forgets none by hearing twice
+        news = [(worker, Gone(each, self.statistics.version, for_now=True)) for each in away]
+        return [*news, (worker, Done()), *self._news(Back(worker)), *freed]

@@ -1,0 +1,76 @@
+"""What the server says when workers wait for what will not come, or bring what makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+
+from hybridtrain.protocol.messages import Push
+from hybridtrain.updates import Optimizers
+
+
+def missed(worker: int, waiting: Iterable[int]) -> str:
+    """One has ended, and others wait to meet all."""
+    return (
+        f"worker {worker} has finished while worker {_numbers(waiting)} waits for all to meet; all "
+        "workers must take the same path (a barrier or a reduction that only some reach?)"
+    )
+
+
+def stuck(policy: object, waiting: Sequence[tuple[str, Iterable[int]]]) -> str:
+    """Everybody waits, and nobody is left to free them. ``waiting``: for what, and who."""
+    who = [f"worker {_numbers(some)} for {what}" for what, some in waiting if some]
+    return (
+        f"policy {policy} would wait for ever: all who are left wait ({'; '.join(who)}), and "
+        "nobody is left to free them; this is an error of the policy, or of a worker that left"
+    )
+
+
+def standing(for_s: float, waiting: Mapping[int, str], away: Sequence[int]) -> str:
+    """Nothing happens any more. ``waiting``: who waits, and for what."""
+    who = [f"worker {worker} waits for {what}" for worker, what in waiting.items()]
+    who += [f"worker {worker} is to come back" for worker in away]
+    return (
+        f"the run stands still: nothing has happened for {for_s:.0f} s, nothing is due, and all "
+        f"who are left wait ({'; '.join(who)}); this is an error of hybridtrain, please report it"
+    )
+
+
+def too_early(policy: object, worker: int) -> str:
+    """Somebody is let go on who does not wait."""
+    return (
+        f"policy {policy} ordered a Release before training began, when worker {worker} joined; "
+        "nobody waits then: on Joined, order only WakeAt, or Release of workers that have pushed"
+    )
+
+
+def objection(
+    worker: int, push: Push, others: Mapping[int, Push], optimizers: Optimizers
+) -> str | None:
+    """Why this push makes no sense beside those of ``others`` in the same step, if so."""
+    other = next((p.optimizer for p in others.values()), push.optimizer)
+    if other != push.optimizer:
+        return (
+            f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
+            f"{other}; in lock-step all workers must step their optimizers in the same order"
+        )
+    reason = optimizers.objection(worker, push)
+    return reason or _disagreement(worker, push, others, optimizers)
+
+
+def _disagreement(
+    worker: int, push: Push, others: Mapping[int, Push], optimizers: Optimizers
+) -> str | None:
+    """In lock-step everybody's optimizer must have the same parameters."""
+    for other, pushed in islice(others.items(), 1):  # who agree among themselves
+        if optimizers.members(other, pushed) != optimizers.members(worker, push):
+            return (
+                f"the parameter groups of optimizer {push.optimizer} differ between worker "
+                f"{worker} and worker {other}; unfreeze, add or remove parameters in the same "
+                "step of all workers (the same epoch, the same global_step)"
+            )
+    return None
+
+
+def _numbers(workers: Iterable[int]) -> str:
+    return ", ".join(str(each) for each in sorted(workers))

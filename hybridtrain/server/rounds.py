@@ -1,0 +1,304 @@
+"""Rounds: who has pushed, when that counts, and who may go on.
+
+The part of the server between the policy, which decides, and the optimizers, which step. Whatever a
+round cannot accept is raised; the server then refuses all who wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
+from hybridtrain.memory import Store
+from hybridtrain.policies import Policy
+from hybridtrain.protocol.facts import (
+    Accumulate,
+    Apply,
+    Drop,
+    Fact,
+    Joined,
+    Left,
+    Pushed,
+    Ready,
+    Release,
+    SetTimer,
+    TimerFired,
+    Waiting,
+)
+from hybridtrain.protocol.messages import Average, Averaged, DrawnBatch, Push, Reply, Writes
+from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.server.mean_round import Averaging
+from hybridtrain.server.pushes import by_optimizer, release, samples_of
+from hybridtrain.server.refusals import objection, too_early
+from hybridtrain.server.run_statistics import RunStatistics
+from hybridtrain.updates import Optimizers, Stepped
+from hybridtrain.updates.thread_pool import Pool
+
+Replies = list[tuple[int, Reply]]
+_NOTHING, _DROPPED = Stepped(()), Stepped(())
+
+
+class Rounds:
+    """Collects pushes and does what the policy orders.
+
+    Args:
+        policy: when a contribution counts; it has begun.
+        requirements: what it said then.
+        statistics: counts.
+        queue: where mini-batches come from.
+        workers: all that are there from the start.
+        pool: who does the arithmetic.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        requirements: Requirements,
+        statistics: RunStatistics,
+        queue: BatchQueue,
+        workers: Iterable[int],
+        pool: Pool,
+    ) -> None:
+        self.store: Store | None = None
+        self.optimizers = Optimizers()
+        self.broken = False  # somebody has stopped: no round can be a whole one any more
+        self.wake_at_s: float | None = None  # when the policy wants to be told the time
+        self._policy, self.requirements = policy, requirements
+        self._statistics, self._queue = statistics, queue
+        self._averaging = Averaging(workers, pool)
+        self._pushes: dict[int, Push] = {}  # of those who wait
+        self._means: dict[int, Averaged] = {}  # of those who have one, and have not pushed yet
+        self._ready: set[int] = set()  # who waits to begin
+        self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
+        self._outcome: dict[int, Stepped] = {}  # of the pushes of those who wait
+        self.last: int | None = None  # the version behind which no update is made
+        for worker in sorted(workers):
+            if self.join(worker):
+                raise UserError(too_early(policy, worker))
+
+    @property
+    def _averages(self) -> bool:
+        """Whether anybody may ask for the mean of all gradients."""
+        return self.store is not None and self.store.averaging
+
+    @property
+    def waiting(self) -> frozenset[int]:
+        """Who waits for a release or a mean."""
+        return self._averaging.waiting | self._pushes.keys() | self._ready
+
+    def who_waits(self) -> list[tuple[str, Iterable[int]]]:
+        """What for, and who."""
+        averages = ("the mean of all gradients", self._averaging.waiting)
+        return [("their release", self._pushes), ("their turn", self._ready), averages]
+
+    def tell(self, fact: Fact) -> None:
+        """The policy is to know, and nothing follows yet."""
+        self._obey(fact)
+
+    @property
+    def _over(self) -> bool:
+        return self.last is not None and self._statistics.version >= self.last
+
+    def ready(self, worker: int, writes: Writes) -> Replies:
+        """The worker could begin a mini-batch, after its user's ``writes``."""
+        self.take(worker, writes)
+        self._ready.add(worker)
+        self._statistics.waits(worker)
+        return self._release_all() if self._over else self._obey(Ready(worker))
+
+    def wake(self) -> Replies:
+        """It is at least as late as the policy wanted to be told."""
+        self.wake_at_s = None
+        return self._obey(TimerFired(self._statistics.clock()))
+
+    def push(self, worker: int, push: Push) -> Replies:
+        """The worker's contribution lies in its row.
+
+        Raises:
+            UserError: if the push makes no sense; ``OptimizerFailed`` if the step failed.
+        """
+        others = self._pushes if self.requirements.whole_rounds else {}
+        if (reason := objection(worker, push, others, self.optimizers)) is not None:
+            raise UserError(reason)
+        self._pushes[worker] = push
+        self._statistics.pushed(worker, self._samples(push), push.fault)
+        self._means.pop(worker, None)
+        freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
+        if self._over:
+            return freed + self._release_all()
+        last = self.requirements.drops_late and self._queue.is_last_chance(push.covers)
+        return freed + self._obey(Pushed(worker, self._statistics.clock(), push.loss, last))
+
+    def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
+        """The worker wants the mean of all gradients before it pushes.
+
+        ``anew``: it does a step again whose mean may be there already.
+        """
+        assert self.store is not None, "parameters are shared before gradients are averaged"
+        if anew and (mean := self._means.get(worker)) is not None:
+            return [(worker, mean)]
+        means = self._averaging.ask(worker, request, self.store)
+        self._means.update(means)
+        return [*means]
+
+    def park(self, worker: int) -> Replies:
+        """The worker waits for something else; who waits for it in a round need not any longer."""
+        self._statistics.clocks.leave(worker)
+        return [*self._averaging.busy(worker, self.store), *self._obey(Waiting(worker))]
+
+    def join(self, worker: int) -> Replies:
+        """The worker computes again."""
+        self._statistics.clocks.join(worker)
+        self._averaging.back(worker)
+        return self._obey(Joined(worker))
+
+    def admit(self, worker: int) -> Replies:
+        """The worker is there, with the newest parameters."""
+        return [*self.join(worker), self._release(worker)]
+
+    def lost(self, worker: int) -> Replies:
+        """The worker is gone, with whatever is not part of an update."""
+        if (push := self._pushes.pop(worker, None)) is not None:
+            self._statistics.dropped(worker, self._samples(push))
+        self._outcome.pop(worker, None)
+        self._ready.discard(worker)
+        self._statistics.left(worker)
+        return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
+
+    def miss(self, worker: int) -> Replies:
+        """The worker's process is gone, and another will do in its place what it has not done."""
+        if not self.requirements.whole_rounds:
+            return self.lost(worker)
+        self._ready.discard(worker)
+        self._statistics.idle(worker)
+        if worker in self._pushes:  # which lies in its row: nothing more is to come from it
+            return []
+        self._averaging.miss(worker)
+        return self.join(worker)  # it may have been parked
+
+    def settle_held(self, worker: int) -> None:
+        """What the worker has contributed and is held will count, whatever becomes of it."""
+        for other, _, covers in self._held:
+            if other == worker:
+                self._queue.settle(worker, covers)
+
+    @property
+    def pushed(self) -> set[int]:
+        """Whose contributions lie in their rows, and are no part of an update yet."""
+        return set(self._pushes)
+
+    def refresh(self, worker: int) -> None:
+        """Bring the worker's own parameters up to date."""
+        if self.store is not None:
+            self.store.refresh(worker)
+        self._statistics.read(worker)
+
+    def take(self, worker: int, writes: Writes) -> None:
+        """User code in the worker has written to parameters itself."""
+        if writes:
+            assert self.store is not None, "parameters are shared before they are written to"
+            self.store.take(worker, writes)
+
+    def dissolve(self) -> None:
+        """Forget who has pushed or asked; no update will have it any more."""
+        for worker, push in self._pushes.items():
+            self._statistics.dropped(worker, self._samples(push))
+        self._pushes.clear()
+        self._outcome.clear()
+        self._ready.clear()
+        self._averaging.dissolve()
+
+    # ---- orders ---------------------------------------------------------------------------------
+
+    def _obey(self, fact: Fact) -> Replies:
+        if self.broken:
+            return []
+        replies: Replies = []
+        orders = self._policy.on(fact)
+        for order in orders if not self._over else ():
+            match order:
+                case Apply() if self._over:  # the last update was that of an order before this one
+                    break
+                case Apply(workers):
+                    self._apply(workers)
+                case Release(workers):
+                    replies += [self._release(worker) for worker in workers]
+                case Accumulate(workers):
+                    for worker in workers:
+                        self._hold(worker)
+                case Drop(workers):
+                    for worker in workers:
+                        self._drop(worker)
+                case SetTimer(at_s):
+                    self.wake_at_s = at_s
+        return replies + self._release_all() if self._over else replies
+
+    def _release_all(self) -> Replies:
+        """The last update is made: what is pushed and not part of it will be part of none."""
+        for worker, push in self._pushes.items():
+            if worker not in self._outcome:
+                self._statistics.dropped(worker, self._samples(push))
+                self._outcome[worker] = _DROPPED
+        return [self._release(worker) for worker in sorted(self._pushes.keys() | self._ready)]
+
+    def _apply(self, workers: tuple[int, ...]) -> None:
+        """One update, of these and of all that is held; each optimizer steps with its own."""
+        pushes = {worker: self._pushes[worker] for worker in workers}
+        for worker, push in pushes.items():
+            self.take(worker, push.writes)
+        counted = self._step(pushes)
+        again = any(self._outcome[worker].again for worker in workers)
+        if not again and (counted or self._held or self.requirements.whole_rounds):
+            ages = [self._statistics.age(worker) for worker in counted]
+            self._statistics.updated([*ages, *[age for _, age, _ in self._held]])
+        for worker, _, covers in self._held:
+            self._queue.settle(worker, covers)
+        self._held.clear()
+        for worker, push in pushes.items():
+            if push.covers:
+                self._queue.done(worker, push, self._statistics.version, self._samples(push))
+
+    def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
+        """Who counted, of all optimizers. In lock-step all are for one."""
+        counted: list[int] = []
+        for number, own in by_optimizer(pushes, self.optimizers.holding).items():
+            stepped = self.optimizers.step(own, number)
+            self._outcome.update(dict.fromkeys(own, stepped))
+            counted += stepped.workers
+        return counted
+
+    def _hold(self, worker: int) -> None:
+        """The contribution is put aside, and counts with the next update."""
+        push = self._pushes[worker]
+        self.take(worker, push.writes)
+        if self.optimizers.hold(worker, push):
+            self._held.append((worker, self._statistics.age(worker), push.covers))
+        else:
+            self._queue.settle(worker, push.covers)
+        self._outcome[worker] = _NOTHING
+
+    def _drop(self, worker: int) -> None:
+        """The contribution came too late; its mini-batch is for somebody else."""
+        push = self._pushes[worker]
+        self._queue.give_back(worker, push.covers)
+        self.take(worker, push.writes)
+        self.optimizers.hear(worker, push)
+        self._statistics.dropped(worker, self._samples(push))
+        self._outcome[worker] = _DROPPED if push.covers else _NOTHING
+
+    def _samples(self, push: Push) -> float:
+        """What the push counts for: of several optimizers or evaluations the first counts."""
+        return 0.0 if self.optimizers.under_way is not None else samples_of(push)
+
+    def _release(self, worker: int) -> tuple[int, Reply]:
+        self._ready.discard(worker)
+        push = self._pushes.pop(worker, None)
+        fetches = push is None or push.fetch
+        if self._averages:
+            self._averaging.back(worker)
+        if self.store is not None and fetches:
+            self.store.refresh(worker)
+        self._statistics.released(worker, fetches)
+        stepped = self._outcome.pop(worker, _NOTHING)
+        return worker, release(stepped, self._statistics.version, stepped is not _DROPPED)

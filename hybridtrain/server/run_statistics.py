@@ -1,0 +1,223 @@
+"""What a run has counted: updates, samples, staleness, and who waited for whom.
+
+The clock is given, so that the same code counts real and virtual seconds. All times are *training
+time*, which stands still while training pauses (validation).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hybridtrain.policies.step_counts import StepCounts
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One worker's account; training time in seconds."""
+
+    read_version: int = 0
+    released_at_s: float | None = None  # since when it computes
+    pushed_at_s: float | None = None  # since when it waits
+    computing_s: float = 0.0
+    waiting_s: float = 0.0
+    awaited_s: float = 0.0  # others have waited, until this one came
+    pushes: int = 0
+    samples: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    dropped: int = 0
+    lead: int = 0  # the largest so far
+
+
+@dataclass
+class RunStatistics:
+    """Counts pushes, updates and releases.
+
+    Args:
+        n_workers: how many accounts.
+        clock: seconds from any origin.
+    """
+
+    n_workers: int
+    clock: Callable[[], float]
+    version: int = 0
+    first_version: int = 0
+    samples: float = 0.0
+    ages: Counter[int] = field(default_factory=Counter)  # staleness -> contributions
+    clocks: StepCounts = field(default_factory=StepCounts)  # pushes of those who train
+    _accounts: list[_Worker] = field(default_factory=list)
+    _started_at_s: float = 0.0
+    _paused_at_s: float | None = None
+    _training_s: float = 0.0  # until the last update
+    _last: int = 0  # who pushed last: whoever is released then has waited for it
+
+    def __post_init__(self) -> None:
+        self._accounts = [_Worker() for _ in range(self.n_workers)]
+
+    def _now_s(self) -> float:
+        """Training time since the start."""
+        now_s = self.clock() if self._paused_at_s is None else self._paused_at_s
+        return now_s - self._started_at_s
+
+    def start(self, version: int = 0) -> None:
+        """Training begins, or goes on after ``version`` updates: everybody computes from now."""
+        self.version = self.first_version = version
+        self._started_at_s, self._paused_at_s = self.clock(), None
+        for account in self._accounts:
+            account.released_at_s = 0.0
+
+    def pause(self) -> None:
+        """A validation begins: training time stands still until ``resume``."""
+        if self._paused_at_s is None:
+            self._paused_at_s = self.clock()
+
+    def resume(self) -> None:
+        """Training goes on."""
+        if self._paused_at_s is not None:
+            self._started_at_s += self.clock() - self._paused_at_s
+            self._paused_at_s = None
+
+    def pushed(self, worker: int, weight: float, fault: str = "") -> None:
+        """The worker has brought a gradient of ``weight`` samples, and waits.
+
+        ``fault`` says why it had to leave its contribution out, if so.
+        """
+        account, now = self._accounts[worker], self._now_s()
+        if account.released_at_s is not None:
+            account.computing_s += now - account.released_at_s
+        account.released_at_s, account.pushed_at_s = None, now
+        account.samples += weight
+        account.pushes += 1
+        self._last = worker
+        if fault:
+            account.faults[fault] += 1
+        self.samples += weight
+        self.clocks.tick(worker)
+        lead = self.clocks.lead(worker)
+        if lead > account.lead:
+            account.lead = lead
+
+    def waits(self, worker: int) -> None:
+        """The worker could begin a mini-batch, and waits for its turn."""
+        account = self._accounts[worker]
+        account.released_at_s, account.pushed_at_s = None, self._now_s()
+
+    def dropped(self, worker: int, weight: float) -> None:
+        """What the worker has pushed last, ``weight`` samples, does not count."""
+        account = self._accounts[worker]
+        account.dropped += 1
+        account.samples -= weight
+        self.samples -= weight
+
+    def age(self, worker: int) -> int:
+        """Updates since the worker has read the parameters."""
+        return self.version - self._accounts[worker].read_version
+
+    def updated(self, ages: Iterable[int]) -> None:
+        """An update was made, of contributions so old.
+
+        A round in which everybody abstained counts as well, as Lightning counts a skipped step.
+        """
+        for age in ages:
+            self.ages[age] += 1
+        self.version += 1
+        self._training_s = self._now_s()
+
+    def released(self, worker: int, reads: bool = True) -> None:
+        """The worker goes on, perhaps in the middle of its work.
+
+        ``reads``: from the current version.
+        """
+        account, now = self._accounts[worker], self._now_s()
+        if account.released_at_s is not None:
+            account.computing_s += now - account.released_at_s
+        if account.pushed_at_s is not None:
+            waited_s = now - account.pushed_at_s
+            account.waiting_s += waited_s
+            if self._last != worker:
+                self._accounts[self._last].awaited_s += waited_s
+        account.released_at_s, account.pushed_at_s = now, None
+        if reads:
+            account.read_version = self.version
+
+    def left(self, worker: int) -> None:
+        """The worker is gone: it neither computes nor waits."""
+        self.idle(worker)
+        self.clocks.leave(worker)
+
+    def idle(self, worker: int) -> None:
+        """What the worker does from now on is neither computing nor waiting."""
+        self._accounts[worker].released_at_s = self._accounts[worker].pushed_at_s = None
+
+    def comes(self, worker: int) -> None:
+        """The worker is there again: it computes from now."""
+        self._accounts[worker].released_at_s = self._now_s()
+
+    def read(self, worker: int) -> None:
+        """The worker took the current parameters outside a release."""
+        self._accounts[worker].read_version = self.version
+
+    def mean_age(self) -> float:
+        """Staleness of the average contribution."""
+        total = sum(self.ages.values())
+        return sum(age * n for age, n in self.ages.items()) / total if total else 0.0
+
+    def age_quantile(self, share: float) -> int:
+        """The smallest staleness that this share of the contributions does not exceed."""
+        left = share * sum(self.ages.values())
+        for age in sorted(self.ages):
+            left -= self.ages[age]
+            if left <= 0:
+                return age
+        return 0
+
+    def stats(self) -> dict[str, Any]:
+        """Updates, samples, samples per second of training, waiting shares in [0, 1], staleness.
+
+        ``awaited_share``: for whom the others waited, in [0, 1] of all waiting; ``step_s``: seconds
+        that a mini-batch takes each worker; ``dropped``: contributions that came too late, or were
+        of a step that was broken off, by worker; ``lead``: pushes ahead of the slowest worker;
+        ``effective_batch``: samples behind the average update; ``left_out``: how many
+        contributions each worker had to leave out, by the kind of fault. Staleness is counted per
+        contribution: updates made between the reading of the parameters and the application of the
+        gradient computed from them.
+        """
+        training_s, updates = self._training_s, self.version - self.first_version
+        return {
+            "updates": updates,
+            "samples": int(self.samples),
+            "samples_per_s": self.samples / training_s if training_s > 0 else 0.0,
+            "training_s": training_s,
+            "waiting_share": [
+                _share(account.waiting_s, account.computing_s) for account in self._accounts
+            ],
+            "awaited_share": self._awaited_shares(),
+            "step_s": [a.computing_s / a.pushes if a.pushes else 0.0 for a in self._accounts],
+            "samples_per_worker": [int(account.samples) for account in self._accounts],
+            "staleness": {
+                "mean": self.mean_age(),
+                "max": max(self.ages, default=0),
+                "histogram": dict(sorted(self.ages.items())),
+            },
+            "dropped": [account.dropped for account in self._accounts],
+            "lead": {
+                "now": [self.clocks.lead(worker) for worker in range(self.n_workers)],
+                "max": [account.lead for account in self._accounts],
+            },
+            "effective_batch": self.samples / updates if updates else 0.0,
+            "left_out": {
+                fault: [account.faults[fault] for account in self._accounts]
+                for fault in sorted(set().union(*(a.faults for a in self._accounts)))
+            },
+            "workers": self.n_workers,
+        }
+
+    def _awaited_shares(self) -> list[float]:
+        total_s = sum(account.awaited_s for account in self._accounts)
+        return [_share(a.awaited_s, total_s - a.awaited_s) for a in self._accounts]
+
+
+def _share(part: float, rest: float) -> float:
+    return part / (part + rest) if part + rest > 0 else 0.0

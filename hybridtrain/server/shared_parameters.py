@@ -1,0 +1,58 @@
+"""The memory of a run, once all workers have said what their parameters are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
+from hybridtrain.memory import Arena, Layout, Store
+from hybridtrain.memory.lending import GetState, SharedState
+from hybridtrain.protocol.messages import Share, Shared
+from hybridtrain.updates import Optimizers
+
+
+def shared_store(shares: Mapping[int, Share], n_workers: int, requirements: Requirements) -> Store:
+    """What everybody's parameters need, with the rows that the policy asks for.
+
+    Raises:
+        UserError: if workers have different parameters.
+    """
+    first, share = next(iter(shares.items()))
+    for worker, other in shares.items():
+        if other != share:
+            raise UserError(
+                f"worker {worker} has other parameters than worker {first}; every worker must "
+                "build the same module (same code, same seed, same configuration)"
+            )
+    return made_store(share.layout, n_workers, requirements, share.averaging)
+
+
+def made_store(
+    layout: Layout,
+    n_workers: int,
+    requirements: Requirements,
+    averaging: bool,
+    arena: Arena | None = None,
+) -> Store:
+    """As the server and every worker make it, over one arena."""
+    wants = requirements
+    copies, holds, shared = wants.has_copies, wants.holds, wants.in_place
+    return Store(layout, n_workers, copies, arena, averaging, holds, shared)
+
+
+def lend(store: Store | None, optimizers: Optimizers, request: GetState) -> SharedState | Shared:
+    """What workers need that step by themselves."""
+    assert store is not None, "parameters are shared before anything is lent"
+    if request.arena is None:
+        return optimizers.lent(request.optimizer)
+    return Shared(store.lending.arenas[request.arena].n_bytes, request.arena)
+
+
+def no_snapshot(failure: BaseException | None, optimizers: Optimizers) -> str | None:
+    """Why the parameters and states are not those of any version, if so."""
+    if failure is not None:
+        return f"an optimizer failed half-way through its step: {failure}"
+    if optimizers.under_way is not None or optimizers.early.stepped:
+        return "an optimizer is in the middle of its step"
+    return None

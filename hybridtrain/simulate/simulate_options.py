@@ -1,0 +1,240 @@
+"""What the user says: ``name=value`` arguments into a plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridtrain.errors import UserError
+from hybridtrain.policies import make_policy
+from hybridtrain.recording import service_times
+from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
+from hybridtrain.updates.staleness import make_correction
+from hybridtrain.util.arguments import options
+from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.measured_times import Measured, read_times
+from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.script import Script, read_script
+from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes, Times
+from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
+
+LENGTHS = ("mini_batches", "seconds")
+FILES = ("json", "plot", "html")
+COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
+NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
+OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt"]
+OPTIONS += ["batch_size", *LENGTHS, "seed", *FILES, "correction"]
+TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
+
+Given = Mapping[str, str]
+
+
+def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
+    """A plan, and the files to write: ``json``, ``plot`` and ``html``, if asked for.
+
+    Raises:
+        UserError: naming the option, what it may be, and what was meant.
+    """
+    overrides = [argument for argument in arguments if _is_training(argument)]
+    others = [argument for argument in arguments if not _is_training(argument)]
+    given = options(others, OPTIONS, families=("slower",))
+    train, correction = _train(given, overrides), _correction(given, overrides)
+    slower = {
+        _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
+        for name, value in given.items()
+        if name.startswith("slower.")
+    }
+    plan = SimulationPlan(
+        strategies=tuple(map(way, given.get("strategy", "hybrid,async").split(","))),
+        workers=tuple(_whole("workers", w) for w in given.get("workers", "8").split(",")),
+        times=_times(given, slower),
+        slower=slower,
+        conditions=_conditions(given, bool(overrides)),
+        train=train,
+        correction=correction,
+        batch_size=_whole("batch_size", given.get("batch_size", "32")),
+        mini_batches=_length(given, bool(overrides)),
+        seconds=_seconds(given),
+        seed=_whole("seed", given.get("seed", "0"), least=0),
+    )
+    return plan, {name: Path(given[name]) for name in FILES if name in given}
+
+
+def _is_training(argument: str) -> bool:
+    """Whether it belongs to the configuration of a training."""
+    name = argument.partition("=")[0].lstrip("+~")
+    return name.partition(".")[0] in TRAINING
+
+
+# ---- strategies ---------------------------------------------------------------------------------
+
+
+def way(text: str) -> Way:
+    """A strategy and its options: ``backup:k=3``, ``first_k:k=3:late=use``.
+
+    Raises:
+        UserError: if there is no such policy, or it takes no such options.
+    """
+    given = _spec("strategy", text)
+    make_policy(given)
+    return Way(text, given)
+
+
+def _spec(what: str, text: str) -> Any:
+    """``name:option=value`` as a name, or a name with its options."""
+    name, *options = text.split(":")
+    spec: dict[str, Any] = {"name": name}
+    for option in options:
+        key, separator, value = option.partition("=")
+        if not key or not separator or not value:
+            raise UserError(
+                f"{what}={text} was given; options follow the name as :option=value, like "
+                "backup:k=3 or ssp:lead=2"
+            )
+        spec[key] = _value(value)
+    return spec if options else name
+
+
+def _value(text: str) -> bool | float | str | None:
+    """A number where it looks like one."""
+    words: dict[str, bool | None] = {"true": True, "false": False, "null": None}
+    if text in words:
+        return words[text]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _correction(given: Given, overrides: Sequence[str]) -> Any:
+    """What ``make_correction`` takes."""
+    if given.get("correction", "null") == "null":
+        return None
+    if not overrides:
+        raise UserError(
+            f"correction={given['correction']} was given without task=...; a correction changes "
+            "gradients, so there must be some"
+        )
+    spec = _spec("correction", given["correction"])
+    make_correction(spec)
+    return spec
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+def _train(given: Given, overrides: Sequence[str]) -> Train | None:
+    """Real gradients, if a task is configured."""
+    if not overrides:
+        return None
+    for name in ("batch_size", "parameters"):
+        if name in given:
+            raise UserError(
+                f"{name} was given together with {overrides[0]}; the task itself has a "
+                f"{'number of ' * (name == 'parameters')}{name.replace('_', ' ')}"
+                f"{' (data.batch_size=...)' * (name == 'batch_size')}"
+            )
+    from hybridtrain.cli.virtual_tasks import lessons  # imports Lightning
+
+    seed = _whole("seed", given.get("seed", "0"), least=0)
+    make = lessons([*overrides, f"seed={seed}"])
+
+    def train(workers: int) -> tuple[Task, MakeOptimizer]:
+        lesson = make(workers)
+        return lesson, lesson.make_optimizer
+
+    return train
+
+
+# ---- conditions ---------------------------------------------------------------------------------
+
+
+def _times(given: Given, slower: Mapping[int, float]) -> Times:
+    kind = given.get("compute", "exponential")
+    own = SHAPES[kind][0] if kind in SHAPES else ""
+    unfit = [n for n in ("shift", "alpha", "sigma") if n != own]
+    unfit += ["mean_s"] if kind == "measured" else []
+    for name in unfit:
+        if f"compute.{name}" in given:
+            raise UserError(f"compute.{name} was given, but compute={kind} has no such parameter")
+    if (kind == "measured") != ("from" in given):
+        raise UserError(
+            f"compute={kind} was given {'with' if 'from' in given else 'without'} from=...; "
+            "compute=measured and from=RUN (the directory of a run, or a .json or .csv file of "
+            "service times) go together"
+        )
+    if kind == "measured":
+        source = Path(given["from"])
+        in_words = source.suffix in (".json", ".csv")
+        return Measured(read_times(source) if in_words else service_times(source), slower)
+    mean_s = _number("compute.mean_s", given.get("compute.mean_s", "1"))
+    shape = given.get(f"compute.{own}")
+    return ServiceTimes(
+        kind, mean_s, None if shape is None else _number(f"compute.{own}", shape), slower
+    )
+
+
+def _conditions(given: Given, trains: bool) -> Conditions:
+    script = read_script(given["script"]) if "script" in given else Script()
+    network = _network(given, trains)
+    return Conditions(network, script, _yes("interrupt", given.get("interrupt", "false")))
+
+
+def _network(given: Given, trains: bool) -> Network:
+    limited = [name for name in NETWORK if name.endswith("bandwidth") and name in given]
+    if bool(limited) != ("parameters" in given) and not trains:
+        have, lack = (limited[0], "parameters") if limited else ("parameters", NETWORK[1])
+        raise UserError(
+            f"{have} was given without {lack}; a bandwidth in bytes per second and the number of "
+            "parameters (4 bytes each) go together"
+        )
+    return Network(
+        latency_s=_number("network.latency_s", given.get("network.latency_s", "0")),
+        bandwidth=_number("network.bandwidth", given.get("network.bandwidth", "inf")),
+        server_bandwidth=_number(
+            "network.server_bandwidth", given.get("network.server_bandwidth", "inf")
+        ),
+        size_bytes=4 * _whole("parameters", given.get("parameters", "0"), least=0),
+    )
+
+
+def _length(given: Given, trains: bool) -> float | None:
+    """``None``: as many epochs as the task wants."""
+    if "mini_batches" in given:
+        return _whole("mini_batches", given["mini_batches"])
+    if "seconds" in given:
+        return math.inf
+    return None if trains else 20_000
+
+
+def _seconds(given: Given) -> float:
+    seconds = _number("seconds", given.get("seconds", "inf"))
+    if not seconds > 0:
+        raise UserError(f"seconds={given['seconds']} was given; it must be a positive number")
+    return seconds
+
+
+# ---- values -------------------------------------------------------------------------------------
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise UserError(f"{name}={text} was given; it must be a number") from None
+
+
+def _whole(name: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"{name}={text} was given; it must be a whole number from {least} on")
+    return int(text)
+
+
+def _yes(name: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise UserError(f"{name}={text} was given; it must be true or false")
+    return text == "true"

@@ -1,0 +1,203 @@
+"""What the user sees: a table, drawings, a page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from hybridtrain import report
+from hybridtrain.errors import UserError
+from hybridtrain.report import Part, Series
+from hybridtrain.simulate.simulations import SimulationRow
+
+Value = Callable[[SimulationRow], float]
+
+
+def table(rows: Sequence[SimulationRow]) -> Table:
+    """One line for each run."""
+    made = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
+    made.add_column("strategy", overflow="fold")
+    for head in heads(rows)[1:]:
+        made.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        made.add_row(*cells(row, heads(rows)))
+    return made
+
+
+_CELLS: dict[str, Callable[[SimulationRow], str]] = {
+    "strategy": lambda row: row.strategy,
+    "workers": lambda row: str(row.workers),
+    "updates/s": lambda row: _short(row.updates_per_s),
+    "samples/s": lambda row: _short(row.samples_per_s),
+    "of ideal": lambda row: f"{100 * row.efficiency:.1f} %",
+    "waiting": lambda row: f"{100 * row.waiting_share:.1f} %",
+    "network": lambda row: f"{100 * row.network_share:.1f} %",
+    "dropped": lambda row: str(row.dropped),
+    "stale": lambda row: _short(row.staleness_mean),
+    "99 %": lambda row: str(row.staleness_p99),
+    "loss": lambda row: _short(row.loss[-1][1]) if row.loss else "-",
+}
+
+
+def heads(rows: Sequence[SimulationRow]) -> list[str]:
+    """The columns that say something here; the first names the strategy."""
+    idle = {
+        "workers": len({row.workers for row in rows}) == 1,
+        "network": not any(row.network_share for row in rows),
+        "dropped": not any(row.dropped for row in rows),
+        "loss": not any(row.loss for row in rows),
+    }
+    return [head for head in _CELLS if not idle.get(head)]
+
+
+def cells(row: SimulationRow, columns: Sequence[str]) -> list[str]:
+    """The row's text in these columns."""
+    return [_CELLS[column](row) for column in columns]
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+# ---- drawings -----------------------------------------------------------------------------------
+
+PANELS: list[tuple[str, Value]] = [
+    ("share of the ideal speed", lambda row: row.efficiency),
+    ("share of time spent waiting", lambda row: row.waiting_share),
+    ("mean staleness in updates", lambda row: row.staleness_mean),
+]
+
+
+def draw(rows: Sequence[SimulationRow], path: Path) -> None:
+    """Efficiency, waiting and staleness against the number of workers; loss against time.
+
+    Raises:
+        UserError: if there is no matplotlib, or it cannot write such a file.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"plot={path} was given, but matplotlib is not installed; pip install matplotlib, or "
+            "use json=FILE"
+        ) from error
+    curves = losses(rows)
+    count = len(PANELS) + bool(curves)
+    figure = Figure(figsize=(3.7 * count, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    places = figure.subplots(1, count)
+    for axes, (label, value) in zip(places, PANELS, strict=False):
+        _plot(axes, against_workers(rows, value), "o-")
+        axes.set(xlabel="workers", ylabel=label, xscale="log", ylim=(0, None))
+    if curves:
+        _plot(places[-1], curves, "-")
+        places[-1].set(xlabel="virtual seconds", ylabel="loss")
+    places[len(PANELS) - 1].legend(frameon=False)
+    try:
+        figure.savefig(path, dpi=120)
+    except (ValueError, OSError) as error:
+        raise UserError(f"plot={path} could not be written: {error}") from error
+
+
+def _plot(axes: Any, lines: Sequence[Series], style: str) -> None:
+    for line in lines:
+        axes.plot(line.x, line.y, style, label=line.label)
+
+
+def against_workers(rows: Sequence[SimulationRow], value: Value) -> list[Series]:
+    """A line for each strategy."""
+    lines = []
+    for strategy in dict.fromkeys(row.strategy for row in rows):
+        own = sorted((r for r in rows if r.strategy == strategy), key=lambda r: r.workers)
+        lines.append(Series(strategy, [r.workers for r in own], [value(r) for r in own]))
+    return lines
+
+
+def names(rows: Sequence[SimulationRow]) -> list[str]:
+    """What tells the runs apart."""
+    several = len({row.workers for row in rows}) > 1
+    return [f"{row.strategy}, {row.workers}" if several else row.strategy for row in rows]
+
+
+def losses(rows: Sequence[SimulationRow]) -> list[Series]:
+    """Loss against virtual time, a line for each run that has one."""
+    return [
+        Series(name, [at for at, _ in row.loss], [loss for _, loss in row.loss])
+        for name, row in zip(names(rows), rows, strict=True)
+        if row.loss
+    ]
+
+
+def ages(rows: Sequence[SimulationRow], most: int = 60) -> list[Series]:
+    """The distribution of staleness: share of the contributions against age, in at most ``most``
+    steps of equal width, up to what 99 % do not exceed."""
+    end = max(max(row.staleness_p99, 1) for row in rows)
+    width = max(1, -(-(end + 1) // most))
+    made = []
+    for name, row in zip(names(rows), rows, strict=True):
+        steps = [0.0] * (end // width + 1)
+        total = sum(row.staleness.values()) or 1
+        for age, n in row.staleness.items():
+            if age <= end:
+                steps[age // width] += n / (total * width)
+        made.append(Series(name, [(i + 0.5) * width - 0.5 for i in range(len(steps))], steps))
+    return made
+
+
+# ---- the page -----------------------------------------------------------------------------------
+
+
+def page_of(rows: Sequence[SimulationRow], arguments: Sequence[str]) -> str:
+    """Everything on one page.
+
+    Raises:
+        UserError: if there is no matplotlib.
+    """
+    columns = heads(rows)
+    parts: list[Part] = [
+        report.paragraph("python -m hybridtrain.simulate " + " ".join(arguments)),
+        report.table(columns, [cells(row, columns) for row in rows]),
+    ]
+    if curves := losses(rows):
+        svg = report.line_chart(curves, "virtual seconds", "loss", fit_y=True)
+        parts += [report.heading("Loss"), report.figure(svg, "Loss against virtual time")]
+    parts += [report.heading("Speed, waiting and staleness"), report.figures(_charts(rows))]
+    parts.append(report.paragraph(_LEGEND))
+    return report.page("Strategies in virtual time", parts)
+
+
+def _charts(rows: Sequence[SimulationRow]) -> list[Part]:
+    made: list[tuple[str, Value]] = [
+        ("updates per virtual second", lambda row: row.updates_per_s),
+        ("samples per virtual second", lambda row: row.samples_per_s),
+        *PANELS,
+    ]
+    if len({row.workers for row in rows}) > 1:
+        charts = [_lines(rows, label, value) for label, value in made]
+    else:
+        charts = [_bars(rows, label, value) for label, value in made]
+    svg = report.bar_chart(ages(rows), "age in updates", "share of the contributions")
+    return [*charts, report.figure(svg, "Staleness distribution, up to the 99th percentile")]
+
+
+def _lines(rows: Sequence[SimulationRow], label: str, value: Value) -> Part:
+    svg = report.line_chart(against_workers(rows, value), "workers", label, xlog=True, marks=True)
+    return report.figure(svg, label)
+
+
+def _bars(rows: Sequence[SimulationRow], label: str, value: Value) -> Part:
+    return report.figure(
+        report.length_chart(report.Bars(names(rows), [value(row) for row in rows]), label), label
+    )
+
+
+_LEGEND = (
+    "Seconds are virtual. The ideal speed is the sum of the workers' own, as if nobody ever waited "
+    "and all were there all the time. Waiting: from the arrival of a contribution to its release; "
+    "the way over the network is counted apart. Age: updates between the reading of the parameters "
+    "and the application of the gradient computed from them."
+)

@@ -1,0 +1,1 @@
+"""From per-frame probabilities to text."""

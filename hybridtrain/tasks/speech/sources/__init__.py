@@ -1,0 +1,1 @@
+"""Where sound comes from: corpora, manifests, synthesis."""

@@ -1,0 +1,101 @@
+"""``data=csv``: the manifests of DeepSpeech and Coqui STT.
+
+A CSV file with a header line and the columns ``wav_filename`` (absolute, or relative to the CSV),
+``wav_filesize`` (bytes, used for the order only, 0 if absent) and ``transcript``; other columns
+are ignored. Several files are merged and sorted by ascending ``wav_filesize``.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance
+
+REQUIRED = ("wav_filename", "transcript")
+HELD_OUT = 20  # without data.val every 20th training row is kept for validation
+
+Files = str | Sequence[str] | None
+
+
+@dataclass(frozen=True)
+class CsvManifest:
+    """``train``, ``val``, ``test``: one file, several separated by commas, or a list.
+
+    ``reverse_*`` turns the order round (longest first) and ``limit_*`` keeps the first so many
+    rows after that (0: all), as in DeepSpeech. Without ``val`` every 20th training row is held out
+    for validation; without ``test`` there is no test set.
+    """
+
+    train: Files = None
+    val: Files = None
+    test: Files = None
+    limit_train: int = 0
+    limit_val: int = 0
+    limit_test: int = 0
+    reverse_train: bool = False
+    reverse_val: bool = False
+    reverse_test: bool = False
+
+    def prepare(self) -> None:
+        """Nothing to make."""
+
+    def utterances(self, split: str) -> list[Utterance]:
+        """Rows of ``split``; ``UserError`` names file and line."""
+        if not _paths(self.train):
+            raise UserError("data=csv needs data.train=<file.csv> (several: separate by commas)")
+        if split == "test" or _paths(self.val):
+            return self._read(split)
+        rows = self._read("train")
+        if len(rows) < 2:
+            raise UserError("one training row is too few to hold one out: set data.val=<file.csv>")
+        step = min(HELD_OUT, len(rows))
+        kept_out = set(range(step - 1, len(rows), step))
+        return [row for i, row in enumerate(rows) if (i in kept_out) == (split == "val")]
+
+    def _read(self, split: str) -> list[Utterance]:
+        rows = [row for path in _paths(getattr(self, split)) for row in read_manifest(path)]
+        rows.sort(key=lambda row: row.filesize, reverse=getattr(self, f"reverse_{split}"))
+        limit = getattr(self, f"limit_{split}")
+        if limit < 0:
+            raise UserError(f"data.limit_{split}={limit}: give 0 (all rows) or more")
+        return rows[: limit or None]
+
+
+def read_manifest(path: Path) -> list[Utterance]:
+    """All rows of one CSV file in file order; ``UserError`` if it is not a manifest."""
+    try:
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            _require_columns(path, reader.fieldnames or ())
+            return [_utterance(path, reader.line_num, row) for row in reader]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"cannot read the manifest {path}: {error}") from error
+
+
+def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
+    origin = f"{path}, line {line}"
+    size = row.get("wav_filesize") or "0"
+    try:
+        filesize = int(size)
+    except ValueError:
+        raise UserError(f"{origin}: wav_filesize={size!r} is not a number of bytes") from None
+    file = str(path.parent / (row["wav_filename"] or ""))  # an absolute name stays itself
+    return Utterance(file, row["transcript"] or "", (Clip(file),), origin, filesize)
+
+
+def _require_columns(path: Path, found: Sequence[str]) -> None:
+    missing = [column for column in REQUIRED if column not in found]
+    if missing:
+        raise UserError(
+            f"{path}, line 1: the column {missing[0]} is missing (needed:"
+            f" wav_filename,wav_filesize,transcript; found: {','.join(found) or 'none'})"
+        )
+
+
+def _paths(files: Files) -> list[Path]:
+    names = files.split(",") if isinstance(files, str) else list(files or ())
+    return [Path(name.strip()).expanduser() for name in names if name.strip()]

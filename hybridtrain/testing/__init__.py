@@ -1,0 +1,1 @@
+"""Faults on purpose: which there are, when they happen, which have happened."""

@@ -1,6 +1,0 @@
-"""The arithmetic of elementwise optimizers, a chunk at a time."""
-
-from hybridtrain.update.kernels.choice import kernel_for
-from hybridtrain.update.kernels.kernel import Figures, Group, Kernel, StepChunk, scalar_dtype
-
-__all__ = ["Figures", "Group", "Kernel", "StepChunk", "kernel_for", "scalar_dtype"]

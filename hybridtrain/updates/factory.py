@@ -1,0 +1,95 @@
+"""From a worker's optimizer to the update that serves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.memory import Store
+from hybridtrain.updates.base import Update
+from hybridtrain.updates.closure import ClosureOptimizer
+from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.flat.flat_update import FlatUpdate
+from hybridtrain.updates.kernels import kernel_for
+from hybridtrain.updates.optimizer_traits import calls_closure, look_for_no_device, needs_closure
+from hybridtrain.updates.per_tensor import PerTensorUpdate
+from hybridtrain.updates.serialize import load
+from hybridtrain.updates.shared_state import SharedStateOptimizer
+from hybridtrain.updates.sparse.by_row import ByRow
+from hybridtrain.updates.sparse.row_kernels import row_kernel
+from hybridtrain.updates.thread_pool import Pool
+
+
+def load_updates(
+    payloads: Sequence[bytes | int], store: Store, pool: Pool, known: Sequence[Update] = ()
+) -> list[Update]:
+    """The updates of optimizers that a worker has dumped, over views of the masters.
+
+    A number stands for one of those that are ``known``; the rest of these are closed.
+
+    Raises:
+        UserError: if an optimizer cannot be served here.
+    """
+
+    def parameter(number: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(store.master(store.layout.slots[number]))
+
+    updates = [
+        known[payload]
+        if isinstance(payload, int)
+        else build_update(*load(payload, parameter), store, pool)
+        for payload in payloads
+    ]
+    for update in known:
+        if update not in updates:
+            update.close()
+    return updates
+
+
+def build_update(
+    optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store, pool: Pool
+) -> Update:
+    """The flat pass where it does exactly what the optimizer does, else the optimizer itself.
+
+    Raises:
+        UserError: if the optimizer must drive the workers, and they run freely.
+    """
+    for group in optimizer.param_groups:
+        if group.get("capturable"):
+            group["capturable"] = False  # a matter of CUDA graphs; here is host memory
+    look_for_no_device(optimizer)
+    if store.lock_free and not needs_closure(optimizer):
+        return SharedStateOptimizer(optimizer, numbers, store)
+    if (kernel := kernel_for(optimizer)) is not None:
+        return FlatUpdate(optimizer, numbers, store, pool, kernel)
+    if (rows := row_kernel(optimizer)) is not None:
+        return ByRow(optimizer, numbers, store, pool, rows)
+    if not calls_closure(optimizer):
+        return PerTensorUpdate(optimizer, numbers, store)
+    if not store.private_parameters and not store.lock_free:
+        return ClosureOptimizer(optimizer, numbers, store)
+    if needs_closure(optimizer):
+        raise UserError(
+            f"optimizer {type(optimizer).__name__} was given, which evaluates its closure several "
+            "times per step at parameters that stand still meanwhile, but workers that run freely "
+            "never wait; use strategy=hybrid, or Adam or SGD"
+        )
+    return PerTensorUpdate(optimizer, numbers, store)
+
+
+def for_sparse(
+    update: Update, contributions: Sequence[Contribution], store: Store, pool: Pool
+) -> Update:
+    """Another update instead of the flat pass, once a sparse gradient has come.
+
+    The flat pass would have to make it dense.
+    """
+    if not isinstance(update, FlatUpdate) or not any(each.packed for each in contributions):
+        return update
+    optimizer, parameters = update.hand_over()
+    update.close()
+    if (rows := row_kernel(optimizer)) is not None:
+        return ByRow(optimizer, list(parameters), store, pool, rows)
+    return PerTensorUpdate(optimizer, list(parameters), store)

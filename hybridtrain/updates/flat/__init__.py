@@ -1,0 +1,1 @@
+"""Elementwise optimizers over flat memory: mean of the rows and update in one pass."""

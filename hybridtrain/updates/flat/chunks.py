@@ -1,0 +1,117 @@
+"""The chunks of an update, cut once and kept: a step makes no tensor and looks at no parameter.
+
+Legend: P elements of the buffer (padding included), n elements of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridtrain.memory import Store
+from hybridtrain.memory.arena import ALIGNMENT_BYTES, align
+from hybridtrain.updates.flat.step_counters import StepCountGroup
+
+if TYPE_CHECKING:
+    from hybridtrain.updates.flat.norms import NormPiece
+
+_VECTOR = ALIGNMENT_BYTES // 4  # elements of a cache line
+
+Present = tuple[int, ...] | None  # which of the contributions count, by place; None: all
+Absent = tuple[frozenset[int], ...]  # of each contribution, slot numbers
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkStretch:
+    """Whole cache lines of one count group, to which the same contributions count."""
+
+    count_group: StepCountGroup
+    start: int
+    stop: int
+    present: Present
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What one call of a kernel works on."""
+
+    count_group: int  # which one of the plan's
+    size: int  # n
+    parameter: torch.Tensor  # (n,) view of the masters
+    state: tuple[torch.Tensor, ...]  # (n,) each
+    rows: tuple[torch.Tensor, ...]  # of each worker, and the held one: (n,)
+    present: Present
+
+
+@dataclass(slots=True)
+class ChunkPlan:
+    """The count_groups that move, and their chunks."""
+
+    places: list[tuple[int, Present]]  # the slot number of each parameter that moves
+    count_groups: list[StepCountGroup] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    backwards: list[Chunk] = field(default_factory=list)
+    size: int = 0  # elements of all chunks
+    pieces: list[NormPiece] = field(default_factory=list)  # for a norm, once one is asked for
+
+
+def present_in(absent: Absent, number: int) -> Present:
+    """Which contributions bring a gradient of this parameter."""
+    found = tuple(place for place, without in enumerate(absent) if number not in without)
+    return None if len(found) == len(absent) else found
+
+
+def stretches(
+    places: Iterable[tuple[int, StepCountGroup, Present]], store: Store
+) -> Iterator[ChunkStretch]:
+    """Join neighbours: the slot number, the count group and the contributions of each parameter."""
+    last: ChunkStretch | None = None
+    for number, count_group, present in places:
+        slot = store.layout.slots[number]
+        start, stop = slot.offset, slot.offset + align(slot.numel * 4) // 4
+        if last and (last.stop, last.count_group, last.present) == (start, count_group, present):
+            last = ChunkStretch(count_group, last.start, stop, present)
+            continue
+        if last:
+            yield last
+        last = ChunkStretch(count_group, start, stop, present)
+    if last:
+        yield last
+
+
+def cut(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
+    """Pieces of nearly equal size, at most ``chunk``, each a whole number of cache lines.
+
+    An even number of them, so that two threads end together, and independent of how many there
+    are, so that a norm is always summed alike.
+    """
+    size = stop - start
+    pieces = 1 if size <= chunk else 2 * -(-size // (2 * chunk))
+    step = max(1, -(-size // (pieces * _VECTOR))) * _VECTOR
+    return [(at, min(at + step, stop)) for at in range(start, stop, step)]
+
+
+def make_plan(
+    places: Sequence[tuple[int, StepCountGroup, Present]],  # as for stretches
+    store: Store,
+    state: dict[StepCountGroup, tuple[torch.Tensor, ...]],  # (P,) each
+    chunk: int,
+) -> ChunkPlan:
+    """Join what moves alike, and cut it into chunks of at most so many elements."""
+    plan = ChunkPlan([(number, present) for number, _, present in places])
+    dtype = torch.float32
+    numbers: dict[StepCountGroup, int] = {}
+    flats = [store.masters[dtype], *(row[dtype] for row in store.gradients)]
+    for stretch in stretches(places, store):
+        count_group = numbers.setdefault(stretch.count_group, len(numbers))
+        for start, stop in cut(stretch.start, stretch.stop, chunk):
+            own = tuple([flat[start:stop] for flat in state[stretch.count_group]])
+            parameter, *rows = [flat[start:stop] for flat in flats]
+            made = Chunk(count_group, stop - start, parameter, own, tuple(rows), stretch.present)
+            plan.chunks.append(made)
+    plan.count_groups, plan.backwards = list(numbers), plan.chunks[::-1]
+    plan.size = sum(made.size for made in plan.chunks)
+    return plan

@@ -1,0 +1,292 @@
+"""Elementwise optimizers on flat memory: mean of the rows and update in one cache-sized pass.
+
+Per chunk: add the workers' rows into a scratch that stays in the cache, then let the optimizer's
+kernel (:mod:`hybridtrain.updates.kernels`) step the chunk. Each byte of gradient, parameter and
+state crosses the memory bus once per update. Chunks are independent, so idle cores share them. The
+bits equal those of torch's optimizer on the mean gradient, except in the odd elements at a
+parameter's end (fewer than 16): torch steps those in a scalar loop that may round in another order,
+while here the padding makes a whole vector of them.
+
+What depends on who brings which gradient (chunks, their views) is planned once and kept, so that a
+step costs the same Python however many parameters there are.
+
+Legend: P elements of the buffer (padding included), n elements of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TypeVar
+
+import torch
+
+from hybridtrain.memory import Rows, Store
+from hybridtrain.memory.private import private
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates.base import clip_factor
+from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.evaluation import Evaluation
+from hybridtrain.updates.flat.chunks import Absent, Chunk, ChunkPlan, make_plan, present_in
+from hybridtrain.updates.flat.norms import NormPiece, pieces, total
+from hybridtrain.updates.flat.reduce import merge
+from hybridtrain.updates.flat.step_counters import StepCountGroup, StepCountGroups, scalar
+from hybridtrain.updates.groups import Groups, members_of, plain, slowed
+from hybridtrain.updates.kernels import Figures, Kernel, StepChunk, scalar_dtype
+from hybridtrain.updates.saved import Saved
+from hybridtrain.updates.thread_pool import Pool
+
+# gradient (n,), scratch (n,) -> what is to be stepped with
+Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_ALONE = 256 * 1024  # elements that one thread steps as soon as two would
+_LARGE = 2**25  # elements of a buffer whose norm is taken in longer pieces, so that calls are fewer
+_PLANS = 16  # kept; where a net leaves out layers at random there is no end of them
+
+
+class FlatUpdate:
+    """One elementwise optimizer over one float32 buffer.
+
+    Args:
+        optimizer: the user's, over views of the masters, perhaps with state.
+        numbers: the slot number of each of its parameters, group by group.
+        store: the shared rows.
+        pool: who does the arithmetic.
+        kernel: what it does to a chunk.
+    """
+
+    under_way = False  # a step takes one round
+    elementwise = True
+    news: Groups | None = None  # nor does it change hyper-parameters
+    moved: Mapping[int, Rows] = MappingProxyType({})  # and it moves all rows
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        numbers: Sequence[int],
+        store: Store,
+        pool: Pool,
+        kernel: Kernel,
+    ) -> None:
+        self.name = type(optimizer).__name__
+        self.members = members_of(optimizer, numbers)
+        self._optimizer = optimizer  # the state that it holds is of parameters that have left it
+        self._store, self._pool, self._numbers = store, pool, tuple(numbers)
+        self._kernel = kernel
+        large = store.layout.sizes[torch.float32] >= _LARGE
+        self._piece = kernel.chunk * (8 if large else 1)  # of a norm: by size alone, not by threads
+        self._longest = kernel.chunk * max(1, pool.size // 2)  # chunk
+        self._groups = [dict(group) for group in plain(optimizer)]
+        self._plans: dict[Absent | None, ChunkPlan] = {}
+        self._scratch: list[dict[int, tuple[torch.Tensor, ...]]] = [{} for _ in range(pool.size)]
+        self._flats: dict[str, torch.Tensor] = {}  # (P,) each
+        self._make_flats()
+        self._count_groups = StepCountGroups(self._taken_over(optimizer))
+
+    def _make_flats(self) -> None:
+        """State for the whole buffer, (P,) each, as far as the groups need it now."""
+        needed = {name: None for group in self._groups for name in self._kernel.names(group)}
+        size = self._store.layout.sizes[torch.float32]
+        missing = [name for name in needed if name not in self._flats]
+        made = private(len(missing), size, torch.float32)
+        self._flats |= dict(zip(missing, made, strict=True))
+
+    def _taken_over(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, Figures, bool]]:
+        """Move the state that the user's optimizer brings along (a resumed run) to its place."""
+        found: list[tuple[int, Figures, bool]] = []
+        dtype = scalar_dtype()
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                state = optimizer.state.pop(parameter, None) or {}
+                kept = {name: value for name, value in state.items() if value is not None}
+                for name in self._kernel.names(group):
+                    if name in kept:
+                        # Torch's momentum of sparse gradients is sparse.
+                        self._part(name, len(found)).copy_(kept[name].to_dense())
+                names = self._kernel.figures
+                figures = {name: scalar(kept.get(name, 0.0), dtype) for name in names}
+                found.append((number, figures, bool(kept)))
+        return found
+
+    def _part(self, name: str, index: int) -> torch.Tensor:
+        """A parameter's own part of the state, in its shape."""
+        slot = self._store.layout.slots[self._numbers[index]]
+        return self._flats[name].as_strided(slot.shape, slot.stride, slot.offset)
+
+    # ---- one update -----------------------------------------------------------------------------
+
+    def step(
+        self,
+        contributions: Sequence[Contribution],
+        clip: Clip | None,
+        evaluation: Evaluation | None = None,
+        rate: float = 1.0,
+    ) -> None:
+        assert not any(c.packed for c in contributions), "sparse gradients are not for here"
+        plan = self._plan([each.absent for each in contributions])
+        if not plan.chunks:
+            return
+        mean = _Mean([c.worker for c in contributions], [c.share for c in contributions])
+        transform = self._clipping(plan, mean, clip)
+        with slowed(self._groups, rate) if rate != 1.0 else nullcontext():
+            steps = [self._begin(count_group) for count_group in plan.count_groups]
+        work = partial(self._step_chunk, mean, transform, steps)
+        # The last chunks that a norm was taken of are still in the cache.
+        self._map(plan, work, plan.backwards if transform else plan.chunks)
+
+    def _map(self, plan: ChunkPlan, work: Callable[[int, T], R], tasks: list[T]) -> list[R]:
+        """Waking a thread takes as long as stepping some ten thousand elements."""
+        if plan.size <= _ALONE:
+            return [work(0, task) for task in tasks]
+        return self._pool.map(work, tasks)
+
+    def _begin(self, count_group: StepCountGroup) -> StepChunk:
+        """Count its step; what is kept for it begins with the first."""
+        group, first = self._groups[count_group.group], not count_group.begun
+        if first:
+            for name, value in self._kernel.start(group).items():
+                if name in count_group.figures:
+                    count_group.figures[name].fill_(value)
+                else:
+                    for index in count_group.members:
+                        self._part(name, index).fill_(value)
+        count_group.begun = count_group.begun or self._kernel.keeps(group)
+        return self._kernel.prepare(group, count_group.figures, first)
+
+    def _step_chunk(
+        self,
+        mean: _Mean,
+        transform: Transform | None,
+        steps: Sequence[StepChunk],
+        lane: int,
+        chunk: Chunk,
+    ) -> None:
+        scratch = self._scratch_of(lane, chunk.size)
+        gradient = mean.of(chunk, scratch[0])
+        if transform is not None:
+            gradient = transform(gradient, scratch[0])
+        steps[chunk.count_group](chunk.parameter, gradient, chunk.state, scratch[1:])
+
+    def _scratch_of(self, lane: int, size: int) -> tuple[torch.Tensor, ...]:
+        """Temporaries of a lane, (n,) each; the first is for the merged gradient."""
+        known = self._scratch[lane]
+        if size not in known:
+            room = max(self._longest, self._piece)
+            largest = known.get(0) or tuple(
+                [torch.empty(room) for _ in range(1 + self._kernel.scratch)]
+            )
+            known[0] = largest
+            known[size] = tuple([each[:size] for each in largest])
+        return known[size]
+
+    # ---- plans ----------------------------------------------------------------------------------
+
+    def _plan(self, absent: list[frozenset[int]]) -> ChunkPlan:
+        key = tuple(absent) if any(absent) else None
+        if (plan := self._plans.get(key)) is None:
+            plan = self._make_plan(key or ())
+            self._plans[key] = plan
+        return plan
+
+    def _make_plan(self, absent: tuple[frozenset[int], ...]) -> ChunkPlan:
+        present = [present_in(absent, number) for number in self._numbers]
+        moving = [index for index, some in enumerate(present) if some is None or some]
+        if self._count_groups.part(moving) or len(self._plans) >= _PLANS:
+            self._plans.clear()
+            self._scratch = [{} for _ in self._scratch]
+        places = [(self._numbers[i], self._count_groups.of[i], present[i]) for i in moving]
+        state = {
+            count_group: tuple(
+                [self._flats[n] for n in self._kernel.names(self._groups[count_group.group])]
+            )
+            for count_group in {self._count_groups.of[index] for index in moving}
+        }
+        size = sum(self._store.layout.slots[number].numel for number, _, _ in places)
+        return make_plan(places, self._store, state, self._chunk_for(size))
+
+    def _chunk_for(self, size: int) -> int:
+        """Elements of a chunk, of an update of so many.
+
+        The interpreter's lock goes from thread to thread at each call of a kernel, which takes the
+        longer the more of them wait for it. So many threads need long calls, as long as there are
+        some for each. (AdamW, 170 M elements, 16 threads: 34 ms with 512 Ki, 69 with 128 Ki, 277
+        with 32 Ki; two threads: no difference.)
+        """
+        return max(self._kernel.chunk, min(self._longest, size // (2 * self._pool.size)))
+
+    # ---- clipping: the global norm needs all chunks before the first may be stepped -------------
+
+    def _clipping(self, plan: ChunkPlan, mean: _Mean, clip: Clip | None) -> Transform | None:
+        if clip is None:
+            return None
+        limit = clip.limit
+        if clip.algorithm == "value":
+            return lambda gradient, out: torch.clamp(gradient, -limit, limit, out=out)
+        factor = clip_factor(self._norm(plan, mean), limit)
+        return None if factor == 1.0 else lambda gradient, out: torch.mul(gradient, factor, out=out)
+
+    def _norm(self, plan: ChunkPlan, mean: _Mean) -> torch.Tensor:
+        """That of the mean gradient, ()."""
+        if not plan.pieces:
+            plan.pieces = pieces(plan.places, self._store, self._piece)
+
+        def norms(lane: int, piece: NormPiece) -> list[torch.Tensor]:
+            return piece.norms(mean.of, lane, self._scratch_of(lane, piece.size)[0])
+
+        return total(plan.pieces, self._map(plan, norms, plan.pieces))
+
+    # ---- groups and state -----------------------------------------------------------------------
+
+    def set_groups(self, groups: Groups) -> None:
+        before = [self._kernel.names(group) for group in self._groups]
+        for own, new in zip(self._groups, groups, strict=True):
+            own.update(new)
+        if before != [self._kernel.names(group) for group in self._groups]:
+            self._make_flats()  # momentum where there was none
+            self._plans.clear()
+
+    def state(self) -> Saved:
+        states = {}
+        for index, count_group in enumerate(self._count_groups.of):
+            if count_group.begun:
+                kept = {name: figure.clone() for name, figure in count_group.figures.items()}
+                for name in self._kernel.names(self._groups[count_group.group]):
+                    kept[name] = self._part(name, index).clone()
+                states[self._numbers[index]] = kept
+        return Saved(states, groups=tuple(self._groups))
+
+    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"]]
+        numbered = dict(zip(self._numbers, parameters, strict=True))
+        for number, state in self.state().parameters.items():
+            self._optimizer.state[numbered[number]] = state
+        for own, current in zip(self._optimizer.param_groups, self._groups, strict=True):
+            own.update(current)
+        return self._optimizer, numbered
+
+    def close(self) -> None:
+        """The state goes with the last reference."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """The mean gradient of these workers' rows, chunk by chunk."""
+
+    workers: list[int]
+    shares: list[float]
+
+    def of(self, chunk: Chunk | NormPiece, out: torch.Tensor) -> torch.Tensor:
+        """That of a chunk, (n,): in ``out``, or a lone row itself.
+
+        Those without a gradient count as zeros.
+        """
+        if chunk.present is None:
+            return merge([chunk.rows[worker] for worker in self.workers], self.shares, out)
+        rows = [chunk.rows[self.workers[place]] for place in chunk.present]
+        return merge(rows, [self.shares[place] for place in chunk.present], out)

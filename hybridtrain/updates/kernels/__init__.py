@@ -1,0 +1,6 @@
+"""The arithmetic of elementwise optimizers, a chunk at a time."""
+
+from hybridtrain.updates.kernels.choice import kernel_for
+from hybridtrain.updates.kernels.kernel import Figures, Group, Kernel, StepChunk, scalar_dtype
+
+__all__ = ["Figures", "Group", "Kernel", "StepChunk", "kernel_for", "scalar_dtype"]

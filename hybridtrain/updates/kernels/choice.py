@@ -1,0 +1,66 @@
+"""Which kernel does exactly what a user's optimizer does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from hybridtrain.updates.kernels.adam_family import Adamax, NAdam, PlainAdam, RAdam
+from hybridtrain.updates.kernels.fused import FusedAdagrad, FusedAdam, FusedSgd
+from hybridtrain.updates.kernels.kernel import Kernel
+from hybridtrain.updates.kernels.public_class import PublicClass
+from hybridtrain.updates.kernels.unfused import Adadelta, Asgd, PlainAdagrad, RmsProp, Rprop
+
+_OPTIM = torch.optim
+_ENGINES: Mapping[type, tuple[type[Kernel], tuple[str, ...]]] = {
+    _OPTIM.Adam: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
+    _OPTIM.AdamW: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
+    _OPTIM.SGD: (FusedSgd, ("_fused_sgd_",)),
+    _OPTIM.Adagrad: (FusedAdagrad, ("_fused_adagrad_",)),
+}
+_PLAIN: Mapping[type, type[Kernel]] = {
+    _OPTIM.Adam: PlainAdam,
+    _OPTIM.AdamW: PlainAdam,
+    _OPTIM.Adagrad: PlainAdagrad,
+    _OPTIM.RMSprop: RmsProp,
+    _OPTIM.NAdam: NAdam,
+    _OPTIM.RAdam: RAdam,
+    _OPTIM.Adamax: Adamax,
+    _OPTIM.Adadelta: Adadelta,
+    _OPTIM.ASGD: Asgd,
+    _OPTIM.Rprop: Rprop,
+}
+
+
+def kernel_for(optimizer: torch.optim.Optimizer) -> Kernel | None:
+    """The kernel of a plain torch optimizer on float32; ``None`` if there is none.
+
+    Nobody's subclass, and no engine other than the one the user has chosen: ``foreach=True`` rounds
+    in its own way. Adam whose user has not chosen gets the fused engine, which is several times as
+    fast as what torch would choose; all others have the bits of torch's choice.
+    """
+    kind, groups = type(optimizer), optimizer.param_groups
+    engines = {group.get("fused") for group in groups}
+    if not groups or not all(map(_is_plain, groups)) or len(engines) != 1:
+        return None
+    fused = engines.pop()
+    if kind is _OPTIM.SGD or fused or (fused is None and kind in (_OPTIM.Adam, _OPTIM.AdamW)):
+        return _fused(kind)
+    return _PLAIN[kind]() if kind in _PLAIN else None
+
+
+def _is_plain(group: dict[str, object]) -> bool:
+    special = any(group.get(key) for key in ("foreach", "capturable", "differentiable"))
+    parameters = group["params"]
+    assert isinstance(parameters, list)
+    return not special and all(p.dtype == torch.float32 for p in parameters)
+
+
+def _fused(kind: type[torch.optim.Optimizer]) -> Kernel | None:
+    if kind not in _ENGINES:
+        return None
+    kernel, functions = _ENGINES[kind]
+    if all(hasattr(torch, function) for function in functions):
+        return kernel()
+    return PublicClass(kernel(), kind, fused=True)

@@ -1,0 +1,133 @@
+"""The user's own optimizer object, stepping the master parameters one whole parameter at a time.
+
+The general case: whatever works in one process works here, with the arithmetic the user chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hybridtrain.memory import Rows, Store, unpack
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates.base import clip_factor
+from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.evaluation import Again, Evaluation
+from hybridtrain.updates.flat.reduce import merge_mixed
+from hybridtrain.updates.groups import Groups, differences, members_of, plain, slowed
+from hybridtrain.updates.optimizer_traits import is_torchs, needs_closure
+from hybridtrain.updates.saved import Saved
+
+
+class PerTensorUpdate:
+    """Steps an optimizer whose parameters are views of the masters.
+
+    Args:
+        optimizer: over views of the masters, in host memory.
+        numbers: the slot number of each of its parameters, group by group.
+        store: the shared rows.
+    """
+
+    under_way = False  # a step takes one round
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
+    ) -> None:
+        self.name = type(optimizer).__name__
+        self.news: Groups | None = None
+        self.members = members_of(optimizer, numbers)
+        self._optimizer = optimizer
+        self._numbers = tuple(numbers)
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        slots = [store.layout.slots[number] for number in self._numbers]
+        self._rows = [
+            [store.gradient(row, slot) for slot in slots] for row in range(len(store.gradients))
+        ]  # W (and the held one) × parameters, each in the parameter's shape
+        self.moved: Mapping[int, Rows] = {}
+        self._means: dict[int, torch.Tensor] = {}
+        self._keeps_figures_in_groups = not is_torchs(optimizer)
+        # A user's may keep figures of all parameters together; torch's, but for L-BFGS, of each.
+        self.elementwise = is_torchs(optimizer) and not needs_closure(optimizer)
+
+    def step(
+        self,
+        contributions: Sequence[Contribution],
+        clip: Clip | None,
+        evaluation: Evaluation | None = None,
+        rate: float = 1.0,
+    ) -> Again | None:
+        for index, parameter in enumerate(self._parameters):
+            parameter.grad = self._mean(index, contributions)
+        clip_gradients([p.grad for p in self._parameters if p.grad is not None], clip)
+        before = plain(self._optimizer) if self._keeps_figures_in_groups else ()
+        with slowed(self._optimizer.param_groups, rate):
+            again = self._advance(evaluation or Evaluation())
+        if not self._keeps_figures_in_groups:
+            return again
+        self.news = differences(before, plain(self._optimizer))
+        return again
+
+    def _advance(self, evaluation: Evaluation) -> Again | None:
+        self._optimizer.step()
+        return None
+
+    def _mean(self, index: int, contributions: Sequence[Contribution]) -> torch.Tensor | None:
+        number = self._numbers[index]
+        parts = [c for c in contributions if number not in c.absent]
+        if not parts:
+            return None
+        places = [self._rows[c.worker][index] for c in parts]
+        gradients = [
+            unpack(c.packed[number], place) if number in c.packed else place
+            for c, place in zip(parts, places, strict=True)
+        ]
+        shares = [c.share for c in parts]
+        return merge_mixed(gradients, shares, lambda: self._gradient_memory(index))
+
+    def _gradient_memory(self, index: int) -> torch.Tensor:
+        """Where the merged gradient is written."""
+        if index not in self._means:
+            self._means[index] = torch.zeros_like(self._parameters[index])
+        return self._means[index]
+
+    # ---- groups and state -----------------------------------------------------------------------
+
+    def set_groups(self, groups: Groups) -> None:
+        for own, new in zip(self._optimizer.param_groups, groups, strict=True):
+            own.update(new)
+
+    def state(self) -> Saved:
+        whole = dict(self._optimizer.state_dict())
+        groups = [
+            {k: v for k, v in group.items() if k != "params"}
+            for group in whole.pop("param_groups", [])
+        ]
+        state: Mapping[Any, Any] = whole.pop("state", {})
+        indexed = {k: v for k, v in state.items() if isinstance(k, int)}
+        return Saved(
+            {self._numbers[index]: value for index, value in indexed.items()},
+            {k: v for k, v in state.items() if k not in indexed},
+            tuple(groups),
+            whole,
+        )
+
+    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+        return self._optimizer, dict(zip(self._numbers, self._parameters, strict=True))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def clip_gradients(found: Sequence[torch.Tensor], clip: Clip | None) -> None:
+    """Clip these in place, as one; what a sparse one does not hold is zero."""
+    gradients = [g._values() if g.is_sparse else g for g in found]
+    if clip is None or not gradients:
+        return
+    if clip.algorithm == "value":
+        torch._foreach_clamp_min_(gradients, -clip.limit)
+        torch._foreach_clamp_max_(gradients, clip.limit)
+        return
+    factor = clip_factor(torch.nn.utils.get_total_norm(gradients), clip.limit)
+    torch._foreach_mul_(gradients, factor)

@@ -1,0 +1,184 @@
+"""An optimizer that workers step themselves, without a lock, on state that all of them share.
+
+Theory of operation. What an optimizer keeps for each parameter it makes in its own way at its first
+step. So the first gradient of a parameter goes to the server, as under any other policy, and the
+user's optimizer steps here. Its new state is then moved to memory that is lent to the workers, and
+from there on each steps with its own optimizer object, at the same place (Hogwild!, Niu et al.
+2011, arXiv:1106.5730). What only the server can do (parameters that join, state that user code has
+changed) it does, in the same memory. Step counts are the exception: two workers that add 1 at the
+same moment would count once, so the server counts, and every worker is given its own number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.memory import Store
+from hybridtrain.memory.lending import Place, SharedState
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.evaluation import Again, Evaluation
+from hybridtrain.updates.per_tensor import PerTensorUpdate
+from hybridtrain.updates.saved import Saved
+
+STEP = "step"  # what torch, and whoever follows it, calls the number of steps of a parameter
+_INSTEAD = "use SGD, Adam, AdamW, Adagrad or RMSprop, or strategy=async"
+
+
+class SharedStateOptimizer(PerTensorUpdate):
+    """The user's optimizer over the masters, with its state in memory that workers map.
+
+    Args:
+        optimizer: over views of the masters, perhaps with state.
+        numbers: the slot number of each of its parameters, group by group.
+        store: the shared rows.
+
+    Raises:
+        UserError: if it keeps something that cannot be shared without a lock.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
+    ) -> None:
+        super().__init__(optimizer, numbers, store)
+        self._lending = store.lending
+        self._counts = dict.fromkeys(self._numbers, 0)
+        self._begun: set[int] = set()  # whatever is kept for these is there
+        self.lent = SharedState()
+        self._lend()
+
+    def step(
+        self,
+        contributions: Sequence[Contribution],
+        clip: Clip | None,
+        evaluation: Evaluation | None = None,
+        rate: float = 1.0,
+    ) -> Again | None:
+        self._write_counts()
+        again = super().step(contributions, clip, evaluation, rate)
+        if self.news is not None:
+            raise UserError(
+                f"{self._who} keeps figures in its parameter groups that it changes by itself "
+                f"({', '.join(sorted({k for group in self.news for k in group}))}); {_INSTEAD}"
+            )
+        absent = [each.absent for each in contributions]
+        self._begun |= set(self._numbers) - frozenset.intersection(*absent)
+        self._lend()
+        return again
+
+    def ticket(self, absent: Collection[int]) -> int | dict[int, int]:
+        """Count a step that a worker makes of all but the ``absent``.
+
+        Returns the counts before: one number if it is that of all, else by slot number.
+        """
+        before = dict(self._counts)
+        for number in before.keys() - set(absent) if absent else before:
+            self._counts[number] += 1
+        counts = set(before.values())
+        return counts.pop() if len(counts) == 1 else before
+
+    # ---- what is lent ---------------------------------------------------------------------------
+
+    @property
+    def _who(self) -> str:
+        return f"optimizer {self.name} was given to workers that step it without a lock, but it"
+
+    def _lend(self) -> None:
+        """Move what is new in the state to where workers can map it."""
+        self._check_keys()
+        steps: dict[int, Any] = {}
+        plain: dict[int, dict[str, Any]] = {number: {} for number in self._begun}
+        found: list[tuple[int, str, torch.Tensor]] = []
+        for number, state in self._states():
+            plain[number] = {}
+            for key, value in state.items():
+                if key == STEP:
+                    steps[number] = value
+                    self._counts[number] = int(value)
+                elif isinstance(value, torch.Tensor):
+                    self._check_tensor(number, key, value)
+                    found.append((number, key, value))
+                elif value is None or isinstance(value, bool | str):
+                    plain[number][key] = value
+                else:
+                    self._refuse(key, f"a {type(value).__name__}")
+        places = self._placed(found)
+        old = self.lent
+        if (places, steps.keys(), plain) != (old.places, old.steps.keys(), old.plain):
+            self.lent = SharedState(self._lending.next_generation(), places, steps, plain)
+
+    def _placed(
+        self, found: Sequence[tuple[int, str, torch.Tensor]]
+    ) -> dict[int, dict[str, Place]]:
+        """Where each tensor lies, once those that are new have been moved."""
+        known = {(n, key): self._known_place(n, key, tensor) for n, key, tensor in found}
+        fresh = [(n, key, tensor) for n, key, tensor in found if known[n, key] is None]
+        if fresh:
+            made = self._lending.put([tensor for _, _, tensor in fresh])
+            known |= {(n, key): place for (n, key, _), place in zip(fresh, made, strict=True)}
+        placed: dict[int, dict[str, Place]] = {}
+        states = dict(self._states())
+        for (number, key), place in known.items():
+            assert place is not None, "all have been placed"
+            placed.setdefault(number, {})[key] = place
+            states[number][key] = place.view(self._lending.arenas)
+        return placed
+
+    def _known_place(self, number: int, key: str, tensor: torch.Tensor) -> Place | None:
+        """Also of a tensor that the optimizer has put in place of one that is lent."""
+        if (place := self._lending.place_of(tensor)) is not None:
+            return place
+        place = self.lent.places.get(number, {}).get(key)
+        if place is None or (place.dtype, place.shape) != (tensor.dtype, tuple(tensor.shape)):
+            return None
+        place.view(self._lending.arenas).copy_(tensor)
+        return place
+
+    def _check_keys(self) -> None:
+        own = {id(parameter) for parameter in self._parameters}
+        for key in self._optimizer.state:
+            if id(key) not in own:
+                raise UserError(f"{self._who} keeps state that is of no parameter; {_INSTEAD}")
+
+    def _check_tensor(self, number: int, key: str, value: torch.Tensor) -> None:
+        scalar = value.ndim == 0 and self._store_shape(number) != ()
+        if scalar or value.layout != torch.strided:
+            self._refuse(key, "a figure of all steps so far" if scalar else "a sparse tensor")
+
+    def _refuse(self, key: str, what: str) -> None:
+        raise UserError(
+            f"{self._who} keeps {key!r} for a parameter, {what}, which they cannot share; "
+            f"{_INSTEAD}"
+        )
+
+    def _store_shape(self, number: int) -> tuple[int, ...]:
+        return tuple(self._parameters[self._numbers.index(number)].shape)
+
+    def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Of the parameters that have a state."""
+        for number, parameter in zip(self._numbers, self._parameters, strict=True):
+            if state := self._optimizer.state.get(parameter):
+                yield number, state
+
+    def _write_counts(self) -> None:
+        """Tell the optimizer how many steps the workers have made."""
+        for number, state in self._states():
+            count = state.get(STEP)
+            if isinstance(count, torch.Tensor):
+                count.fill_(self._counts[number])
+            elif count is not None:
+                state[STEP] = type(count)(self._counts[number])
+
+    # ---- state ----------------------------------------------------------------------------------
+
+    def state(self) -> Saved:
+        self._write_counts()
+        return super().state()
+
+    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+        self._write_counts()
+        return super().hand_over()

@@ -1,0 +1,1 @@
+"""Optimizers for sparse gradients: only rows that were touched are stepped."""

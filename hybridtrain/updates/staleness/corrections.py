@@ -1,0 +1,32 @@
+"""Corrections by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from hybridtrain.updates.staleness.correction import Correction
+from hybridtrain.updates.staleness.delay_compensated import DcAsgd, DcAsgdAdaptive
+from hybridtrain.updates.staleness.gap_aware import GapAware
+from hybridtrain.updates.staleness.rates import ByStaleness, Polynomial
+from hybridtrain.util.named_choice import choose
+
+# A name, {"name": ..., parameters}, an object, or nothing.
+CorrectionSpec = str | Mapping[str, Any] | Correction | None
+
+CORRECTIONS: dict[str, Callable[..., Correction]] = {
+    "by_staleness": ByStaleness,
+    "polynomial": Polynomial,
+    "dc_asgd": DcAsgd,
+    "dc_asgd_adaptive": DcAsgdAdaptive,
+    "gap_aware": GapAware,
+}
+
+
+def make_correction(given: CorrectionSpec) -> Correction | None:
+    """A correction from its name, its name and parameters, or the object itself.
+
+    Raises:
+        UserError: if the name is not known, or the parameters make no sense.
+    """
+    return None if given is None else choose("correction", given, CORRECTIONS, Correction)

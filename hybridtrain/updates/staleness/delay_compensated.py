@@ -1,0 +1,95 @@
+"""Move a late gradient to where the parameters are now, by a guess of the curvature.
+
+Zheng et al., *Asynchronous Stochastic Gradient Descent with Delay Compensation*, ICML 2017
+(arXiv:1609.08326): the gradient at w is about g + H (w - w_read), and for losses that are negative
+log-likelihoods the diagonal of H is E[g * g] (section 3). Elementwise, so for any optimizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridtrain.memory import Store
+from hybridtrain.updates.staleness.correction import (
+    Correction,
+    Late,
+    check_number,
+    check_real,
+    zeros_like,
+)
+
+_EPSILON = 1e-7  # section 5
+
+
+@dataclass
+class DcAsgd(Correction):
+    """g + strength * g * g * (w - w_read), algorithm DC-ASGD-c. One pass over what is late.
+
+    Args:
+        strength: the paper's lambda; 0 changes nothing. It has the unit of 1 / loss: gradients of
+            a mean loss, as they come from a worker, suit the default.
+
+    Raises:
+        UserError: if it is negative, or no number.
+    """
+
+    strength: float = 0.04
+
+    def __post_init__(self) -> None:
+        check_number("strength", self.strength, "[")
+
+    def begin(self, store: Store) -> None:
+        check_real(store, "dc_asgd")
+
+    def correct(self, late: Late) -> None:
+        if late.staleness == 0 or self.strength == 0:
+            return
+        for part in late.parts():
+            gradient, gap = late.gradient(part), late.gap(part)
+            gradient.addcmul_(gap.mul_(gradient), gradient, value=self.strength)
+            late.replace(part, gradient)
+
+
+@dataclass
+class DcAsgdAdaptive(Correction):
+    """The same with strength / sqrt(ms + 1e-7) for each element, algorithm DC-ASGD-a.
+
+    ``ms`` is the moving mean of the worker's squared gradients, which begins with 0 (also after a
+    checkpoint was loaded: with the default it has caught up after some 50 mini-batches). It takes
+    one more float for each parameter and worker. Of sparse gradients only touched rows take part.
+
+    Args:
+        strength: the paper's lambda_0; 0 changes nothing.
+        decay: of the mean, in [0, 1).
+
+    Raises:
+        UserError: if one of them is out of range.
+    """
+
+    strength: float = 2.0
+    decay: float = 0.95
+    _squares: dict[int, dict[torch.dtype, torch.Tensor]] = field(
+        default_factory=dict, init=False, repr=False
+    )  # worker -> dtype -> (P,)
+
+    def __post_init__(self) -> None:
+        check_number("strength", self.strength, "[")
+        check_number("decay", self.decay)
+
+    def begin(self, store: Store) -> None:
+        check_real(store, "dc_asgd_adaptive")
+        self._squares = {}
+
+    def correct(self, late: Late) -> None:
+        squares = self._squares.setdefault(late.worker, zeros_like(late.store.masters))
+        for part in late.parts():
+            gradient, mean = late.gradient(part), part.read(squares)
+            mean.mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
+            part.write(squares, mean)
+            if late.staleness == 0 or self.strength == 0:
+                continue
+            gap = late.gap(part).mul_(gradient).div_((mean + _EPSILON).sqrt_())
+            gradient.addcmul_(gap, gradient, value=self.strength)
+            late.replace(part, gradient)

@@ -1,0 +1,92 @@
+"""Trust a late gradient as little as the parameters have moved under it.
+
+Barkai, Hakimi, Schuster, *Gap Aware Mitigation of Gradient Staleness*, ICLR 2020
+(arXiv:1909.10802): each element of a gradient is divided by G = 1 + |w - w_read| / C, where C is
+the length of a typical step of this element. If all steps are of length C and in one direction, G
+is 1 + tau; where they cancel one another, a gradient counts fully however late it is.
+
+The paper has C from the optimizer: rate times the root of the mean square of the momentum (SGD), or
+of the steps themselves (Adam). Here it is always the steps themselves, as seen from outside, which
+is the same for SGD with a constant rate, follows a rate that changes, and serves any optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from hybridtrain.memory import Store
+from hybridtrain.updates.staleness.correction import (
+    Correction,
+    Late,
+    check_number,
+    check_real,
+    high,
+    zeros_like,
+)
+from hybridtrain.updates.staleness.parts import Part, union
+
+
+@dataclass
+class GapAware(Correction):
+    """Divide each element by 1 + (its gap in typical steps).
+
+    It takes two floats for each parameter, and about three passes over them per update. After a
+    checkpoint was loaded steps are observed anew, from the first on (their mean is corrected for
+    its short past, as Adam's moments are). Of sparse gradients only touched rows take part.
+
+    Args:
+        decay: of the mean square of the steps, in [0, 1).
+        epsilon: added to C, in units of the parameters; above 0.
+
+    Raises:
+        UserError: if one of them is out of range.
+    """
+
+    decay: float = 0.999
+    epsilon: float = 1e-8
+    _squares: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    # How much of each mean is there already, 1 - decay ** steps; (P,) as the squares.
+    _known: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+    _masters: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_number("decay", self.decay)
+        check_number("epsilon", self.epsilon, "(")
+
+    def begin(self, store: Store) -> None:
+        check_real(store, "gap_aware")
+        self._masters = store.masters
+        self._squares, self._known = zeros_like(store.masters), zeros_like(store.masters)
+
+    def correct(self, late: Late) -> None:
+        if late.staleness == 0:
+            return
+        for part in late.parts():
+            gradient, gap = late.gradient(part), late.gap(part)
+            gradient.div_(gap.abs_().div_(self._typical_step(part)).add_(1.0))
+            late.replace(part, gradient)
+
+    def _typical_step(self, part: Part) -> torch.Tensor:
+        """C of each element; what has never moved has no gap either."""
+        known = part.read(self._known).clamp(min=torch.finfo(torch.float32).tiny)
+        return (part.read(self._squares) / known).sqrt_().add_(self.epsilon)
+
+    @contextmanager
+    def watch(self, merged: Sequence[Late]) -> Iterator[None]:
+        parts = union([late.parts() for late in merged])
+        before = [part.read(self._masters).clone() for part in parts]
+        yield
+        for part, old in zip(parts, before, strict=True):
+            step = high(part.read(self._masters)) - high(old)
+            self._learn(part, self._squares, step.square_())
+            self._learn(part, self._known, torch.ones_like(step))
+
+    def _learn(
+        self, part: Part, means: dict[torch.dtype, torch.Tensor], values: torch.Tensor
+    ) -> None:
+        mean = part.read(means)
+        part.write(means, mean.lerp_(values, 1 - self.decay))

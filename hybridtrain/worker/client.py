@@ -1,0 +1,323 @@
+"""The worker's side of the conversation: requests as method calls.
+
+A request blocks until its answer is there, but a push may be *offered*: the worker goes on with
+what needs no parameters, and settles before anything that does. ``Stop`` may come at any time; it
+is remembered and acted upon at the next boundary between mini-batches (``check_stop``), unless it
+says that the answer will never come.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.memory import Arena, Layout, Packed
+from hybridtrain.memory.lending import GetState, SharedState
+from hybridtrain.memory.scratch_file import Scratch
+from hybridtrain.monitoring.heartbeat import Heartbeat
+from hybridtrain.protocol.messages import (
+    Average,
+    Averaged,
+    Begin,
+    Done,
+    Draw,
+    DrawnBatch,
+    Gather,
+    Gathered,
+    Install,
+    LoaderPass,
+    Note,
+    OptimizerState,
+    Pull,
+    Push,
+    ReadStats,
+    Refused,
+    Released,
+    Reply,
+    Request,
+    Share,
+    Shared,
+    Snapshot,
+    Stats,
+    Ticket,
+    Writes,
+)
+from hybridtrain.protocol.notices import (
+    Back,
+    Gone,
+    Progress,
+    RequestProgress,
+    SavePermission,
+    Stop,
+)
+from hybridtrain.protocol.spans import Spans
+from hybridtrain.worker.connection import Connection
+from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
+
+
+class StopRequested(KeyboardInterrupt):
+    """The server wants this worker to end. Not an ``Exception``, so user code lets it through."""
+
+
+class Client:
+    """Speaks for one worker.
+
+    Args:
+        worker: its number.
+        n_workers: W.
+        line: to the server.
+    """
+
+    def __init__(self, worker: int, n_workers: int, line: Connection) -> None:
+        self.worker, self.n_workers = worker, n_workers
+        self.version = 0  # of the last release
+        self.counted = True  # what was pushed, until somebody sets it anew
+        self.solo = False  # the others have ended: meetings are with oneself
+        self.save_permission: SavePermission | None = (
+            None  # what the parent says when this worker has stopped
+        )
+        self.is_saver = False  # does what one has to do for all, whoever it is
+        self.heartbeat = Heartbeat()  # whether anybody watches is for the world to say
+        self.joins = False  # training has begun long ago
+        self.line = line
+        self._pid = os.getpid()
+        self.stop: Stop | None = None
+        self._asked: dict[
+            int, RequestProgress
+        ] = {}  # where training is, for whom; and not answered yet
+        self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
+        self.offered: PendingPush | None = None  # and not settled
+        self.gone: list[Gone] = []  # who will not come back
+        self.left = False  # whether they left something of the shared queue
+        self.away: set[int] = set()  # who will come back
+        self.lost_at = 0  # updates when the last of them was lost
+        self.on_change: Callable[[], object] = lambda: None  # somebody has gone, or is back
+        self.tells: Callable[[], bytes] | None = None  # where training is
+        self._covers: list[DrawnBatch] = []
+        self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
+
+    # ---- parameters and steps -------------------------------------------------------------------
+
+    def share(self, layout: Layout, averaging: bool = False) -> Arena:
+        """Get the arena that holds the masters and the rows; waits for all workers."""
+        reply, fd = self._ask(Share(layout, averaging), Shared)
+        assert fd is not None, "the descriptor travels with the message"
+        return Arena(fd, reply.n_bytes)
+
+    def install(self, request: Install) -> None:
+        """Hand the optimizers over; waits for all workers."""
+        self._ask(request, Done)
+        self.version = request.version
+
+    def average(
+        self, weight: float, absent: tuple[int, ...], packed: tuple[Packed, ...] = ()
+    ) -> Averaged:
+        """Have the gradient in the row averaged with all."""
+        averaged: Averaged = self._ask(Average(weight, absent, packed), Averaged, True)[0]
+        return averaged
+
+    def offer(self, push: Push, then: Taking, undo: Undoing | None = None) -> None:
+        """Offer the gradient in the row; ``then`` is called once, with the release, by ``settle``.
+
+        Until then neither the row nor the parameters belong to this worker. If the release never
+        comes, ``undo`` is called instead.
+        """
+        self.settle()
+        covers, self._covers = tuple(self._covers), []
+        self.line.send(replace(push, covers=covers) if covers else push)
+        self.offered = PendingPush(then, [undo] if undo is not None else [])
+
+    def settle(self) -> None:
+        """Wait for the release of what was offered, if that is still under way."""
+        if self.offered is not None:
+            offered, self.offered = self.offered, None
+            offered.settle(self.await_release)
+
+    def await_release(self, then: Taking) -> None:
+        """It is under way: wait for it, and let ``then`` have it."""
+        released: Released = self._answer(Released, in_step=True)[0]
+        self.version, self.counted = released.version, self.counted and released.counted
+        if self.joins:  # from here on this worker is one of all
+            self.joins = self.solo = False
+        then(released)
+
+    def push(self, push: Push) -> Released:
+        """Offer the gradient in the row, and wait; returns the version to go on from."""
+        released: list[Released] = []
+        self.offer(push, released.append)
+        self.settle()
+        return released[0]
+
+    def begin(self, writes: Writes) -> int:
+        """Wait for this worker's turn; returns the version to begin from."""
+        return self._ask(Begin(writes), Released, True)[0].version
+
+    def cover(self, cover: DrawnBatch) -> None:
+        """The next push stands for this mini-batch of the shared queue, too."""
+        self._covers.append(cover)
+
+    def pull(self, writes: Writes | None = None) -> int:
+        """Bring the own parameters up to date; returns their version."""
+        return self._ask(Pull(writes or {}), Released)[0].version
+
+    def borrow(self, optimizer: int) -> SharedState:
+        """Where the optimizer's state lies."""
+        lent: SharedState = self._ask(GetState(optimizer), SharedState)[0]
+        return lent
+
+    def map_arena(self, number: int) -> Arena:
+        """One of the arenas that the server lends."""
+        reply, fd = self._ask(GetState(arena=number), Shared)
+        assert fd is not None, "the descriptor travels with the message"
+        return Arena(fd, reply.n_bytes)
+
+    def draw(self, request: Draw) -> Ticket:
+        """The next mini-batch of a pass, or its end."""
+        return self._ask(request, Ticket)[0]
+
+    # ---- reading --------------------------------------------------------------------------------
+
+    def snapshot(self, refresh: bool = True) -> tuple[int, list[Any]]:
+        """What each optimizer would save (:class:`hybridtrain.updates.Saved`), and its version.
+
+        With ``refresh``, own parameters are brought to the same version.
+        """
+        scratch = Scratch()
+        try:
+            reply, _ = self._ask(Snapshot(refresh, scratch.path), OptimizerState)
+            self.unseen = reply.unseen
+            # From the parent over an inherited socket, so not a stranger's pickle.
+            payload = io.BytesIO(reply.payload)
+            saved = torch.load(payload, weights_only=False) if reply.payload else scratch.load()
+        finally:
+            scratch.close()
+        return reply.version, saved
+
+    def stats(self) -> dict[str, Any]:
+        """See :meth:`hybridtrain.server.run_statistics.RunStatistics.stats`."""
+        return self._ask(ReadStats(), Stats)[0].values
+
+    # ---- meetings -------------------------------------------------------------------------------
+
+    def gather(self, tag: str, item: Any, patient: bool = False, wish: bool = False) -> list[Any]:
+        """Everybody's item, in the order of the workers; waits for all of them.
+
+        But not for those who wait ``patient``ly somewhere else. For ``wish``, see ``Gather``.
+        """
+        if self.solo or self.n_workers == 1:
+            return [item]
+        payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
+        reply, _ = self._ask(Gather(tag, payload, patient, wish), Gathered)
+        self.met, self.left = reply.workers, reply.left
+        return [pickle.loads(each) for each in reply.payloads]
+
+    @property
+    def there(self) -> tuple[int, ...]:
+        """The workers that are there, or about to come back."""
+        gone = {each.worker for each in self.gone}
+        return tuple(worker for worker in range(self.n_workers) if worker not in gone)
+
+    @property
+    def rank(self) -> int:
+        """This worker's place among those that are there."""
+        return self.there.index(self.worker)
+
+    @property
+    def place(self) -> int:
+        """Where this worker's item lies among those of the last meeting."""
+        return 0 if self.solo else self.met.index(self.worker)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this worker does what one has to do for all: log, save, draw."""
+        if self.is_saver or (not self.gone and not self.away):  # asked for many times in a step
+            return self.is_saver or self.worker == 0
+        return self.worker == next(each for each in self.there if each not in self.away)
+
+    def note(self, note: Note) -> None:
+        """Say something that needs no answer."""
+        self.line.send(note)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is not the worker, but a process that its user's code has forked from it."""
+        return os.getpid() != self._pid
+
+    # ---- stopping -------------------------------------------------------------------------------
+
+    def check_stop(self) -> None:
+        """At a boundary between mini-batches.
+
+        Raises:
+            StopRequested: if the server has asked for it.
+        """
+        alone = self.solo and not self.joins  # who joins meets nobody yet, but can be stopped
+        if not alone:
+            self.settle()
+        while not alone and not self._must_stop and self.line.ready():
+            self._hear(self.line.receive()[0])
+        if not alone and self._must_stop:
+            raise StopRequested
+
+    @property
+    def _must_stop(self) -> bool:
+        return self.stop is not None and self.stop.behind is None
+
+    def _ask(
+        self, request: Request, kind: type[Any], in_step: bool = False
+    ) -> tuple[Any, int | None]:
+        self.settle()
+        self.line.send(request)
+        return self._answer(kind, in_step)
+
+    def _answer(self, kind: type[Any], in_step: bool = False) -> tuple[Any, int | None]:
+        while True:
+            if self._asked and in_step:
+                self._tell()
+            reply, fd = self.line.receive()
+            match reply:
+                case Stop(now=True):
+                    self.stop = reply
+                    raise StopRequested
+                case SavePermission():  # this worker has failed: nothing else will be answered
+                    self.save_permission = reply
+                    raise StopRequested
+                case Stop() | Gone() | Back() | RequestProgress():
+                    self._hear(reply)
+                case Refused(reason):
+                    raise UserError(reason)
+                case _:
+                    assert isinstance(reply, kind), reply
+                    return reply, fd
+
+    def _hear(self, reply: Reply) -> None:
+        """What comes unasked."""
+        match reply:
+            case Stop():
+                self.stop = reply
+            case Gone(worker, version, for_now):
+                self.lost_at = version
+                self.away |= {worker} if for_now else set()
+                self.gone += [] if for_now else [reply]
+                self.on_change()
+            case Back(worker):
+                self.away.discard(worker)
+                self.on_change()
+            case _:
+                assert isinstance(reply, RequestProgress), reply
+                self._asked[reply.worker] = reply
+
+    def _tell(self) -> None:
+        """Now that this worker waits, in the middle of a step that is to be done again."""
+        assert self.tells is not None, "who is asked trains"
+        asked, self._asked = self._asked, {}
+        payload = self.tells()
+        for each in asked.values():
+            self.line.send(Progress(each.worker, payload, each.question))

@@ -1,0 +1,138 @@
+"""The real device: CUDA streams and events, and page-locked host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybridtrain.worker.device.streams import Lane
+
+
+class CudaStreams:
+    """One GPU, as one worker uses it; or a device whose module in torch is like ``torch.cuda``.
+
+    Args:
+        device: the GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cuda = torch.get_device_module(device)  # torch.cuda, or what another kind has for it
+        self._side = {lane: self._cuda.Stream(device) for lane in Lane if lane is not Lane.COMPUTE}
+
+    def _stream(self, lane: Lane) -> Any:
+        if lane is Lane.COMPUTE:
+            return self._cuda.current_stream(self._device)
+        return self._side[lane]
+
+    def current(self) -> Any:
+        return self._stream(Lane.COMPUTE)
+
+    def record(self, lane: Lane, stream: Any = None) -> Any:
+        event = self._cuda.Event(blocking=True)  # the host's cores have an update to make
+        event.record(stream or self._stream(lane))
+        return event
+
+    def wait(self, lane: Lane, mark: Any) -> None:
+        self._stream(lane).wait_event(mark)
+
+    def synchronise(self, mark: Any) -> None:
+        mark.synchronize()
+
+    def reached(self, mark: Any) -> bool:
+        return bool(mark.query())
+
+    @torch.no_grad()
+    def copy(
+        self, lane: Lane, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
+    ) -> None:
+        pairs = [pair for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
+        if not pairs:
+            return
+        stream = self._stream(lane)
+        with self._cuda.stream(stream):
+            made = [_like(destination, source) for destination, source in pairs]
+            torch._foreach_copy_([each for each, _ in pairs], made, non_blocking=True)
+        for source in sources:
+            if source.device.type != "cpu":
+                source.record_stream(stream)
+
+    def do(self, lane: Lane, work: Callable[[], Any]) -> None:
+        with torch.no_grad(), self._cuda.stream(self._stream(lane)):
+            work()
+
+    def keep(self, lane: Lane, tensor: torch.Tensor) -> None:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(self._stream(lane))
+
+    def lock(self, region: torch.Tensor) -> str:
+        if not region.numel():
+            return ""  # CUDA refuses an empty region
+        code = int(self._cuda.cudart().cudaHostRegister(region.data_ptr(), region.nbytes, 0))
+        if code != 0:
+            _forget_last_error()
+            return f"CUDA error {code}"
+        return ""
+
+    def unlock(self, region: torch.Tensor) -> None:
+        if region.numel():
+            self._cuda.cudart().cudaHostUnregister(region.data_ptr())
+
+
+def forbids_fork() -> bool:
+    """Whether CUDA has been touched in this process, so that forked ones could not use it.
+
+    ``torch.cuda.is_initialized`` is not enough: counting devices without NVML (``is_available``
+    before Lightning is imported, or devices named by UUID), a look for CUDA graphs (in the step of
+    torch's optimizers) or another library initialise the driver behind its back. Only a child
+    knows.
+    """
+    if torch.cuda.is_initialized():
+        return True
+    if not hasattr(os, "fork") or not any("libcuda.so" in line for line in _maps()):
+        return False
+    child = os.fork()
+    if child == 0:
+        refused = True
+        with suppress(OSError, AttributeError):
+            refused = torch.cuda._is_in_bad_fork() or ctypes.CDLL("libcuda.so.1").cuInit(0) != 0
+        os._exit(int(refused))
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) != 0
+
+
+def _maps() -> list[str]:
+    """What is mapped into this process."""
+    with suppress(OSError):
+        return Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return []
+
+
+def _like(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """The source with the destination's dtype and stride, converted on the device.
+
+    Torch would convert in host memory, and make the host wait for it.
+    """
+    same = source.dtype == destination.dtype and source.stride() == destination.stride()
+    if same or source.device.type == "cpu":
+        return source
+    shape, stride = destination.shape, destination.stride()
+    made = torch.empty_strided(shape, stride, dtype=destination.dtype, device=source.device)
+    return made.copy_(source)
+
+
+def _forget_last_error() -> None:
+    """CUDA remembers the failure, and the next kernel launch would be blamed for it.
+
+    Torch's binding has no ``cudaGetLastError``, so the libraries that are loaded are asked.
+    """
+    paths = {line.split(maxsplit=5)[5] for line in _maps() if "libcudart" in line}
+    for path in paths:
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(path.removesuffix(" (deleted)")).cudaGetLastError()

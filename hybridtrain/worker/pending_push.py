@@ -1,0 +1,32 @@
+"""A gradient that was offered, and whose release is still under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridtrain.protocol.messages import Released
+
+Taking = Callable[[Released], object]
+Undoing = Callable[[], object]
+
+
+@dataclass
+class PendingPush:
+    """``then`` takes the release; if none ever comes, all of ``undoing`` is called instead."""
+
+    then: Taking
+    undoing: list[Undoing]
+
+    def settle(self, wait: Callable[[Taking], object]) -> None:
+        """``wait`` for the release; without one, what was done last is undone first."""
+        try:
+            wait(self._take)
+        except BaseException:
+            while self.undoing:
+                self.undoing.pop()()
+            raise
+
+    def _take(self, released: Released) -> object:
+        self.undoing.clear()  # the update has been made, whatever taking it leads to
+        return self.then(released)

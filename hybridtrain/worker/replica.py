@@ -1,0 +1,241 @@
+"""What a worker hands over: its gradients, copied to its row of shared memory.
+
+On a CPU the parameters are views of shared memory, so nothing comes back by copy; gradients are
+copied as soon as autograd has accumulated them, while they are in the cache, or all at once before
+the push where somebody may still change them. On a GPU rows and parameters cross the bus: see
+:mod:`hybridtrain.worker.replica_cuda`.
+
+User code may also write to parameters itself (weight clamping). Those that *follow* the masters,
+which are those that an optimizer steps, are handed over with the next push; all others (a frozen
+teacher moved by hand) are the worker's own business, as they are under all-reduce.
+
+Legend: P elements of one dtype's buffer, W workers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from hybridtrain.memory import Packed, Store, open_window, pack
+from hybridtrain.protocol.messages import Writes
+from hybridtrain.worker.pieces import Pieces, worth_cutting
+
+
+class Replica(Protocol):
+    """The worker's side of one optimizer step."""
+
+    packed: tuple[Packed, ...]  # the sparse gradients that were collected last
+    adding: bool  # what backward makes only adds up: nothing is to leave yet
+    finite: frozenset[int]  # of the others: those that are known to be finite
+
+    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """Bring these parameters' gradients to the row; returns the numbers that have none."""
+        ...
+
+    def keep_sparse(self, numbers: Iterable[int]) -> None:
+        """Sparse gradients of these, and of no others, stay sparse. At first, none does."""
+        ...
+
+    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
+        """Copy what the server has left in shared memory, which may change at the next push."""
+        ...
+
+    def follow(self, numbers: Iterable[int]) -> None:
+        """These parameters follow the masters from now on, and no others. At first, all do."""
+        ...
+
+    def admit(self, numbers: Iterable[int], sparse: bool) -> None:
+        """These follow as well: an optimizer has got them in mid-run (unfrozen layers).
+
+        ``sparse``: it takes sparse gradients.
+        """
+        ...
+
+    def writes(self) -> Writes:
+        """What user code has made, since the last refresh, of parameters that follow."""
+        ...
+
+    def refresh(self) -> None:
+        """The masters have moved: bring what follows up to date. Comes after ``writes``."""
+        ...
+
+    def close(self) -> None:
+        """There will be no further step."""
+        ...
+
+
+def tells_writes(store: Store, worker: int) -> bool:
+    """Whether the server wants to know what this worker's user code has written.
+
+    In lock-step all write alike, and worker 0 speaks for all, as its parameters are those that
+    all-reduce would have saved.
+    """
+    return store.private_parameters or worker == 0
+
+
+def elements(tensor: torch.Tensor) -> bytes:
+    """A tensor's elements, in the order of its shape."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().tobytes()
+
+
+def has_later_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a hook of the user's has run after an eager copy, and may have changed ``.grad``."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    return hooks is not None and len(hooks) > 1
+
+
+# Elements from which on a gradient is copied as soon as autograd has made it. Smaller ones stay in
+# the cache until the step, and are then copied together.
+EAGER = 32 * 1024
+
+
+class HostReplica:
+    """Parameters that live in shared memory.
+
+    Args:
+        parameters: the module's, in the order of the layout's slots.
+        store: the shared buffers.
+        worker: whose row.
+        eager: copy each gradient the moment autograd has accumulated it. Only where nobody reads
+            or changes ``.grad`` between backward and step.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
+    ) -> None:
+        self._parameters = list(parameters)
+        slots = store.layout.slots
+        self._rows = [store.gradient(worker, slot) for slot in slots]  # each in parameter's shape
+        self._window = open_window(store, worker)
+        self._tells_writes = tells_writes(store, worker)
+        self._number_of = {slot: number for number, slot in enumerate(slots)}
+        self._following = list(slots)
+        self._views = [self._window.view(slot) for slot in slots]
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            parameter.data = view
+        self._copied: set[int] = set()
+        self._seen: set[int] = set()  # of these: were found to be finite on the way
+        self._sparse: set[int] = set()
+        self._made_dense: set[int] = set()
+        self._worker = worker
+        self.packed: tuple[Packed, ...] = ()
+        self.adding = False
+        self.finite: frozenset[int] = frozenset()
+        self._eager = eager
+        self._watched: set[int] = set()
+        for number in range(len(slots) if eager else 0):
+            self._watch(number)
+
+    def _watch(self, number: int) -> None:
+        small = self._rows[number].numel() < EAGER
+        if small or number in self._watched or not self._parameters[number].requires_grad:
+            return
+        self._watched.add(number)
+        row, copied, seen = self._rows[number], self._copied, self._seen
+
+        def copy(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            if not self.adding and not parameter.grad.is_sparse:
+                row.copy_(parameter.grad)
+                copied.add(number)
+
+        def copy_and_look(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            seen.discard(number)
+            if self.adding or not pieces.fits(parameter.grad):
+                copy(parameter)
+                return
+            copied.add(number)
+            if pieces.copy(parameter.grad):
+                seen.add(number)
+
+        pieces = Pieces(row)
+        take = copy_and_look if worth_cutting(row) else copy
+        self._parameters[number].register_post_accumulate_grad_hook(take)
+
+    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        absent, rows, gradients, packed = [], [], [], []
+        seen = self._seen.intersection(numbers)
+        for number in numbers:
+            gradient, row = self._parameters[number].grad, self._rows[number]
+            if gradient is None:
+                absent.append(number)
+            elif gradient.is_sparse and number in self._sparse:
+                packed.append(pack(number, gradient.detach(), row))
+            elif gradient.is_sparse:
+                self._warn_of_dense(number)
+                row.copy_(gradient.to_dense())
+            elif number not in self._copied or has_later_hooks(self._parameters[number]):
+                rows.append(row)
+                gradients.append(gradient)
+                seen.discard(number)
+        if rows:
+            torch._foreach_copy_(rows, gradients)
+        self._copied.clear()
+        self._seen.clear()
+        self.finite, self.packed = frozenset(seen.difference(absent)), tuple(packed)
+        return tuple(absent)
+
+    def _warn_of_dense(self, number: int) -> None:
+        """Say once what could be spared; worker 0 does, for all."""
+        if self._worker != 0 or number in self._made_dense:
+            return
+        self._made_dense.add(number)
+        warnings.warn(
+            f"a parameter of shape {tuple(self._rows[number].shape)} has a sparse gradient, which "
+            "is made dense at every step because its optimizer takes only dense ones; give it one "
+            "of its own (torch.optim.SparseAdam, or SGD or Adagrad without weight_decay), or use "
+            "sparse=False",
+            stacklevel=2,
+        )
+
+    def keep_sparse(self, numbers: Iterable[int]) -> None:
+        self._sparse = set(numbers)
+
+    @torch.no_grad()
+    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
+        if gradients:
+            torch._foreach_copy_(gradients, means)
+
+    def follow(self, numbers: Iterable[int]) -> None:
+        chosen = set(numbers)
+        self._following = [slot for slot, number in self._number_of.items() if number in chosen]
+        self._window.follow(self._following)
+        for number, (parameter, slot) in enumerate(
+            zip(self._parameters, self._number_of, strict=True)
+        ):
+            view = self._window.view(slot)
+            if view.data_ptr() != self._views[number].data_ptr():
+                self._views[number] = parameter.data = view
+
+    def admit(self, numbers: Iterable[int], sparse: bool) -> None:
+        for number in numbers if self._eager else ():
+            self._watch(number)
+        self._sparse = self._sparse | set(numbers) if sparse else self._sparse - set(numbers)
+        known = {self._number_of[slot] for slot in self._following}
+        self.follow(known.union(numbers))
+
+    def _reattach(self) -> None:
+        """Where user code has given ``.data`` another tensor, that is a write like any other."""
+        for parameter, view in zip(self._parameters, self._views, strict=True):
+            if parameter.data_ptr() != view.data_ptr():
+                view.copy_(parameter.data)
+                parameter.data = view
+
+    def writes(self) -> Writes:
+        self._reattach()
+        changed = self._window.written(self._following)
+        if not self._tells_writes:
+            return {}
+        return {self._number_of[slot]: elements(self._window.view(slot)) for slot in changed}
+
+    def refresh(self) -> None:
+        self._window.refresh(self._following)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,281 @@
+"""Gradients and parameters of a worker that computes on a GPU.
+
+The rows of shared memory are page-locked, so that the copies run beside the computation: gradients
+go out in buckets on a lane of their own as backward produces them, parameters come back on another
+before the next forward, or, if that is wanted, as it needs them. Nothing but copies between device
+and host is needed: no NCCL, no peer access.
+
+Whatever lets the server change what lies in host memory (a push, a bucket that is announced) comes
+after the last copy from there has been made: :meth:`CudaReplica.writes` waits for it.
+
+Legend: N parameters, P elements of one dtype's buffer, W workers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from hybridtrain.memory import Packed, Store, pack
+from hybridtrain.protocol.messages import Writes
+from hybridtrain.worker.device import KINDS, Incoming, Lane, Outgoing, Streams
+from hybridtrain.worker.replica import (
+    HostReplica,
+    Replica,
+    elements,
+    has_later_hooks,
+    tells_writes,
+)
+
+Announce = Callable[[tuple[int, ...]], None]
+
+
+def open_replica(
+    parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
+) -> Replica:
+    """The one for the device that the parameters lie on."""
+    device = parameters[0].device
+    if device.type not in KINDS:
+        return HostReplica(parameters, store, worker, eager)
+    return CudaReplica(parameters, store, worker, eager, KINDS[device.type](device))
+
+
+class CudaReplica:
+    """Parameters that live on a GPU, rows and masters in page-locked host memory.
+
+    Args:
+        parameters: the module's, on the device, in the order of the layout's slots.
+        store: the shared buffers.
+        worker: whose row.
+        eager: send gradients while backward runs. Only where nobody reads or changes ``.grad``
+            between backward and step.
+        streams: of the device.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        store: Store,
+        worker: int,
+        eager: bool,
+        streams: Streams,
+    ) -> None:
+        self._parameters, self.streams = list(parameters), streams
+        slots = store.layout.slots
+        self._locked = _lock(streams, store, worker)
+        self._rows = [store.gradient(worker, slot) for slot in slots]  # host, page-locked
+        sources = [store.parameter(worker, slot) for slot in slots]  # host, page-locked
+        self.incoming = Incoming(streams, self._parameters, sources)
+        self._outgoing = Outgoing(streams, self._rows)
+        self._tells_writes = tells_writes(store, worker)
+        self._following = list(range(len(slots)))
+        self._counts = [0] * len(slots)  # torch's, of changes in place
+        self._norms: dict[int, torch.Tensor] = {}  # () float64 each, on the device
+        self._means_taken: Any = None  # a mark
+        self._sent: set[int] = set()
+        self._sparse: set[int] = set()
+        self.packed: tuple[Packed, ...] = ()
+        self.adding = False
+        self.announce: Announce | None = None
+        self.finite: frozenset[int] = frozenset()
+        self._seen: set[int] = set()  # gradients that have arrived, and are finite
+        self._eager, self._closed = eager, False
+        self._watched: set[int] = set()
+        for number in range(len(slots)):
+            self._watch(number)
+        self.refresh()
+
+    # ---- gradients ------------------------------------------------------------------------------
+
+    def _watch(self, number: int) -> None:
+        if not self._eager or number in self._watched or not self._parameters[number].requires_grad:
+            return
+        self._watched.add(number)
+
+        def note(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if self.adding or gradient is None or gradient.is_sparse:
+                return  # the indices of a sparse one would have to be waited for
+            self._outgoing.add(number, gradient)
+            self._sent.add(number)
+            self._seen.discard(number)
+            if self.announce is not None:
+                self._tell(wait=False)
+
+        self._parameters[number].register_post_accumulate_grad_hook(note)
+
+    def _tell(self, wait: bool) -> None:
+        """What has arrived in the row, or with ``wait``, all that is on its way."""
+        while (bucket := self._outgoing.arrived(wait)) is not None:
+            self._seen.update(self._outgoing.finite(bucket))
+            if self.announce is not None:
+                self.announce(bucket.numbers)
+
+    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        if self._means_taken is not None:  # what is pushed lets the server write other means
+            self.streams.synchronise(self._means_taken)
+            self._means_taken = None
+        own, packed = self._parameters, []
+        for number in numbers:
+            gradient = own[number].grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse and number in self._sparse:
+                packed.append(pack(number, gradient.detach(), self._rows[number]))
+            elif number not in self._sent or gradient.is_sparse or has_later_hooks(own[number]):
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                self._seen.discard(number)
+                self._outgoing.add(number, dense.detach())
+        self._outgoing.close()
+        self._tell(wait=True)
+        if packed:
+            self.streams.synchronise(self.streams.record(Lane.COMPUTE))
+        self._sent.clear()
+        absent = tuple(n for n in numbers if own[n].grad is None)
+        self.finite, self.packed = frozenset(self._seen.difference(absent)), tuple(packed)
+        self._seen.clear()
+        return absent
+
+    def keep_sparse(self, numbers: Iterable[int]) -> None:
+        self._sparse = set(numbers)
+
+    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
+        self.streams.copy(Lane.COMPUTE, gradients, means)
+        self._means_taken = self.streams.record(Lane.COMPUTE)
+
+    # ---- parameters -----------------------------------------------------------------------------
+
+    def follow(self, numbers: Iterable[int]) -> None:
+        self._following = sorted(numbers)
+        self.incoming.need_all()
+        self._take_fingerprints(self._following)
+
+    def admit(self, numbers: Iterable[int], sparse: bool) -> None:
+        for number in numbers:
+            self._watch(number)
+        self._sparse = self._sparse | set(numbers) if sparse else self._sparse - set(numbers)
+        new = sorted(set(numbers) - set(self._following))
+        self._following = sorted([*self._following, *new])
+        self.incoming.need_all()
+        self._take_fingerprints(new)  # what was changed so far of the others stays to be seen
+
+    def refresh(self) -> None:
+        """Queue the copies; what uses the parameters runs after them."""
+        if self._closed:
+            return
+        tells = self._tells_writes
+        note = self._take_fingerprints_on_the_way if tells else self._take_counts
+        self.incoming.start(self._following, note)
+
+    def writes(self) -> Writes:
+        """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""
+        self.incoming.settle()
+        if self._closed or not self._tells_writes or not self._following:
+            return {}
+        tensors = [self._parameters[number] for number in self._following]
+        changed = _differ([self._norms[number] for number in self._following], _norms(tensors))
+        return {
+            number: elements(tensor)
+            for number, tensor, yes in zip(self._following, tensors, changed, strict=True)
+            if yes or tensor._version != self._counts[number]
+        }
+
+    def written_openly(self) -> bool:
+        """Whether a parameter was changed by other means than ``.data``; takes no time."""
+        return any(self._parameters[n]._version != self._counts[n] for n in self._following)
+
+    def _take_fingerprints(self, numbers: list[int]) -> None:
+        """Torch's count of changes in place and, since ``.data`` evades it, norms."""
+        self._take_norms(numbers)
+        self._take_counts(numbers)
+
+    def _take_fingerprints_on_the_way(self, numbers: list[int]) -> None:
+        """The same behind the copies; torch has counted these when they were queued."""
+        self.streams.do(Lane.BACK, partial(self._take_norms, numbers))
+        self._take_counts(numbers)
+
+    def _take_norms(self, numbers: list[int]) -> None:
+        """They stay on the device: nothing waits for them here."""
+        taken = _norms([self._parameters[number] for number in numbers])
+        self._norms.update(zip(numbers, taken, strict=True))
+
+    def _take_counts(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._counts[number] = self._parameters[number]._version
+
+    def close(self) -> None:
+        """Nothing is on its way any more, and the memory is as it was.
+
+        The parameters may leave the device now: nothing is read from them or written to them.
+        """
+        self._closed = True
+        self.incoming.settle()
+        self._outgoing.close()
+        self._tell(wait=True)
+        for region in self._locked:
+            self.streams.unlock(region)
+        self._locked = []
+        self._outgoing.release()
+
+
+def _lock(streams: Streams, store: Store, worker: int) -> list[torch.Tensor]:
+    """Page-lock what crosses the bus, in whole pages; without it copies are slower, not wrong."""
+    locked, refused, reason = [], 0, ""
+    regions = [store.region_of_gradients(worker), store.region_of_parameters(worker)]
+    if store.averaging:
+        regions.append(store.region_of_means())
+    for start, stop in regions:
+        region = store.arena.tensor(start, stop - start, torch.uint8)
+        if problem := streams.lock(region):
+            refused, reason = refused + region.nbytes, problem
+        else:
+            locked.append(region)
+    if refused:
+        warnings.warn(
+            f"{refused / 2**20:,.0f} MiB of host memory could not be page-locked for worker "
+            f"{worker} ({reason}), so copies to and from its device hold it up and take several "
+            "times as long; raise the limit of locked memory (ulimit -l), or use fewer workers or "
+            "a smaller model",
+            stacklevel=2,
+        )
+    return locked
+
+
+@torch.no_grad()
+def _norms(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each, on the device, summed in float64 so that one element's change shows.
+
+    Torch takes norms of like tensors in a few kernels, and else one by one, which rounds otherwise.
+    So that a parameter's norms do not depend on which others they are taken with, like ones are
+    taken together.
+    """
+    like: dict[tuple[torch.dtype, int], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        alone = 0 if _is_dense(tensor) else 1 + place
+        like.setdefault((tensor.dtype, alone), []).append(place)
+    found: dict[int, torch.Tensor] = {}
+    for places in like.values():
+        group = [_real(tensors[place]) for place in places]
+        found.update(zip(places, torch._foreach_norm(group, 2.0, torch.float64), strict=True))
+    return [found[place] for place in range(len(tensors))]
+
+
+@torch.no_grad()
+def _differ(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -> list[bool]:
+    """Which norms are not the same; the host waits for the answer."""
+    moved = torch._foreach_sub(list(after), list(before))
+    return (torch.stack(moved) != 0).tolist()
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    wide = formats.get(tensor.dim(), torch.contiguous_format)
+    return tensor.is_contiguous() or tensor.is_contiguous(memory_format=wide)

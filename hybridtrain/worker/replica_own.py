@@ -1,0 +1,80 @@
+"""Parameters in a worker's own memory, which its own optimizer moves.
+
+Nothing here depends on the device: what is handed over and what is taken back are plain copies
+between the parameters' device and shared memory, made once per exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from hybridtrain.memory import Packed, Store
+from hybridtrain.protocol.messages import Writes
+
+
+class OwnReplica:
+    """A worker's own parameters, and the masters as it has read them last.
+
+    Args:
+        parameters: the module's, in the order of the layout's slots.
+        store: the shared buffers.
+        worker: whose row.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], store: Store, worker: int) -> None:
+        self._parameters = list(parameters)
+        slots = store.layout.slots
+        self._rows = [store.gradient(worker, slot) for slot in slots]
+        self._masters = [store.parameter(worker, slot) for slot in slots]
+        self._following = list(range(len(slots)))
+        self.packed: tuple[Packed, ...] = ()
+        self.adding = False
+        self.finite: frozenset[int] = frozenset()
+
+    def parameters(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """The worker's own."""
+        return [self._parameters[number].data for number in numbers]
+
+    def masters(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """As this worker has read them last; they change with its next release."""
+        return [self._masters[number] for number in numbers]
+
+    @torch.no_grad()
+    def hand_over(
+        self, numbers: Sequence[int], values: Sequence[torch.Tensor | None]
+    ) -> tuple[int, ...]:
+        """Bring these to the row; returns the numbers that have none."""
+        for number, value in zip(numbers, values, strict=True):
+            if value is not None:
+                self._rows[number].copy_(value.to_dense() if value.is_sparse else value)
+        return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)
+
+    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        return self.hand_over(numbers, [self._parameters[number].grad for number in numbers])
+
+    def keep_sparse(self, numbers: Iterable[int]) -> None:
+        """Nothing: what is handed over is dense."""
+
+    def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
+        raise AssertionError("gradients stay where they are")
+
+    def follow(self, numbers: Iterable[int]) -> None:
+        self._following = sorted(numbers)
+
+    def admit(self, numbers: Iterable[int], sparse: bool) -> None:
+        self._following = sorted({*self._following, *numbers})
+
+    def writes(self) -> Writes:
+        """None: what user code writes is part of the worker's movement."""
+        return {}
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The worker's own parameters become the masters as it has read them last."""
+        for number in self._following:
+            self._parameters[number].copy_(self._masters[number])
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,245 @@
+"""W workers on threads of this process, of which one runs at a time: whoever is asked next.
+
+Theory of operation. A worker runs until it says something to the server, and is suspended there, in
+the middle of its own code, until it is asked for its next word. Who is asked when is decided
+elsewhere (by a record, when a run is repeated); nothing here depends on a clock or on the system's
+scheduler. Workers that believe they have a process to themselves find it as they left it: what
+belongs to a process and not to a thread (random states, a rank in a global variable) is exchanged
+whenever another one goes on. Only objects that user code keeps in global variables of its own
+modules are shared, and that cannot be helped.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hybridtrain.protocol.messages import Note, ReadStats, Reply, Request, Shared, Stopped
+from hybridtrain.protocol.notices import Saved, SavePermission, Stop
+from hybridtrain.server.interface import ServerInterface
+from hybridtrain.server.rounds import Replies
+from hybridtrain.util.turn_taking import Asked, Ended, TurnTaking
+from hybridtrain.worker.client import Client
+from hybridtrain.worlds.local.worker_exit import Failed
+
+Body = Callable[[Client], Any]
+Word = Request | Note | Ended  # what a worker says next, or how it has ended
+Due = Callable[[int], bool]  # whether a worker is to stop at the next boundary
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Something that every process has one of."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], None]
+
+
+class Stuck(Exception):
+    """A worker waits for an answer that nobody has for it."""
+
+
+class _Waits:
+    """What a worker "says" when there is no answer yet."""
+
+
+class ThreadWorld:
+    """Runs bodies, each on a thread of its own, one at a time.
+
+    Args:
+        server: answers; must be handed what :meth:`next` returns by the caller.
+        n_workers: W.
+        threads: torch threads of each worker.
+        stops: tells a worker that it is to stop, as a signal does in a real run.
+        cells: what else is to be exchanged between workers, besides random states.
+    """
+
+    def __init__(
+        self,
+        server: ServerInterface,
+        n_workers: int,
+        threads: int,
+        stops: Due,
+        cells: Sequence[Cell] = (),
+    ) -> None:
+        self.server = server
+        self._threads, self._cells = threads, (*_CELLS, *cells)
+        self._workers = [_Worker(_Line(n, self, stops)) for n in range(n_workers)]
+
+    def start(self, bodies: Sequence[Body]) -> None:
+        """These are to be run; nobody runs yet. Each begins in a process like this one now."""
+        for number, (worker, body) in enumerate(zip(self._workers, bodies, strict=True)):
+            client = Client(number, len(self._workers), worker.line)
+            worker.body, worker.contents = (
+                _on_a_thread(body, client, worker, self._threads),
+                (self._look()),
+            )
+
+    def next(self, number: int) -> Word:
+        """Let the worker go on until it says something, or has ended.
+
+        Raises:
+            Stuck: if it waits for an answer.
+        """
+        worker = self._workers[number]
+        if worker.ended is not None:
+            return worker.ended
+        said = self._within(worker, worker.go_on)
+        match said:
+            case Ended():
+                worker.ended = said
+                return said
+            case Asked(_Waits()):
+                raise Stuck
+        word: Word = said.question
+        return word
+
+    def answer(self, replies: Replies) -> None:
+        """What the server has answered."""
+        for number, reply in replies:
+            self._workers[number].line.inbox.append(reply)
+
+    def result(self, number: int) -> Any:
+        """What the worker's body has returned."""
+        return self._workers[number].result
+
+    def abandon(self, number: int) -> None:
+        """The worker is gone, wherever it was."""
+        worker = self._workers[number]
+        if worker.ended is None:
+            worker.ended = Ended()
+            self._within(worker, worker.turns.close)
+
+    def close(self) -> None:
+        """End all threads."""
+        for number, worker in enumerate(self._workers):
+            self.abandon(number)
+            worker.turns.close()
+
+    def _within(self, worker: _Worker, action: Callable[[], Any]) -> Any:
+        """Do it with the worker's own random states and so on."""
+        mine = self._look()
+        self._put(worker.contents)
+        try:
+            return action()
+        finally:
+            worker.contents = self._look()
+            self._put(mine)
+
+    def _look(self) -> list[Any]:
+        return [cell.get() for cell in self._cells]
+
+    def _put(self, contents: Sequence[Any]) -> None:
+        for cell, content in zip(self._cells, contents, strict=True):
+            cell.set(content)
+
+
+class _Line:
+    """A worker's line to the server."""
+
+    def __init__(self, number: int, world: ThreadWorld, stops: Due) -> None:
+        self._number, self._world, self._stops = number, world, stops
+        self.turns = TurnTaking()
+        self.inbox: deque[Reply] = deque()
+        self.threads = 1
+        self.thread = 0  # its number, once it runs
+
+    def send(self, message: Request | Note) -> None:
+        if isinstance(message, ReadStats):  # of no consequence, and not in any record
+            self._world.answer(self._world.server.handle(self._number, message))
+            return
+        if not isinstance(message, Saved | Failed):
+            self._say(message)
+        if isinstance(message, Stopped | Failed):
+            self.inbox.append(
+                SavePermission(saves=self._number == 0 and isinstance(message, Stopped))
+            )
+
+    def receive(self) -> tuple[Reply, int | None]:
+        if not self.inbox and self._stops(self._number):
+            return Stop(), None
+        while not self.inbox:
+            self._say(_Waits())
+        reply, store = self.inbox.popleft(), self._world.server.store
+        shared = isinstance(reply, Shared) and store is not None
+        return reply, os.dup(store.arena.fd) if shared and store is not None else None
+
+    def ready(self) -> bool:
+        return bool(self.inbox) or self._stops(self._number)
+
+    def _say(self, word: Any) -> None:
+        if threading.get_ident() != self.thread:
+            raise RuntimeError(
+                f"worker {self._number} was spoken for by another thread than its own; in a replay "
+                "workers share what is kept in global variables"
+            )
+        self.turns.ask(word)
+        torch.set_num_threads(self.threads)  # parts of it belong to the process
+
+
+@dataclass
+class _Worker:
+    line: _Line
+    body: Callable[[], None] | None = None  # until it is started
+    contents: list[Any] = field(default_factory=list)  # of the cells, while it is suspended
+    result: Any = None
+    ended: Ended | None = None
+
+    @property
+    def turns(self) -> TurnTaking:
+        return self.line.turns
+
+    def go_on(self) -> Asked | Ended:
+        body, self.body = self.body, None
+        return self.turns.answer(None) if body is None else self.turns.start(body)
+
+
+def _on_a_thread(body: Body, client: Client, worker: _Worker, threads: int) -> Callable[[], None]:
+    """The body as the main function of a worker process would run it."""
+
+    def run() -> None:
+        worker.line.thread, worker.line.threads = threading.get_ident(), threads
+        torch.set_num_threads(threads)
+        torch.set_flush_denormal(True)  # as in a worker process: it is part of the arithmetic
+        with torch.enable_grad():
+            worker.result = body(client)
+
+    return run
+
+
+# ---- what belongs to a process ------------------------------------------------------------------
+
+
+def _cuda_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _set_cuda_states(states: list[torch.Tensor]) -> None:
+    if states:
+        torch.cuda.set_rng_state_all(states)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+_CELLS = (
+    Cell(torch.get_rng_state, torch.set_rng_state),
+    Cell(_cuda_states, _set_cuda_states),
+    Cell(lambda: np.random.get_state(), lambda state: np.random.set_state(state)),
+    Cell(random.getstate, random.setstate),
+    Cell(torch.get_default_dtype, torch.set_default_dtype),
+    Cell(torch.get_num_threads, torch.set_num_threads),
+    Cell(lambda: os.environ.get("LOCAL_RANK"), lambda v: _set_variable("LOCAL_RANK", v)),
+)

@@ -1,0 +1,290 @@
+"""Framed messages over an inherited pair of sockets.
+
+No port, no name, no address: only the two processes that inherited the pair can speak, which is why
+reading pickles from it is no more dangerous than the ``fork`` that made them. A frame is an 8-byte
+length and a pickle; a file descriptor may ride on the length.
+
+Whoever waits does not wait for the socket but for a *bell* (an ``eventfd``), which is rung once the
+message is there. Linux takes it that whoever writes to a socket is about to wait, and wakes the
+reader on the writer's own core; but a worker that has offered its gradient goes on, and would only
+be held up. A bell wakes the reader on a core that has nothing to do. Without bells (not Linux)
+sockets do.
+
+A worker *sends*: it waits until the other side has made room. The server *posts*: what finds no
+room (a worker that is stopped, or slow to read an answer of many megabytes) is kept, and goes out
+when there is some, so that no worker can hold up the others.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import socket
+import struct
+from array import array
+from collections import deque
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from hybridtrain.worlds.local.host_pickle import pickled
+
+_HEADER, _INT = struct.Struct("<Q"), struct.Struct("i")
+_READ_BYTES = 1 << 20
+_SEND_BYTES = 1 << 16  # at a time, less than a socket holds: a bell is rung before it is full
+
+
+class ChannelClosed(ConnectionError):
+    """The other side is gone."""
+
+
+class Channel:
+    """One end of the pair.
+
+    Args:
+        sock: a connected stream socket; the channel owns it.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        sock.set_inheritable(False)  # a spawned worker gets it so
+        self._inbox = bytearray()
+        self._hears: int | None = None  # the bell that the other side rings
+        self._rings: int | None = None
+        self._kept: deque[tuple[memoryview, int | None]] = deque()  # posted, but not gone out
+
+    @property
+    def sock(self) -> socket.socket:
+        """Its end, for a process that must not inherit it."""
+        return self._socket
+
+    def fileno(self) -> int:
+        """For ``select``: readable when something may have arrived."""
+        return self._socket.fileno() if self._hears is None else self._hears
+
+    def give_bells(self, beside: int | None = None) -> None:
+        """Make bells and send them to the other side, which must ``take_bells``.
+
+        ``beside``: one more descriptor for the other side.
+        """
+        if hasattr(os, "eventfd"):
+            flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+            self._hears, self._rings = os.eventfd(0, flags), os.eventfd(0, flags)
+        given = (beside, self._rings, self._hears)
+        socket.send_fds(self._socket, [b"b"], [fd for fd in given if fd is not None])
+
+    def take_bells(self) -> int | None:
+        """Those that the other side has made; returns what came beside them.
+
+        Raises:
+            ChannelClosed: if it is gone.
+        """
+        try:
+            said, fds = _receive(self._socket, 1, 3)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+        if not said:
+            raise ChannelClosed("the other side is gone")
+        if len(fds) >= 2:
+            self._hears, self._rings = fds[-2:]
+        return fds[0] if len(fds) % 2 else None
+
+    def send(self, message: Any, fd: int | None = None) -> None:
+        """Send one message, and a descriptor with it. Blocks while the other side's buffer is full.
+
+        Raises:
+            ChannelClosed: if nobody is there.
+        """
+        body = pickled(message)
+        header = _HEADER.pack(len(body))
+        try:
+            if fd is not None:
+                socket.send_fds(self._socket, [header], [fd])
+                self._send(body)
+            else:
+                self._send(header + body)
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    def _send(self, content: bytes) -> None:
+        """All of it; the other side is told often enough to make room."""
+        rest = memoryview(content)
+        for start in range(0, len(content), _SEND_BYTES):
+            self._socket.sendall(rest[start : start + _SEND_BYTES])
+            if self._rings is not None:
+                os.eventfd_write(self._rings, 1)
+
+    def post(self, message: Any, fd: int | None = None) -> bool:
+        """Send one message, and a descriptor with it, without waiting for room.
+
+        False: ``flush`` must send the rest when ``sink`` can be written to.
+
+        Raises:
+            ChannelClosed: if nobody is there.
+        """
+        body = pickled(message)
+        self._kept.append((memoryview(_HEADER.pack(len(body)) + body), fd))
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what is kept, as far as there is room. False if there is not enough.
+
+        Raises:
+            ChannelClosed: if nobody is there.
+        """
+        total = 0
+        while self._kept:
+            content, fd = self._kept[0]
+            if not (sent := self._send_some(content, fd)):
+                break
+            total += sent
+            if sent < len(content):
+                self._kept[0] = content[sent:], None
+            else:
+                self._kept.popleft()
+        if total and self._rings is not None:
+            os.eventfd_write(self._rings, 1)
+        return not self._kept
+
+    def _send_some(self, content: memoryview, fd: int | None) -> int:
+        """As many bytes as there is room for now; the descriptor rides on the first."""
+        beside = () if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
+        try:
+            return self._socket.sendmsg([content], beside, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ChannelClosed(str(error)) from error
+
+    @property
+    def sink(self) -> int:
+        """The socket's own descriptor, which says when there is room."""
+        return self._socket.fileno()
+
+    def receive(self) -> tuple[Any, int | None]:
+        """The next message and its descriptor, if any. Blocks.
+
+        Raises:
+            ChannelClosed: if the other side is gone.
+        """
+        try:
+            self._wait()
+            header, fds = self._read_header()
+            body = self._read_exactly(*_HEADER.unpack(header))
+        except OSError as error:  # a reset, if the other side has gone without listening
+            raise ChannelClosed(str(error)) from error
+        return pickle.loads(body), (fds[0] if fds else None)
+
+    def _wait(self) -> None:
+        """Until something is there, or the other side is gone."""
+        while self._hears is not None and not self.ready():
+            self._poll.poll()
+            self._silence()
+
+    @cached_property
+    def _poll(self) -> select.poll:
+        poll = select.poll()
+        poll.register(self._socket, 0)  # only its end
+        poll.register(self.fileno(), select.POLLIN)
+        return poll
+
+    def _silence(self) -> None:
+        """The bell has been heard."""
+        if self._hears is not None:
+            with suppress(BlockingIOError):
+                os.eventfd_read(self._hears)
+
+    def _read_header(self) -> tuple[bytes, list[int]]:
+        header = b""
+        fds: list[int] = []
+        while len(header) < _HEADER.size:
+            part, more = _receive(self._socket, _HEADER.size - len(header), 1)
+            if not part:
+                raise ChannelClosed("the other side is gone")
+            header, fds = header + part, fds + more
+        return header, fds
+
+    def _read_exactly(self, length: int) -> bytearray:
+        buffer = bytearray(length)
+        view = memoryview(buffer)
+        while view:
+            count = self._socket.recv_into(view)
+            if not count:
+                raise ChannelClosed("the other side is gone")
+            view = view[count:]
+        return buffer
+
+    def ready(self) -> bool:
+        """Whether something has arrived, be it the end."""
+        try:
+            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def messages(self) -> Iterator[Any]:
+        """What has arrived so far, whole messages only; never waits for the rest of one.
+
+        Raises:
+            ChannelClosed: if the other side is gone, once all its messages have been taken.
+        """
+        self._silence()
+        closed = not self._fill()
+        while len(self._inbox) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._inbox)
+            end = _HEADER.size + length
+            if len(self._inbox) < end:
+                break
+            body = bytes(memoryview(self._inbox)[_HEADER.size : end])
+            del self._inbox[:end]
+            yield pickle.loads(body)
+        if closed:
+            raise ChannelClosed("the other side is gone")
+
+    def _fill(self) -> bool:
+        """Take what the kernel holds. False at the end of the stream."""
+        while True:
+            try:
+                part = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if not part:
+                return False
+            self._inbox += part
+            if len(part) < _READ_BYTES:
+                return True
+
+    def close(self) -> None:
+        """Close this end; in a process that was forked from its owner, for that process only."""
+        self._socket.close()
+        for bell in (self._hears, self._rings):
+            if bell is not None:
+                os.close(bell)
+        self._hears = self._rings = None
+
+
+def _receive(sock: socket.socket, n_bytes: int, n_fds: int) -> tuple[bytes, list[int]]:
+    """Bytes and descriptors, which what this process starts does not inherit.
+
+    ``socket.recv_fds`` takes no heed of its flags.
+    """
+    room = socket.CMSG_SPACE(n_fds * _INT.size)
+    said, beside, _, _ = sock.recvmsg(n_bytes, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+    fds = array("i")
+    for level, kind, content in beside:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
+    for fd in fds:
+        os.set_inheritable(fd, False)  # where there is no such flag
+    return said, fds.tolist()
+
+
+def channel_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,0 +1,339 @@
+"""Worker processes on this host: started, served and supervised by this one.
+
+Theory of operation. The parent starts W workers, each with one end of a socket pair, and then does
+three things in one loop: it carries messages between the workers and the server, it watches the
+processes (a dead one is seen within milliseconds), and it reacts to signals.
+What follows when a worker fails or dies is the judge's decision. Either it is the beginning of the
+end, as a signal is: everybody is asked to stop, given ``grace_s`` seconds (none, if another signal
+comes), and then killed. Or the others go on without it, or another process takes its place. Who is
+there, who comes back and who writes the last checkpoint is known to the roster, which says what is
+to be done (:mod:`hybridtrain.recovery.roster`). No process outlives ``run``.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from selectors import BaseSelector, DefaultSelector
+from typing import Any
+
+from hybridtrain.monitoring.standstill import Standstill
+from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
+from hybridtrain.protocol.early_gradients import GradientsReady
+from hybridtrain.protocol.messages import (
+    Average,
+    Begin,
+    Described,
+    Gather,
+    Install,
+    Paused,
+    Push,
+    Resumed,
+    Share,
+    Shared,
+    Stopped,
+)
+from hybridtrain.protocol.notices import Progress, RequestProgress, Saved, SavePermission, Stop
+from hybridtrain.recovery.actions import (
+    Act,
+    Ask,
+    BreakOff,
+    GiveUp,
+    Kill,
+    KillAll,
+    Name,
+    Say,
+    Start,
+)
+from hybridtrain.recovery.failure_policy import End, GoOn, Judge, OnFailure, Replace
+from hybridtrain.recovery.lifecycle import AWAY, THERE, LifecycleEvent, WorkerState
+from hybridtrain.recovery.roster import Roster
+from hybridtrain.server.interface import ServerInterface
+from hybridtrain.server.refusals import standing
+from hybridtrain.server.rounds import Replies
+from hybridtrain.worlds.local.channel import ChannelClosed
+from hybridtrain.worlds.local.cpu_affinity import one_thread, stand_aside
+from hybridtrain.worlds.local.signals import Interrupted, caught_signals
+from hybridtrain.worlds.local.start_workers import WorkerStarter
+from hybridtrain.worlds.local.worker_exit import (
+    Failed,
+    Finished,
+    WorkerDied,
+    WorkerError,
+    in_words,
+)
+from hybridtrain.worlds.local.worker_main import Body
+from hybridtrain.worlds.local.worker_process import WorkerProcess
+
+Again = Callable[[bytes, int], Body]
+
+_POLL_S = 1.0
+_EVENTS = dict.fromkeys((Push, Average, Begin), LifecycleEvent.WAITS)
+_EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
+_SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
+
+
+@dataclass
+class ProcessWorld:
+    """Runs one job on W worker processes.
+
+    Args:
+        server: decides; used from this thread only.
+        n_workers: W.
+        start_method: ``fork``, ``spawn`` or ``forkserver``.
+        threads_per_worker: torch threads of each worker.
+        grace_s: how long workers may take to stop before they are killed.
+        judge: decides what follows from a failure.
+        watchdog: finds workers that hang.
+        places: the device of each worker, in words.
+    """
+
+    server: ServerInterface
+    n_workers: int
+    start_method: str = "fork"
+    threads_per_worker: int = 1
+    grace_s: float = 30.0
+    judge: Judge = field(default_factory=lambda: Judge(OnFailure()))
+    watchdog: Watchdog = field(default_factory=Watchdog)
+    places: Sequence[str] = ()
+    _failure: BaseException | None = None
+    _signals: list[int] = field(default_factory=list)
+    _look_at_s: float = 0.0  # when to see next who shares a core
+    _standstill: Standstill = field(default_factory=Standstill)
+
+    def run(self, body: Body, again: Again | None = None) -> list[Any]:
+        """Run ``body(client)`` in every worker; the results in the order of the workers.
+
+        Args:
+            body: what workers do.
+            again: what a worker does that is restarted, by what is told of where training is, and
+                how many updates there have been.
+
+        Raises:
+            Interrupted: if SIGINT or SIGTERM ended the run.
+            BaseException: what the first failing worker raised, with its traceback as a note.
+        """
+        whole_rounds = self.server.membership.rounds.requirements.whole_rounds
+        self._again = again
+        self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
+        n_workers, threads = self.n_workers, self.threads_per_worker
+        self._starter = WorkerStarter(n_workers, self.start_method, threads, self.places)
+        self._workers = self._starter.workers
+        self.server.membership.queue.made = lambda worker: self._workers[worker].heartbeat.made
+        with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
+            try:
+                self._starter.start(range(n_workers), body, selector)
+                while not self.roster.over:
+                    self._turn(selector)
+            finally:
+                self._starter.kill()
+                self._starter.close()
+                self.server.membership.queue.made = (
+                    None  # it knows this world, which knows the server
+                )
+                self.server.close()
+        if self._failure is not None:
+            raise self._failure
+        self.watchdog.conclude()
+        return [worker.result for worker in self._workers]
+
+    # ---- one turn of the loop -------------------------------------------------------------------
+
+    def _turn(self, selector: BaseSelector) -> None:
+        for key, _ in selector.select(self._timeout_s()):
+            kind, worker = key.data
+            if kind == "message":
+                self._listen(worker, selector)
+            elif kind == "exit":
+                self._reap(worker, selector)
+            elif kind == "room":
+                worker.make_room()
+            else:
+                os.read(key.fd, 64)
+        wake_at_s = self.server.wake_at_s
+        if wake_at_s is not None and time.monotonic() >= wake_at_s:
+            self._send(self.server.wake())
+        self._react_to_signals()
+        roster = self.roster
+        if roster.ending or roster.away:
+            pushed = self.server.membership.rounds.pushed
+            self._do(roster.advance(time.monotonic(), pushed), selector)
+        self._look()
+
+    def _look(self) -> None:
+        """Now and then: the scheduler moves processes about; workers may hang."""
+        if (now_s := time.monotonic()) > self._look_at_s:
+            self._look_at_s = now_s + _POLL_S
+            stand_aside(worker.pid for worker in self._workers if not worker.gone)
+            self._look_for_standstill(now_s)
+        if not self.roster.ending and now_s >= self.watchdog.due_s:
+            there = [worker for worker in self._workers if not worker.gone and not worker.cause]
+            self.watchdog.look(now_s, there)
+
+    def _look_for_standstill(self, now_s: float) -> None:
+        """All wait, no timer runs, and who is to come back does not."""
+        roster, workers = self.roster, self._workers
+        due = self.server.wake_at_s is not None or any(at_s > now_s for at_s in roster.next_s())
+        stands = not (roster.ending or due) and all(each.gone or each.asked for each in workers)
+        heard = sum(each.heard for each in workers)
+        if self._standstill.look(now_s, stands, heard, roster.telling):
+            who = {each.number: each.asked for each in workers if not each.gone}
+            self._failure = WorkerError(standing(self._standstill.for_s, who, roster.those(*AWAY)))
+            self._end()
+            self._send(self.server.break_off())
+
+    def _timeout_s(self) -> float:
+        times = [self.server.wake_at_s, None if self.roster.ending else self.watchdog.due_s]
+        if self.roster.ending or self.roster.away:
+            times += self.roster.next_s()
+        due_s = [at_s for at_s in times if at_s is not None]
+        return min([_POLL_S, *(max(0.0, at_s - time.monotonic()) for at_s in due_s)])
+
+    def _listen(self, worker: WorkerProcess, selector: BaseSelector) -> None:
+        if worker.channel not in selector.get_map():
+            return  # it has been closed, or its process reaped, since the selector saw something
+        try:
+            for message in worker.channel.messages():
+                worker.heard += 1
+                self._take(worker, message, selector)
+        except ChannelClosed:
+            selector.unregister(worker.channel)  # its sentinel will tell the rest
+
+    def _take(self, worker: WorkerProcess, message: Any, selector: BaseSelector) -> None:
+        roster, number = self.roster, worker.number
+        match message:
+            case Finished(result):
+                worker.request, worker.result = None, result
+                roster.finished(number)
+                self._send(self.server.finished(number))
+            case Failed():
+                worker.request = None  # it waits for no answer any more
+                self._fail(worker, message.rebuild(number, worker.place), message.waits)
+            case Progress(whom, payload, question):
+                self._do(roster.told(number, whom, question, payload), selector)
+            case Saved(well):
+                roster.saved(number, well)
+            case Stopped():
+                self._do(roster.stopped(number), selector)
+                self._send(self.server.note(number, message))
+            case Paused() | Resumed() | Described() | GradientsReady():
+                self._send(self.server.note(number, message))
+            case _:
+                worker.request = message
+                if (event := _EVENTS.get(type(message))) is not None:
+                    roster.on(number, event)
+                self._send(self.server.handle(number, message))
+
+    def _send(self, replies: Replies) -> None:
+        if self.server.failure is not None and self._failure is None:
+            self._failure = self.server.failure
+            self._end()
+        for number, reply in replies:
+            store, fd = self.server.store, None
+            if isinstance(reply, Shared) and store is not None:
+                fd = store.descriptor(reply.lent)
+            worker = self._workers[number]
+            worker.send(reply, fd)
+            if worker.request is None:
+                self.roster.on(number, LifecycleEvent.GOES_ON)
+
+    def _reap(self, worker: WorkerProcess, selector: BaseSelector) -> None:
+        self._listen(worker, selector)  # its last words
+        if worker.channel in selector.get_map():  # its own children may hold the line open
+            selector.unregister(worker.channel)
+        selector.unregister(worker.sentinel)
+        worker.bury()
+        if self.roster.states[worker.number] in THERE:
+            self._fail(worker, WorkerDied(worker.obituary()))
+        self.roster.reaped(worker.number)
+        if not worker.mourned:
+            self._send(self.server.lost(worker.number))
+
+    # ---- failures -------------------------------------------------------------------------------
+
+    def _fail(self, worker: WorkerProcess, error: BaseException, waits: bool = False) -> None:
+        """What follows is decided by the judge; ``waits``: to be told whether it is to save."""
+        now_s, number = time.monotonic(), worker.number
+        match self.roster.failed(number, error, now_s, self.server.training, waits):
+            case GoOn():
+                to_stderr(f"{in_words(error)}; the others go on without it{worker.aftermath()}")
+                worker.mourned = True
+                self._send(self.server.leave(number))
+            case Replace(delay_s, restart):
+                to_stderr(
+                    f"{in_words(error)}; restart {restart}, in {delay_s:g} s{worker.aftermath()}"
+                )
+                worker.mourned = True
+                self._send(self.server.miss(number))
+            case End(reason):
+                if reason:
+                    error.add_note(f"The run ends, because {reason}.")
+                self._give_up(number, error)
+        if waits and self.roster.states[number] is not WorkerState.STOPPED:
+            worker.send(SavePermission(False))
+
+    def _give_up(self, number: int, error: BaseException) -> None:
+        if self._failure is None:
+            self._failure = error
+        self._end()
+        self._send(self.server.note(number, Stopped(broke=True)))
+
+    # ---- what the roster wants ------------------------------------------------------------------
+
+    def _do(self, acts: Sequence[Act], selector: BaseSelector) -> None:
+        for act in acts:
+            match act:
+                case Ask(teller, whom, question):
+                    self._workers[teller].send(RequestProgress(whom, question))
+                case Start(number, told):
+                    self._restart(number, told, selector)
+                case Name(number, saves):
+                    self._workers[number].send(SavePermission(saves))
+                case GiveUp(number, reason):
+                    self._give_up(number, WorkerError(f"worker {number} is lost: {reason}"))
+                case Say(text):
+                    to_stderr(text)
+                case BreakOff():
+                    self._send(self.server.break_off())
+                case Kill(number):
+                    self._workers[number].kill()
+                case KillAll():
+                    self._starter.kill()
+
+    def _restart(self, number: int, told: bytes, selector: BaseSelector) -> None:
+        """Whoever comes to a meeting from now on waits for it."""
+        assert self._again is not None, "who restarts workers says what they do"
+        self._workers[number].close()
+        membership = self.server.membership
+        try:
+            self._starter.start(
+                [number], self._again(told, membership.statistics.version), selector
+            )
+        except OSError as error:  # too many processes, too little memory, no descriptor left
+            self._do(self.roster.refused(number, error, time.monotonic()), selector)
+            return
+        self.roster.started(number)
+        membership.back(number)
+        if self.roster.ending:
+            self._workers[number].send(Stop())
+
+    def _end(self) -> None:
+        """Everybody is asked to stop, once."""
+        if self.roster.ending:
+            return
+        asked = self.roster.those(*THERE)
+        lost = self.roster.stop(time.monotonic())
+        self._send([(number, Stop()) for number in asked])
+        for number in lost:
+            self._send(self.server.note(number, Stopped(broke=True)))
+
+    def _react_to_signals(self) -> None:
+        while self._signals:
+            signum = self._signals.pop(0)
+            if not self.roster.ending:
+                self._failure = Interrupted(signum)
+                self._end()
+            elif time.monotonic() > self.roster.began_s + _SAME_SIGNAL_S:
+                self.roster.insist()  # asked again: at once

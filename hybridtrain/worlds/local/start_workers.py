@@ -1,0 +1,99 @@
+"""Starts worker processes, all at first or one that takes another's place, and ends them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from selectors import BaseSelector
+
+from hybridtrain.worlds.local.channel import Channel, channel_pair
+from hybridtrain.worlds.local.process_spawner import ProcessSpawner
+from hybridtrain.worlds.local.worker_main import Body, SocketPair, WorkerStart, run_worker
+from hybridtrain.worlds.local.worker_process import WorkerProcess
+
+
+@dataclass
+class WorkerStarter:
+    """The processes of a run.
+
+    Args:
+        n_workers: W.
+        start_method: ``fork``, ``spawn`` or ``forkserver``.
+        threads: torch threads of each worker.
+        places: the device of each worker, in words.
+
+    ``workers``: the latest process of each.
+    """
+
+    n_workers: int
+    start_method: str
+    threads: int
+    places: Sequence[str] = ()
+    workers: list[WorkerProcess] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._spawner = ProcessSpawner(self.start_method)
+
+    def start(self, numbers: Sequence[int], body: Body, selector: BaseSelector) -> None:
+        """Start a process as each of these workers; all, or none.
+
+        Raises:
+            OSError: if the system has not enough processes, memory or descriptors left.
+        """
+        pairs: dict[int, SocketPair] = {}
+        try:
+            for number in numbers:
+                pairs[number] = channel_pair()
+            self._fork(numbers, body, pairs, selector)
+        except BaseException:
+            for ours, _ in pairs.values():
+                ours.close()
+            raise
+        finally:
+            for _, theirs in pairs.values():
+                theirs.close()
+
+    def _fork(
+        self,
+        numbers: Sequence[int],
+        body: Body,
+        pairs: dict[int, SocketPair],
+        selector: BaseSelector,
+    ) -> None:
+        lines = [worker.channel.sock for worker in self.workers if worker.number not in pairs]
+        parent = None if self.start_method == "forkserver" else os.getpid()
+        births = [WorkerStart(n, self.n_workers, self.threads, parent) for n in numbers]
+        forked = self.start_method == "fork"
+        rows = [each.arguments(body, pairs, lines if forked else None) for each in births]
+        processes = self._spawner.start(run_worker, rows)
+        try:
+            started = [
+                WorkerProcess.of(n, Channel(pairs[n][0]), process, self._place(n))
+                for n, process in zip(numbers, processes, strict=True)
+            ]
+        except BaseException:
+            for process in processes:
+                process.kill()
+                process.join()
+            raise
+        for worker in started:
+            self.workers[worker.number : worker.number + 1] = [worker]
+            worker.attend(selector)
+
+    def _place(self, number: int) -> str:
+        return self.places[number] if self.places else ""
+
+    def kill(self) -> None:
+        """End all, at once."""
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            if not worker.gone:
+                worker.process.join()
+
+    def close(self) -> None:
+        """All have ended."""
+        for worker in self.workers:
+            worker.close()
+        self._spawner.close()

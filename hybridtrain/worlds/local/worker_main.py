@@ -1,0 +1,137 @@
+"""What happens in a worker process before and after the user's code."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
+from hybridtrain.protocol.messages import Stopped
+from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.worlds.local.channel import Channel, ChannelClosed
+from hybridtrain.worlds.local.forked_child import end_child, mute_children
+from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
+from hybridtrain.worlds.local.worker_exit import Failed, Finished
+
+Body = Callable[[Client], Any]
+SocketPair = tuple[socket.socket, socket.socket]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64-bit systems
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """What a worker needs to know from its parent.
+
+    ``parent_pid`` is ``None`` where a fork server stands in between, which ends with the parent.
+    """
+
+    worker: int
+    n_workers: int
+    threads: int
+    parent_pid: int | None
+
+    def arguments(
+        self, body: Body, pairs: Mapping[int, SocketPair], lines: Sequence[socket.socket] | None
+    ) -> tuple[Any, ...]:
+        """Of ``run_worker``; ``lines``: what a fork inherits and has to close, if it is one."""
+        mine = pairs[self.worker][1]
+        others = [each for pair in pairs.values() for each in pair if each is not mine]
+        return self, mine, body, [] if lines is None else [*others, *lines]
+
+
+def run_worker(
+    birth: WorkerStart, sock: socket.socket, body: Body, inherited: list[socket.socket]
+) -> None:
+    """The main function of a worker process: run ``body``, report how it ended."""
+    for other in inherited:
+        other.close()  # or this worker would keep its siblings' lines open
+    if inherited:
+        atexit._clear()  # forked: what is registered is the parent's
+    _prepare_process(birth)
+    channel = Channel(sock)
+    client = Client(birth.worker, birth.n_workers, channel)
+    try:
+        client.heartbeat = Heartbeat(channel.take_bells())
+        client.heartbeat.tell_stacks()
+        mute_children(client, channel)
+        outcome = _outcome(client, body)
+        client.heartbeat.beat(Doing.ENDING)
+        _run_exit_functions()
+        if outcome is not None:
+            _report(channel, outcome)
+    except ChannelClosed:
+        sys.stderr.flush()
+        os._exit(1)  # the parent is gone; there is nobody to tell
+    finally:
+        channel.close()
+
+
+def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped | None:
+    try:
+        result = body(client)
+        if client.forked:
+            end_child(None)
+        return Finished(result)
+    except BaseException as error:  # SystemExit too: the parent must hear of it, if it has not
+        if client.forked:
+            end_child(error)
+        if isinstance(error, StopRequested):
+            return Stopped()
+        if isinstance(error, ChannelClosed):
+            raise
+        return None if client.heartbeat.failed_in else Failed.of(error, client.heartbeat.where)
+
+
+def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        channel.send(outcome)
+    except ChannelClosed:
+        raise
+    except Exception as error:  # a result that cannot be pickled
+        channel.send(Failed.of(error))
+
+
+def _run_exit_functions() -> None:
+    """What libraries have registered in this process (loggers that upload).
+
+    ``multiprocessing`` leaves without; what was inherited by a fork is the parent's to do.
+    """
+    with suppress(Exception):
+        atexit._run_exitfuncs()
+
+
+def _prepare_process(birth: WorkerStart) -> None:
+    die_with_parent(birth.parent_pid)
+    bind_loaders()
+    # Ctrl-C reaches the whole process group, a service manager's SIGTERM often too. The parent
+    # decides what follows; a worker that dies on its own would tear the run apart.
+    signal.set_wakeup_fd(-1)  # the parent's, if forked
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_freed_memory()
+    torch.set_num_threads(birth.threads)
+    torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
+
+
+def keep_freed_memory() -> None:
+    """Stop glibc from giving every large temporary back to the kernel and mapping it anew."""
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError):
+        pass  # not glibc: nothing to tune

@@ -1,0 +1,142 @@
+"""Where virtual workers' mini-batches come from: the same shares, and the same queue, as elsewhere.
+
+In lock-step every worker has its fixed share of each global mini-batch; else it asks the server's
+queue. At the end of an epoch all meet, as they would for a validation, and begin the next one with
+the newest parameters. Drawing takes no time: real workers draw ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from hybridtrain.exchanges import Exchange
+from hybridtrain.memory import Store
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
+from hybridtrain.protocol.spans import dealt, positions, total
+from hybridtrain.server.server import Server
+from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.worlds.virtual.idle_optimizers import IdleOptimizers
+from hybridtrain.worlds.virtual.training_task import (
+    MakeOptimizer,
+    SimulatedReplicas,
+    Task,
+    TrainingTask,
+    layout_of,
+)
+
+
+def register_workers(
+    server: Server,
+    task: Task | None,
+    optimizer: MakeOptimizer | None,
+    n_workers: int,
+    exchange: Exchange,
+    update: NamedUpdate | None = None,
+) -> tuple[SimulatedReplicas | None, EpochSource | None]:
+    """Have the server train the task, if there is one; who computes, and what data there are."""
+    if task is None or optimizer is None:
+        server.adopt(None, IdleOptimizers())
+        return None, None
+    requirements = server.requirements
+    store = Store(layout_of(task), n_workers, private_parameters=True, holding=requirements.holds)
+    replicas = SimulatedReplicas(task, optimizer, store, exchange, update)
+    server.adopt(store, replicas.optimizers)
+    if not isinstance(task, TrainingTask):
+        return replicas, None
+    return replicas, EpochSource(task, server)
+
+
+class EpochSource:
+    """Leads workers through the epochs of a task.
+
+    Args:
+        task: what there is to do.
+        server: says how mini-batches are shared out, and deals them where they are not fixed.
+    """
+
+    def __init__(self, task: TrainingTask, server: Server) -> None:
+        self._task, self._server = task, server
+        self._shares = server.requirements.data == "shares"
+        self._turns = server.requirements.takes_turns
+        table = task.timetable
+        self._places = dealt(table.sizes)
+        self._epoch = 0  # how often all have met
+        self._step = [0] * len(table.sizes)  # of each worker, in the epoch
+        self._ended: set[int] = set()  # who has had the last of its mini-batches
+        self._groups: Groups | None = None  # news of the hyper-parameters, for the next push
+        self._version = 0
+
+    # ---- mini-batches ---------------------------------------------------------------------------
+
+    def next(self, worker: int) -> Push | None:
+        """What the worker will push after its next mini-batch; ``None``: the epoch has no more."""
+        if worker in self._ended:
+            return None
+        return self._share(worker) if self._shares else self._draw(worker)
+
+    def _share(self, worker: int) -> Push | None:
+        """The worker's part of the next global mini-batch, if something is left of it."""
+        table = self._task.timetable
+        whole = sum(table.sizes)
+        begin = self._step[worker] * whole
+        if begin >= (table.length // whole * whole if table.drop_last else table.length):
+            return None
+        self._step[worker] += 1
+        own = [begin + p for p in self._places[worker] if begin + p < table.length]
+        return self._study(worker, own) if own else None
+
+    def _draw(self, worker: int) -> Push | None:
+        table, lap = self._task.timetable, LoaderPass(0, self._epoch)
+        ask = Draw(
+            lap, ((0, table.length),), table.length, table.sizes, table.drop_last,
+            begins=self._step[worker] == 0, turn=int(self._turns),
+        )  # fmt: skip
+        ((_, ticket),) = self._server.handle(worker, ask)
+        assert isinstance(ticket, Ticket), ticket
+        self._step[worker] += 1
+        n_drawn = total(ticket.spans)
+        if n_drawn < table.sizes[worker]:
+            self._ended.add(worker)  # as loaders do, which make mini-batches by counting
+        if not n_drawn:
+            return None
+        push = self._study(worker, list(positions(ticket.spans)))
+        return replace(push, covers=(DrawnBatch(lap, ticket.spans),))
+
+    def _study(self, worker: int, own: Sequence[int]) -> Push:
+        return Push(0, self._task.study(worker, self._epoch, own))
+
+    # ---- epochs ---------------------------------------------------------------------------------
+
+    @property
+    def tag(self) -> str:
+        """Names the meeting at the end of this epoch."""
+        return f"the end of epoch {self._epoch}"
+
+    def meet(self) -> None:
+        """All have ended the epoch."""
+        self._epoch += 1
+        self._step = [0] * len(self._step)
+        self._ended.clear()
+        self._groups = self._task.epoch_ended() or self._groups
+
+    def admit(self, worker: int) -> None:
+        """The worker joins where the others are."""
+        self._ended.discard(worker)
+        self._step[worker] = max(self._step) if self._shares else 0
+
+    # ---- schedules ------------------------------------------------------------------------------
+
+    def told(self, push: Push, replicas: SimulatedReplicas) -> Push:
+        """The push, with what has changed of the hyper-parameters."""
+        if self._groups is None:
+            return push
+        groups, self._groups = replicas.tell(self._groups), None
+        return replace(push, groups=groups)
+
+    def updated(self, version: int) -> None:
+        """So many updates have been made."""
+        if version > self._version:
+            self._version = version
+            self._groups = self._task.updated(version) or self._groups

@@ -1,0 +1,113 @@
+"""How long a mini-batch takes, drawn from a distribution: service times in virtual seconds.
+
+Each worker has a stream of random numbers of its own, so that what one worker does never changes
+what another one draws, and a run repeats itself for its seed. What a run has recorded is such a
+stream, too (:mod:`hybridtrain.worlds.virtual.measured_times`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from hybridtrain.errors import UserError
+
+Draw = Callable[[], float]
+
+# What each distribution needs beside its mean, with defaults.
+SHAPES: dict[str, tuple[str, float]] = {
+    "constant": ("", 0.0),
+    "exponential": ("", 0.0),
+    "shifted_exponential": ("shift", 0.5),  # this share of the mean is always needed
+    "pareto": ("alpha", 2.5),  # the tail's exponent; below 2 its variance is infinite
+    "lognormal": ("sigma", 0.5),  # standard deviation of the logarithm
+}
+
+
+class Times(Protocol):
+    """Service times of any number of workers."""
+
+    def stream(self, worker: int, seed: int) -> Draw:
+        """The worker's service times in seconds, one after the other, the same for a seed."""
+        ...
+
+    def expected_s(self, worker: int) -> float:
+        """Their mean."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTimes:
+    """A distribution of service times.
+
+    Args:
+        kind: one of ``SHAPES``.
+        mean_s: expected seconds per mini-batch of an ordinary worker.
+        shape: the distribution's own parameter; by default as in ``SHAPES``.
+        slower: factor by which some workers take longer, by their numbers.
+
+    Raises:
+        UserError: if there is no such distribution.
+    """
+
+    kind: str = "exponential"
+    mean_s: float = 1.0
+    shape: float | None = None
+    slower: Mapping[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kind not in SHAPES:
+            raise UserError(f"compute={self.kind!r} was given; known are {', '.join(SHAPES)}")
+        positive("compute.mean_s", self.mean_s)
+        check_slower(self.slower)
+        name, value = SHAPES[self.kind][0], self._shape()
+        if name == "shift" and not 0 <= value <= 1:
+            raise UserError(f"compute.shift={value} was given; it is a share of the mean, 0 to 1")
+        if name == "alpha" and value <= 1:
+            raise UserError(f"compute.alpha={value} was given; from 1 down there is no mean")
+        if name == "sigma" and value < 0:
+            raise UserError(f"compute.sigma={value} was given; it must not be negative")
+
+    def stream(self, worker: int, seed: int) -> Draw:
+        """The worker's service times, one after the other."""
+        return self._scaled(Random(f"{seed}/{worker}"), self.expected_s(worker))
+
+    def expected_s(self, worker: int) -> float:
+        """The mean of what :meth:`stream` gives."""
+        return self.mean_s * self.slower.get(worker, 1.0)
+
+    def _shape(self) -> float:
+        return SHAPES[self.kind][1] if self.shape is None else self.shape
+
+    def _scaled(self, random: Random, mean_s: float) -> Draw:
+        """With this mean. The exponentials are drawn by inversion, in one call."""
+        shape, uniform, log = self._shape(), random.random, math.log
+        match self.kind:
+            case "exponential":
+                return lambda: -mean_s * log(1.0 - uniform())
+            case "shifted_exponential":
+                return lambda: mean_s * (shape - (1 - shape) * log(1.0 - uniform()))
+            case "pareto":
+                return lambda: mean_s * random.paretovariate(shape) * (shape - 1) / shape
+            case "lognormal":
+                return lambda: mean_s * math.exp(random.gauss(-shape * shape / 2, shape))
+        return lambda: mean_s
+
+
+def positive(name: str, value: float) -> None:
+    """Refuse what is not a positive, finite number.
+
+    Raises:
+        UserError: naming it.
+    """
+    if not (value > 0 and math.isfinite(value)):
+        raise UserError(f"{name}={value} was given; it must be a positive number")
+
+
+def check_slower(slower: Mapping[int, float]) -> None:
+    """Refuse impossible factors; raises UserError."""
+    for worker, factor in slower.items():
+        positive(f"slower.{worker}", factor)

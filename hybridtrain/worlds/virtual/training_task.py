@@ -1,0 +1,210 @@
+"""Something to train in virtual time: all workers' gradients, computed by one process.
+
+Legend: P elements of one dtype's buffer, W workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from hybridtrain.exchanges import Exchange, Offer
+from hybridtrain.memory import Layout, Store
+from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
+from hybridtrain.updates import Optimizers, build_update
+from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.updates.thread_pool import Pool
+
+MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+class Task(Protocol):
+    """Something to train: parameters, and gradients at any point."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The initial values."""
+        ...
+
+    def gradient(
+        self, worker: int, values: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """Of the worker's mini-batch, at these parameters; each in its parameter's shape.
+
+        ``None``: the parameter has none.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """How an epoch is made into mini-batches: ``length`` positions, ``sizes`` of each worker."""
+
+    length: int
+    sizes: tuple[int, ...]
+    drop_last: bool = False
+
+
+@runtime_checkable
+class TrainingTask(Task, Protocol):
+    """A task with data: workers go through epochs of mini-batches."""
+
+    timetable: Timetable
+    clip: Clip | None  # of the merged gradient
+    loss: float  # of the last gradient
+
+    def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
+        """The worker's next mini-batch, by positions in the epoch; its weight in samples."""
+        ...
+
+    def updated(self, version: int) -> Groups | None:
+        """So many updates have been made: the hyper-parameters, where a schedule changes them."""
+        ...
+
+    def epoch_ended(self) -> Groups | None:
+        """Everybody has ended an epoch: the hyper-parameters, where a schedule changes them."""
+        ...
+
+
+class SimulatedWorker:
+    """What an exchange sees of one worker, whose parameters and optimizer are its own.
+
+    Args:
+        worker: its number.
+        store: has the masters, as the worker has read them last.
+        make_optimizer: makes the user's optimizer.
+        exchange: of this worker alone.
+    """
+
+    def __init__(
+        self, worker: int, store: Store, make_optimizer: MakeOptimizer, exchange: Exchange
+    ) -> None:
+        self.masters = [store.parameter(worker, slot) for slot in store.layout.slots]
+        self._trained = [torch.nn.Parameter(master.clone()) for master in self.masters]
+        self.parameters = [parameter.data for parameter in self._trained]
+        self.optimizer = make_optimizer(self._trained)
+        self.exchange = deepcopy(exchange)
+        self.samples = 0.0
+        self.covers: tuple[DrawnBatch, ...] = ()  # not handed over yet
+        self.fetches = True  # with what was handed over last
+
+    @property
+    def gradients(self) -> list[torch.Tensor | None]:
+        return [parameter.grad for parameter in self._trained]
+
+    def step(self) -> None:
+        self.optimizer.step()
+
+    def advance(self, gradients: Sequence[torch.Tensor | None], samples: float) -> Offer | None:
+        """One step with these gradients."""
+        for parameter, gradient in zip(self._trained, gradients, strict=True):
+            parameter.grad = None if gradient is None else gradient.clone()
+        self.samples = samples
+        with torch.no_grad():
+            return self.exchange.step(self)
+
+    def take(self) -> None:
+        """The release has come."""
+        if self.fetches:
+            self.exchange.take(self, self.masters)
+
+
+class SimulatedReplicas:
+    """The workers' rows: each has a gradient, and parameters as it has read them.
+
+    Args:
+        task: what is trained.
+        make_optimizer: makes the user's optimizer for the task's parameters.
+        store: masters and W rows, of the task's layout.
+        exchange: what workers hand over.
+        update: how the masters move, unless it is as the exchange wants it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        make_optimizer: MakeOptimizer,
+        store: Store,
+        exchange: Exchange,
+        update: NamedUpdate | None = None,
+    ) -> None:
+        self.task, self.store = task, store
+        slots = store.layout.slots
+        for slot, value in zip(slots, task.parameters(), strict=True):
+            store.master(slot).copy_(value)
+        masters = [torch.nn.Parameter(store.master(slot)) for slot in slots]
+        number_of = {id(master): number for number, master in enumerate(masters)}
+        own, pool = exchange.parameters == "own", Pool(1)
+        self.update = update or NamedUpdate(exchange.update)
+        optimizer = self.update.over(make_optimizer(masters), inherits=not own)
+        numbers = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        self.optimizers = Optimizers([build_update(optimizer, numbers, store, pool)], store, pool)
+        for worker in range(store.n_workers):
+            store.refresh(worker)
+        self._workers = [
+            SimulatedWorker(worker, store, make_optimizer, exchange)
+            for worker in range(store.n_workers if own else 0)
+        ]
+
+    def compute(self, worker: int, push: Push) -> Push | None:
+        """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
+        own = self._workers[worker] if self._workers else None
+        slots = self.store.layout.slots
+        values = [self.store.parameter(worker, slot) for slot in slots]
+        gradients = self.task.gradient(worker, own.parameters if own is not None else values)
+        if own is not None:
+            own.covers += push.covers
+            return self._offered(worker, own, own.advance(gradients, push.weight))
+        absent = self._into_row(worker, gradients)
+        if isinstance(self.task, TrainingTask):
+            return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
+        return replace(push, absent=absent) if absent else push
+
+    def flush(self, worker: int) -> Push | None:
+        """What the worker has not handed over yet, as it meets the others."""
+        if not self._workers:
+            return None
+        own = self._workers[worker]
+        with torch.no_grad():
+            return self._offered(worker, own, own.exchange.flush(own))
+
+    def take(self, worker: int) -> None:
+        """The server has released the worker."""
+        if self._workers:
+            with torch.no_grad():
+                self._workers[worker].take()
+
+    def tell(self, groups: Groups) -> Groups | None:
+        """New hyper-parameters, for the workers; returns those that the server is to have."""
+        for own in self._workers:
+            for group, changed in zip(own.optimizer.param_groups, groups, strict=True):
+                group.update(changed)
+        return groups if self.update.is_users or not self._workers else None
+
+    def _offered(self, worker: int, own: SimulatedWorker, offer: Offer | None) -> Push | None:
+        if offer is None:
+            return None
+        covers, own.covers, own.fetches = own.covers, (), offer.fetch
+        absent = self._into_row(worker, offer.values)
+        loss = self.task.loss if isinstance(self.task, TrainingTask) else None
+        return Push(0, offer.weight, absent, covers=covers, loss=loss, fetch=offer.fetch)
+
+    def _into_row(self, worker: int, values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+        """Returns the numbers of the parameters for which there is nothing."""
+        for slot, value in zip(self.store.layout.slots, values, strict=True):
+            row = self.store.gradient(worker, slot)
+            row.zero_() if value is None else row.copy_(value)
+        return tuple(number for number, value in enumerate(values) if value is None)
+
+    def masters(self) -> list[torch.Tensor]:
+        """The master parameters as they are now, copied."""
+        return [self.store.master(slot).clone() for slot in self.store.layout.slots]
+
+
+def layout_of(task: Task) -> Layout:
+    """Where the task's parameters lie."""
+    return Layout.of((f"{number}", value) for number, value in enumerate(task.parameters()))

@@ -1,0 +1,98 @@
+"""Running the command line inside the test process."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.zygote import Zygote
+
+
+@dataclass
+class Result:
+    """What a command printed and how it ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def complaint(self) -> str:
+        """The one line of stderr; fails when there are more or none."""
+        lines = self.err.strip().splitlines()
+        assert len(lines) == 1, f"expected one line, got:\n{self.err}"
+        return lines[0]
+
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs write below the working directory and change the environment; both are put back."""
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def zygotes() -> Iterator[list[Zygote]]:
+    """The one in use, once there is one."""
+    made: list[Zygote] = []
+    yield made
+    for zygote in made:
+        zygote.close()
+
+
+@pytest.fixture
+def zygote(zygotes: list[Zygote]) -> Zygote:
+    """Forks command lines as processes; another one if a test was cut off while it waited."""
+    if zygotes and zygotes[-1].busy:
+        zygotes.pop().close()
+    if not zygotes:
+        zygotes.append(Zygote())
+    return zygotes[-1]
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    """``command("task=digits", ...)`` runs the command line and returns what came of it."""
+    from hybridtrain.cli.entry import main
+
+    def run(*arguments: str) -> Result:
+        capfd.readouterr()
+        code = main(list(arguments))
+        out, err = capfd.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+@contextmanager
+def in_use(directory: str | Path) -> Iterator[None]:
+    """As if another run were in it."""
+    fd = os.open(Path(directory, ".lock"), os.O_RDWR | os.O_CREAT)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    said = {"pid": 1, "host": socket.gethostname(), "since": "2026-11-22 20:00:00+00:00"}
+    os.write(fd, json.dumps(said).encode())
+    try:
+        yield
+    finally:
+        os.close(fd)
+
+
+def summary(directory: str | Path) -> dict[str, Any]:
+    """The summary that a run left in ``directory``."""
+    content: dict[str, Any] = json.loads((Path(directory) / "summary.json").read_text())
+    return content

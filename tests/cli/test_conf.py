@@ -1,0 +1,164 @@
+"""The configuration: complete, documented where it stands, and true of the code it names."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+
+from hybridtrain.cli.hydra_config import complete_overrides, compose_config, conf_dir, groups
+from hybridtrain.cli.validation.target_checks import check_targets
+from hybridtrain.exchanges import exchange_of, make_exchange
+from hybridtrain.policies import POLICIES, make_policy
+from hybridtrain.registration import DESCRIPTIONS, SCHEMES
+
+CHOICES = [(group, name) for group, names in groups().items() for name in names if name != "own"]
+FILES = sorted(x for x in conf_dir().rglob("*.yaml"))
+
+
+def test_every_group_of_the_issue_exists() -> None:
+    wanted = "task model data strategy optimizer trainer callbacks logger experiment"
+    assert set(groups()) == set(wanted.split())
+
+
+@pytest.mark.parametrize(("group", "name"), CHOICES, ids=[f"{x}={y}" for x, y in CHOICES])
+def test_every_choice_composes_and_names_classes_that_take_its_options(
+    group: str, name: str
+) -> None:
+    cfg = compose_config([f"{group}={name}", "++run_dir=somewhere"])
+    for key in ("model", "data", "optimizer", "strategy", "callbacks", "logger"):
+        try:
+            check_targets(OmegaConf.masked_copy(cfg, [key]))
+        except ModuleNotFoundError as error:
+            pytest.skip(f"{error.name} is not installed")
+
+
+@pytest.mark.parametrize("path", FILES, ids=[str(x.relative_to(conf_dir())) for x in FILES])
+def test_every_file_says_what_it_is_for(path: Path) -> None:
+    lines = [x for x in path.read_text().splitlines() if not x.startswith("# @package")]
+    assert lines[0].startswith("# ")
+    assert len(lines[0]) > 15
+
+
+def test_the_trainers_keys_are_lightnings_with_lightnings_defaults() -> None:
+    ours = dict(compose_config(["++run_dir=somewhere"]).trainer)
+    lightning = inspect.signature(pl.Trainer).parameters
+    assert set(ours) - {"_target_"} == set(lightning) - {"strategy", "logger", "callbacks"}
+    changed = {k for k, v in ours.items() if k in lightning and v != lightning[k].default}
+    assert changed <= {
+        *("default_root_dir", "num_sanity_val_steps", "log_every_n_steps", "max_epochs"),
+        *("enable_checkpointing", "enable_progress_bar", "enable_model_summary"),
+        "gradient_clip_val",  # of the task
+    }
+
+
+def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
+    assert set(POLICIES) == set(groups()["strategy"]) - {"ddp", *SCHEMES}
+    for name in POLICIES:
+        given = compose_config([f"strategy={name}", "++run_dir=somewhere"]).strategy.policy
+        options = {} if isinstance(given, str) else dict(given)
+        assert options.pop("name", given) == name
+        assert set(options) == set(inspect.signature(POLICIES[name]).parameters)
+
+
+def test_every_policy_that_needs_no_parameters_is_a_name_for_lightnings_trainer() -> None:
+    assert set(DESCRIPTIONS) == (set(POLICIES) - {"switch"}) | set(SCHEMES)
+    for name in DESCRIPTIONS:
+        parts = SCHEMES.get(name, {"policy": name})
+        trainer = pl.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)
+        assert type(trainer.strategy.policy) is type(make_policy(parts["policy"]))
+        expected = exchange_of(make_policy(parts["policy"]), parts.get("exchange"))
+        assert trainer.strategy.exchange == expected
+
+
+def test_every_scheme_is_the_same_from_the_command_line_and_by_its_name() -> None:
+    for name, parts in SCHEMES.items():
+        row = compose_config([f"strategy={name}", "++run_dir=somewhere"]).strategy
+        assert row.policy == parts["policy"]
+        assert make_exchange(dict(row.exchange)) == make_exchange(parts["exchange"])
+
+
+@pytest.mark.parametrize("name", groups()["optimizer"])
+def test_every_optimizer_has_torchs_own_defaults_besides_what_it_is_named_for(name: str) -> None:
+    cfg = compose_config([f"optimizer={name}", "task=parabola", "++run_dir=somewhere"])
+    made = instantiate(cfg.optimizer, _convert_="all")([torch.zeros(1, requires_grad=True)])
+    plain = type(made)([torch.zeros(1, requires_grad=True)])
+    changed = {k for k in cfg.optimizer if k in plain.defaults}
+    changed = {k for k in changed if made.defaults[k] != plain.defaults[k]}
+    assert changed <= {"lr", "momentum", "nesterov"}
+
+
+def test_a_users_class_brings_no_foreign_options_along() -> None:
+    given = ["model._target_=my.Module", "model.width=3", "trainer.devices=2"]
+    cfg = compose_config([*complete_overrides(given), "++run_dir=somewhere"])
+    assert dict(cfg.model) == {"_target_": "my.Module", "width": 3}
+    assert cfg.data == {"_target_": None}
+    assert cfg.task.name == "own"
+
+
+def test_a_users_class_leaves_a_task_and_data_that_were_named_alone() -> None:
+    given = ["task=digits", "model._target_=my.Module", "data.batch_size=5"]
+    cfg = compose_config([*complete_overrides(given), "++run_dir=somewhere"])
+    assert dict(cfg.model) == {"_target_": "my.Module"}
+    assert cfg.data.batch_size == 5
+    assert cfg.task.name == "digits"
+
+
+def test_completing_overrides_twice_changes_nothing() -> None:
+    once = complete_overrides(["model._target_=my.Module", "model.width=3"])
+    assert complete_overrides(once) == once
+
+
+def test_the_command_line_beats_the_task_and_the_experiment() -> None:
+    cfg = compose_config(
+        ["experiment=quick", "model=paper", "optimizer=sgd", "trainer.max_epochs=1"]
+    )
+    assert cfg.model.net.kind == "paper"
+    assert cfg.optimizer._target_ == "torch.optim.SGD"
+    assert cfg.trainer.max_epochs == 1
+
+
+def test_help_is_readable_and_needs_no_torch() -> None:
+    code = (
+        "import sys; from hybridtrain.cli.entry import main; code = main(['--help']); "
+        "assert 'torch' not in sys.modules and 'pytorch_lightning' not in sys.modules; "
+        "sys.exit(code)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert (done.returncode, done.stderr) == (0, "")
+    for words in ("speech|digits|parabola", "hybrid|async|ddp", "trainer.devices=N", "Examples"):
+        assert words in done.stdout
+    assert "strategy: async, backup, ddp, downpour, hogwild, hybrid, k_async" in done.stdout
+    own = [line for line in done.stdout.splitlines() if not line.startswith("strategy: ")]
+    assert max(map(len, own)) <= 120  # the list of a group is Hydra's
+
+
+def test_a_mistyped_option_is_refused_without_importing_torch() -> None:
+    code = (
+        "import sys; from hybridtrain.cli.entry import main; code = main(['strategy=hybird']); "
+        "assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 2, done.stderr
+
+
+def test_completion_offers_groups_and_their_choices() -> None:
+    line = [sys.executable, "-m", "hybridtrain", "-sc", "query=bash"]
+    environment = {
+        "COMP_LINE": "hybridtrain strategy=",
+        "COMP_POINT": "21",
+        "PATH": "/usr/bin:/bin",
+    }
+    root = Path(__file__).parents[2]
+    done = subprocess.run(line, capture_output=True, text=True, cwd=root, env=environment)
+    assert done.stdout.split() == [f"strategy={name}" for name in sorted(groups()["strategy"])]
+    assert {"strategy=async", "strategy=backup", "strategy=ddp"} < set(done.stdout.split())

@@ -1,0 +1,51 @@
+"""Logs that a run appends to when it goes on."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.loggers import CSVLogger
+
+from hybridtrain.cli.resume.continued_logs import go_on
+from hybridtrain.lightning.failover.leader_failover import keep_rows
+
+ODD = 'a "name", with everything'
+
+
+def logged(steps: int) -> CSVLogger:
+    logger = CSVLogger("logs", name="", version="", flush_logs_every_n_steps=7)
+    for step in range(steps):
+        logger.log_metrics({ODD: step / 2, "plain": 1.0}, step=step)
+    logger.save()
+    return logger
+
+
+def rows() -> list[dict[str, Any]]:
+    with Path("logs/metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_csv_logger_goes_on_as_it_was_with_names_that_want_quotes() -> None:
+    (again,) = go_on([logged(5)], [], 3)
+    assert isinstance(again, CSVLogger)
+    assert again._flush_logs_every_n_steps == 7
+    again.log_metrics({ODD: 9.0, "plain": 2.0}, step=3)
+    again.save()
+    assert [(row["step"], row[ODD], row["plain"]) for row in rows()] == [
+        ("0", "0.0", "1.0"),
+        ("1", "0.5", "1.0"),
+        ("2", "1.0", "1.0"),
+        ("3", "9.0", "2.0"),
+    ]
+
+
+def test_who_takes_over_the_log_of_another_process_knows_such_names() -> None:
+    logged(2)
+    other = CSVLogger("logs", name="", version="")
+    keep_rows(other)
+    other.log_metrics({ODD: 9.0, "plain": 2.0}, step=2)
+    other.save()
+    assert [row[ODD] for row in rows()] == ["0.0", "0.5", "9.0"]
+    assert rows()[0].keys() == {ODD, "plain", "step"}

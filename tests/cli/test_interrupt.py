@@ -1,0 +1,125 @@
+"""Ctrl-C and SIGTERM: a checkpoint, the shell's exit status, no process left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtrain.util.files import fault_of
+from tests.cli.conftest import summary
+from tests.cli.tiny import TINY
+
+ENDLESS = [*TINY, "trainer.max_epochs=100000", "model.sleep_s=0.01", "trainer.log_every_n_steps=1"]
+
+
+def _start(*arguments: str) -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-m", "hybridtrain", *arguments]
+    return subprocess.Popen(
+        line,
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline, f"no {path} after a minute"
+        time.sleep(0.05)
+
+
+def _processes_of(session: int) -> list[int]:
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = stat.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            found.append(int(stat.parent.name))
+    return found
+
+
+def _none_left(session: int) -> bool:
+    deadline = time.monotonic() + 10
+    while _processes_of(session) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not _processes_of(session)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "signum", "to_group"),
+    [
+        ("hybrid", signal.SIGINT, True),
+        ("hybrid", signal.SIGTERM, False),
+        pytest.param("ddp", signal.SIGINT, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_status(
+    strategy: str, signum: signal.Signals, to_group: bool
+) -> None:
+    run = _start(*ENDLESS, f"strategy={strategy}", "trainer.devices=2", "hydra.run.dir=here")
+    _wait_for(Path("here/.run_stats.json"), run)
+    _wait_for(Path("here/checkpoints/last.ckpt"), run)
+    if to_group:
+        os.killpg(run.pid, signum)
+    else:
+        run.send_signal(signum)
+    assert run.wait(timeout=30) == 128 + signum
+    assert _none_left(run.pid)
+    found = summary("here")
+    assert found["exit"] == 128 + signum
+    assert found["updates"] > 0
+    path = Path(found["checkpoint"])
+    assert fault_of(path) is None
+    if strategy == "hybrid":  # one, of one moment, and nothing else was written after it
+        assert path.name == "interrupted.ckpt"
+        step = torch.load(path, weights_only=True)["global_step"]
+        assert step == found["updates"]
+        others = list((path.parent / "checkpoints").iterdir())
+        assert not [x for x in others if x.stat().st_mtime > path.stat().st_mtime]
+
+
+def test_a_second_signal_ends_a_run_at_once_though_its_workers_do_not_listen() -> None:
+    deaf = ["model.sleep_s=1000", "trainer.max_epochs=9", "trainer.devices=2"]
+    run = _start(*TINY, *deaf, "strategy.stop_grace_s=1000", "hydra.run.dir=here")
+    _wait_for(Path("here/record.bin"), run)
+    time.sleep(1.0)
+    run.send_signal(signal.SIGTERM)
+    time.sleep(1.5)  # sooner, it would be the same one again
+    assert run.poll() is None
+    run.send_signal(signal.SIGTERM)
+    assert run.wait(timeout=20) == 143
+    assert _none_left(run.pid)
+
+
+def test_ctrl_c_ends_a_sweep_and_the_job_saves_a_checkpoint() -> None:
+    options = ["strategy=hybrid,ddp", "trainer.devices=2", "hydra.sweep.dir=jobs"]
+    run = _start("-m", *ENDLESS, *options)
+    _wait_for(Path("jobs/0/.run_stats.json"), run)
+    _wait_for(Path("jobs/0/checkpoints/last.ckpt"), run)
+    os.killpg(run.pid, signal.SIGINT)
+    assert run.wait(timeout=30) == 130
+    assert _none_left(run.pid)
+    assert summary("jobs/0")["exit"] == 130
+    assert not Path("jobs/1").exists()
+
+
+def test_a_killed_sweep_takes_its_job_along() -> None:
+    run = _start("-m", *ENDLESS, "trainer.devices=2,1", "hydra.sweep.dir=jobs")
+    _wait_for(Path("jobs/0/.run_stats.json"), run)
+    run.kill()
+    run.wait()
+    assert _none_left(run.pid)

@@ -1,0 +1,186 @@
+"""``python -m hybridtrain.replay``: runs of the command line, done again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from hybridtrain import HybridStrategy
+from hybridtrain.recording import read_record
+from hybridtrain.recording.record_file import CELL_BYTES
+from tests.cli.conftest import Command, Result
+from tests.cli.tiny import TINY
+from tests.lightning.toys import fit
+
+Replay = Callable[..., Result]
+TWO = [*TINY, "trainer.devices=2", "hydra.run.dir=run", "trainer.enable_progress_bar=false"]
+
+
+@pytest.fixture
+def replay(capfd: pytest.CaptureFixture[str]) -> Replay:
+    """``replay("run=run", ...)`` runs the command line and returns what came of it."""
+    from hybridtrain.replay import main
+
+    def run(*arguments: str) -> Result:
+        capfd.readouterr()
+        try:
+            code = main(list(arguments))
+        except SystemExit as stop:
+            code = int(str(stop.code))
+        out, err = capfd.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+def test_a_run_is_replayed_from_its_directory_which_stays_as_it_is(
+    command: Command, replay: Replay, strategy: str
+) -> None:
+    assert command(*TWO, f"strategy={strategy}", "seed=null").code == 0
+    before = contents(Path("run"))
+    result = replay("run=run")
+    assert (result.code, result.err) == (0, "")
+    assert "result   equal to the bit" in result.out
+    assert contents(Path("run")) == before
+
+
+def test_a_run_that_went_on_in_its_own_directory_is_replayed_and_loses_no_file(
+    command: Command, replay: Replay
+) -> None:
+    many = [*TWO, "trainer.max_epochs=3", "callbacks.checkpoint.monitor=train/loss"]
+    assert command(*many, "strategy=async").code == 0
+    more = [x.replace("max_epochs=3", "max_epochs=6") for x in many]
+    assert command(*more, "strategy=async", "ckpt=run/checkpoints/last.ckpt").code == 0
+    assert {"record.bin", "record-2.bin"} <= {path.name for path in Path("run").iterdir()}
+    before = contents(Path("run"))
+    # The second run has written another last.ckpt since; what it began with is gone.
+    assert "checkpoint: run/checkpoints/last.ckpt has changed" in replay("run=run").complaint
+    assert contents(Path("run")) == before
+
+
+def test_a_run_that_went_on_from_a_kept_checkpoint_is_replayed(
+    command: Command, replay: Replay
+) -> None:
+    many = [*TWO, "strategy=async", "callbacks.checkpoint.monitor=train/loss"]
+    assert command(*many, "trainer.max_epochs=3").code == 0
+    Path("run/checkpoints/last.ckpt").rename("kept.ckpt")
+    assert command(*many, "trainer.max_epochs=6", "ckpt=kept.ckpt").code == 0
+    before = contents(Path("run"))
+    result = replay("run=run")
+    assert (result.code, result.err) == (0, "")
+    assert "equal to the bit" in result.out
+    assert contents(Path("run")) == before
+
+
+def test_a_record_that_was_cut_short_is_replayed_as_far_as_it_goes(
+    command: Command, replay: Replay
+) -> None:
+    assert command(*TWO, "strategy=async").code == 0
+    path = Path("run/record.bin")
+    path.write_bytes(path.read_bytes()[: -60 * CELL_BYTES - 7])
+    left = len(read_record(path).cells)
+    result = replay("run=run")
+    assert result.code == 0
+    assert f"events   {left} of {left}\n" in result.out
+    assert "it ends before the run does" in result.out
+
+
+# ---- differences --------------------------------------------------------------------------------
+
+
+def test_an_edited_configuration_is_named_by_its_keys(command: Command, replay: Replay) -> None:
+    assert command(*TWO, "strategy=hybrid").code == 0
+    path = Path("run/.hydra/config.yaml")
+    path.write_text(path.read_text().replace("seed: 0", "seed: 1"))
+    complaint = replay("run=run").complaint
+    assert "configuration: seed=1 in .hydra/config.yaml, 0 in the run" in complaint
+    assert "anyway=true" in complaint
+    result = replay("run=run", "anyway=true")
+    assert result.code == 1
+    assert "result   parted at event " in result.out
+    path.write_text("seed: [")
+    assert "cannot be read" in replay("run=run").complaint
+
+
+@pytest.fixture
+def own_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A module of the user's, in the working directory."""
+    path = Path("my_own_model.py")
+    path.write_text("from tests.cli.tiny import TinyModule\nclass Mine(TinyModule): ...\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    yield path
+    sys.modules.pop("my_own_model", None)
+
+
+def test_changed_code_is_named_by_its_file(
+    command: Command, replay: Replay, own_module: Path
+) -> None:
+    mine = [x.replace("tests.cli.tiny.TinyModule", "my_own_model.Mine") for x in TWO]
+    assert command(*mine, "strategy=hybrid").code == 0
+    own_module.write_text(own_module.read_text() + "# another line\n")
+    assert "code: my_own_model.py has changed" in replay("run=run").complaint
+    own_module.unlink()
+    assert "code: my_own_model.py is not there" in replay("run=run").complaint
+
+
+# ---- another policy -----------------------------------------------------------------------------
+
+
+def test_another_policy_is_tried_with_the_same_workers(command: Command, replay: Replay) -> None:
+    slow = "model.sleep_s=0.002"
+    assert command(*TWO, slow, "strategy=hybrid", "trainer.devices=3").code == 0
+    before = contents(Path("run"))
+    result = replay("run=run", "policy=backup", "policy.k=2")
+    assert (result.code, result.err) == (0, "")
+    lines = {line.split("  ")[0]: line.split()[-3:] for line in result.out.splitlines()}
+    assert lines["updates"][:2] == ["8", "8"] and int(lines["updates"][2]) >= 12
+    assert lines["train/loss"][0] == lines["train/loss"][1], "the same policy, the same bits"
+    assert {"seconds of training", "samples/s", "waiting", "staleness", "dropped"} <= lines.keys()
+    assert contents(Path("run")) == before
+    assert replay("run=run", "strategy=async").code == 0
+
+
+def test_what_cannot_be_simulated_is_refused(command: Command, replay: Replay) -> None:
+    assert command(*TWO, "strategy=hybrid").code == 0
+    assert "k=9 was given for 2 workers" in replay("run=run", "policy=backup", "policy.k=9").err
+    assert "Lightning's own" in replay("run=run", "strategy=ddp").complaint
+    assert "a time for each push" in replay("run=run", "strategy=local_sgd").complaint
+    assert "known are" in replay("run=run", "strategy=nonsense").complaint
+    assert "known are" in replay("run=run", "policy=nonsense").complaint
+    assert "without policy=NAME" in replay("run=run", "policy.k=3").complaint
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+def test_what_is_no_recorded_run_is_refused(command: Command, replay: Replay) -> None:
+    assert "no run was given" in replay().complaint
+    assert "did you mean run=" in replay("rum=x").complaint
+    assert "must be true or false" in replay("run=x", "anyway=perhaps").complaint
+    assert "there is no such directory" in replay("run=nowhere").complaint
+    assert command(*TINY, "strategy=ddp", "trainer.devices=2", "hydra.run.dir=ddp").code == 0
+    assert "no record in it" in replay("run=ddp").complaint
+    assert "not under strategy=ddp" in replay("run=ddp").complaint
+    unrecorded = ["hydra.run.dir=unrecorded", "strategy.record=null"]
+    assert command(*TINY, *unrecorded).code == 0
+    assert "strategy.record=null" in replay("run=unrecorded").complaint
+    Path("junk.bin").write_bytes(b"junk" * 100)
+    assert "no record of a run" in replay("run=junk.bin").complaint
+
+
+def test_a_run_started_from_python_is_to_be_replayed_from_python(replay: Replay) -> None:
+    fit(HybridStrategy("async", record="here"), 2, 4, max_epochs=1)
+    assert "replay_fit(record, trainer, module" in replay("run=here").complaint
+
+
+def test_help_comes_at_once(replay: Replay) -> None:
+    result = replay("--help")
+    assert result.code == 0 and "run=DIR" in result.out

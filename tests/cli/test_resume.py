@@ -1,0 +1,265 @@
+"""``resume=``: a run goes on where it was, whatever ended it, as if nothing had."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain.cli import claim
+from hybridtrain.cli.hydra_config import complete_overrides
+from hybridtrain.cli.resume import kept_runs
+from hybridtrain.cli.resume.resume_arguments import expanded
+from hybridtrain.util import files
+from tests.cli.conftest import Command, in_use, summary
+from tests.cli.test_interrupt import _none_left, _start, _wait_for
+from tests.cli.tiny import TINY
+from tests.lightning.checkpointing.test_resume import same
+
+RUN = [*TINY, "trainer.devices=2", "logger=both", "trainer.log_every_n_steps=1"]
+SLOW = ["model.sleep_s=0.02", "trainer.max_epochs=12"]
+
+
+def last(directory: str) -> dict[str, Any]:
+    content: dict[str, Any] = torch.load(f"{directory}/checkpoints/last.ckpt", weights_only=True)
+    return content
+
+
+def metrics(directory: str) -> list[dict[str, str]]:
+    """What the CSV logger has of the training itself."""
+    with Path(directory, "csv", "metrics.csv").open(newline="") as file:
+        return [
+            {k: v for k, v in row.items() if k in ("step", "epoch", "train/loss", "val/size") and v}
+            for row in csv.DictReader(file)
+        ]
+
+
+def killed(*arguments: str, at: str = "here/checkpoints/last.ckpt") -> None:
+    """All processes of the run at once, as an out-of-memory killer or a power cut would."""
+    run = _start(*arguments)
+    _wait_for(Path(at), run)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    assert _none_left(run.pid)
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_a_run_killed_with_all_its_processes_goes_on_to_the_same_bits(
+    command: Command, strategy: str
+) -> None:
+    arguments = [*RUN, *SLOW, f"strategy={strategy}"]
+    killed(*arguments, "hydra.run.dir=here")
+    assert not Path("here/summary.json").exists()
+    before = last("here")["global_step"]
+    assert 0 < before < 72
+    again = command("resume=here")
+    assert again.code == 0, again.err
+    assert "here goes on from" in again.out and "resumed" in again.out
+    assert command(*arguments, "hydra.run.dir=whole").code == 0
+    one, other = last("here"), last("whole")
+    assert one["global_step"] == other["global_step"] == 72
+    assert same(one["state_dict"], other["state_dict"])
+    assert same(one["optimizer_states"], other["optimizer_states"])
+    assert summary("here")["metrics"] == summary("whole")["metrics"]
+    assert summary("here")["resumed"].endswith(".ckpt")
+    assert len(rows(metrics("here"))) >= 12
+    assert rows(metrics("here")) == rows(metrics("whole")), "the log was appended to"
+    assert sorted(x.name for x in Path("here/checkpoints").iterdir()) == sorted(
+        x.name for x in Path("whole/checkpoints").iterdir()
+    )
+    history = [float(row["updates"]) for row in table("here/history.csv")]
+    assert history == sorted(history) and history[-1] == 72
+    assert float(table("here/history.csv")[-1]["samples"]) == 12 * 24
+
+
+def rows(found: list[dict[str, str]]) -> list[tuple[tuple[str, str], ...]]:
+    return [tuple(sorted(row.items())) for row in found if len(row) > 2]
+
+
+def table(path: str) -> list[dict[str, str]]:
+    with Path(path).open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ---- what is resumed ----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ended(command: Command) -> Command:
+    """Two runs that ended early have left directories: ``old`` and, later, ``runs/1``."""
+    assert command(*RUN, "test=false", "hydra.run.dir=old").code == 0
+    say_exit("old", 143)
+    shutil.copytree("old", "runs/1")
+    return command
+
+
+def say_exit(directory: str, status: int) -> None:
+    path = Path(directory, "summary.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"exit": status}))
+
+
+ELSEWHERE = "hydra.run.dir=runs/${unique_id:}"
+
+
+def test_auto_takes_up_the_last_run_that_did_not_finish_and_was_to_do_the_same(
+    ended: Command,
+) -> None:
+    same_again = [*RUN, "test=false", ELSEWHERE, "resume=auto"]
+    done = ended(*same_again)
+    assert done.code == 0, done.err
+    assert "runs/1 goes on from last.ckpt" in done.out
+    assert summary("runs/1")["exit"] == 0 and summary("runs/1")["updates"] == 0, "it was done"
+    assert [x.name for x in Path("runs").iterdir()] == ["1"]
+    done = ended(*same_again)
+    assert "no unfinished run" in done.out, "a run that has finished is not taken up"
+    assert len(list(Path("runs").iterdir())) == 2
+
+
+def test_auto_leaves_alone_what_is_another_configuration_or_at_work(ended: Command) -> None:
+    same_again = complete_overrides([*RUN, "test=false", ELSEWHERE, "resume=auto"])
+    new = [x for x in same_again if not x.startswith("resume")]
+    assert expanded([*same_again, "++model.lr=0.02"], False) == [*new, "++model.lr=0.02"]
+    with in_use("runs/1"):
+        assert expanded(same_again, False) == new
+    assert "resume='runs/1'" in expanded(same_again, False)
+    claim.release_all()
+
+
+def test_the_checksums_of_a_checkpoint_are_compared_once(
+    ended: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tested, test = [], zipfile.ZipFile.testzip
+
+    def count(archive: zipfile.ZipFile) -> str | None:
+        tested.append(archive.filename)
+        return test(archive)
+
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", count)
+    monkeypatch.setattr(files, "SETTLED_S", -1.0)
+    assert ended("resume=old").code == 0
+    assert tested == [str(Path("old/checkpoints/last.ckpt").resolve())]
+
+
+def test_a_run_that_left_no_checkpoint_begins_again_in_its_directory(ended: Command) -> None:
+    for path in Path("old/checkpoints").iterdir():
+        path.write_bytes(path.read_bytes()[:1000])
+    done = ended("resume=old")
+    assert done.code == 0 and "old goes on from its beginning" in done.out
+    assert "last.ckpt is passed over: it is cut short" in done.err
+    assert re.search(r"resumed +from the beginning, there was no whole checkpoint", done.out)
+    assert summary("old")["updates"] == 12 and summary("old")["resumed"] == ""
+
+
+def test_a_torn_checkpoint_is_passed_over_by_name_and_the_one_before_is_taken(
+    ended: Command,
+) -> None:
+    newest = Path("runs/1/checkpoints/last.ckpt")
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    done = ended("resume=runs/1")
+    assert done.code == 0, done.err
+    assert "last.ckpt is passed over: the checksum of" in done.err
+    assert "runs/1 goes on from epoch=1-step=12.ckpt" in done.out
+    done = ended(*RUN, ELSEWHERE, "test_only=true", "ckpt=last")
+    assert done.code == 0, done.err
+    assert summary_of_newest()["checkpoint"].endswith("runs/1/checkpoints/epoch=1-step=12.ckpt")
+    assert ended(*RUN, "ckpt=old/checkpoints/last.ckpt", "trainer.max_epochs=3").code == 0
+
+
+def summary_of_newest() -> dict[str, Any]:
+    return summary(next(iter(kept_runs.runs_below(Path("runs")))))
+
+
+def test_options_that_differ_are_shown_and_can_be_insisted_on(ended: Command) -> None:
+    refused = ended("resume=old", "trainer.max_epochs=3", "model.lr=0.5")
+    assert refused.code == 2
+    assert "trainer.max_epochs=3, then 2" in refused.complaint
+    assert "model.lr=0.5" in refused.complaint and "resume_override=true" in refused.complaint
+    assert summary("old")["exit"] == 143, "nothing was touched"
+    assert ended("resume=old", "trainer.max_epochs=2", *TINY, "test=false").code == 0, "no change"
+    say_exit("old", 143)
+    done = ended("resume=old", "trainer.max_epochs=3", "resume_override=true")
+    assert done.code == 0, done.err
+    assert summary("old")["updates"] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fragments"),
+    [
+        ("resume=nowhere", ["resume=nowhere", "not the directory of a run"]),
+        ("resume=runs", ["not the directory of a run", "below it: runs/1"]),
+        ("resume=old ckpt=some.ckpt", ["together with ckpt=some.ckpt", "leave ckpt out"]),
+        ("resume=old hydra.run.dir=new", ["together with hydra.run.dir=new"]),
+        ("-m resume=old,runs/1", ["one run at a time"]),
+        ("-m resume=old model.lr=1,2", ["one run at a time"]),
+        ("resume=old resume_override=maybe", ["resume_override=maybe", "true or false"]),
+    ],
+)
+def test_what_cannot_be_resumed_is_one_line(
+    command: Command, arguments: str, fragments: list[str]
+) -> None:
+    for directory in ("old", "runs/1"):
+        make_up_a_run(directory)
+    result = command(*arguments.split())
+    assert result.code == 2
+    for fragment in fragments:
+        assert fragment in result.complaint
+
+
+def make_up_a_run(directory: str) -> None:
+    from omegaconf import OmegaConf
+
+    from hybridtrain.cli.hydra_config import compose_config
+
+    folder = Path(directory, ".hydra")
+    folder.mkdir(parents=True)
+    OmegaConf.save(compose_config(["task=digits"]), folder / "config.yaml")
+    OmegaConf.save(OmegaConf.create(["task=digits"]), folder / "overrides.yaml")
+
+
+def test_a_run_that_has_finished_is_running_or_is_of_a_newer_version_is_refused(
+    command: Command,
+) -> None:
+    make_up_a_run("old")
+    kept_runs.sign(Path("old"))
+    Path("old/summary.json").write_text('{"exit": 0}')
+    assert "has finished" in command("resume=old").complaint
+    with in_use("old"):
+        assert "resume=old: this directory is in use by process" in command("resume=old").complaint
+    Path("old/run.json").write_text('{"format": 99, "hybridtrain": "9.0"}')
+    line = command("resume=old").complaint
+    assert "made by hybridtrain 9.0 (format 99)" in line and "update hybridtrain" in line
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused_before_anything_starts(
+    command: Command,
+) -> None:
+    from tests.cli.tiny import TinyModule
+
+    content = {"state_dict": TinyModule().state_dict(), "hybridtrain": {"format": 99}}
+    torch.save(content, "new.ckpt")
+    assert "format 99" in command(*TINY, "ckpt=new.ckpt").complaint
+
+
+def test_last_without_any_run_says_so(command: Command) -> None:
+    assert "no run of this model in outputs" in command("task=digits", "ckpt=last").complaint
+
+
+@pytest.mark.parametrize("place", ["interrupted.ckpt", "checkpoints/interrupted.ckpt"])
+def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(place: str) -> None:
+    for step, name in enumerate(("checkpoints/last.ckpt", place)):
+        path = Path("run") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save({"global_step": step}, path)
+        os.utime(path, (step, step))
+    assert kept_runs.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()

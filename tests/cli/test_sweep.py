@@ -1,0 +1,205 @@
+"""--multirun: every job has the workers it names, a process and a directory of its own."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.sweep import job_launcher
+from hybridtrain.cli.sweep.job_launcher import JobRow
+from hybridtrain.cli.sweep.sweep_page import _endings
+from tests.cli.conftest import Command, summary
+from tests.cli.tiny import TINY, N
+
+
+def test_trap_16_a_sweep_over_devices_trains_every_sample_once_per_epoch(
+    command: Command, tmp_path: Path
+) -> None:
+    diaries = [tmp_path / f"diary{i}" for i in range(4)]
+    for diary in diaries:
+        diary.mkdir()
+    where = f"model.diary={tmp_path}/diary${{hydra:job.num}}"
+    result = command(
+        "-m", *TINY, "strategy=hybrid,ddp", "trainer.devices=2,3", where, "hydra.sweep.dir=jobs"
+    )
+    assert (result.code, result.err) == (0, "")
+    found = [summary(f"jobs/{i}") for i in range(4)]
+    assert [(x["strategy"], x["workers"]) for x in found] == [
+        *(("hybrid", 2), ("hybrid", 3), ("ddp", 2), ("ddp", 3)),
+    ]
+    for diary, workers in zip(diaries, (2, 3, 2, 3), strict=True):
+        pages = sorted(diary.iterdir())
+        assert len(pages) == workers
+        seen = Counter(line for page in pages for line in page.read_text().splitlines())
+        assert seen == Counter(f"{epoch} {i}" for epoch in range(2) for i in range(N))
+    assert sorted(x.name for x in Path("jobs").iterdir()) == [
+        *("0", "1", "2", "3", "comparison.csv", "comparison.html", "curves.csv", "jobs.json"),
+        "multirun.yaml",
+    ]
+    assert not Path("outputs").exists()
+
+
+def test_the_table_at_the_end_names_overrides_and_metric(command: Command) -> None:
+    options = ["trainer.max_epochs=1,2", "task.metric=train/loss", "hydra.sweep.dir=jobs"]
+    result = command("-m", *TINY[:2], TINY[3], *options)
+    *table, _, last = result.out.strip().splitlines()[-5:]
+    assert last == "side by side: jobs/comparison.html"
+    assert table[0].split() == ["job", "overrides", "metric", "where"]
+    for number, line in enumerate(table[1:]):
+        loss = summary(f"jobs/{number}")["metrics"]["train/loss"]
+        assert line.split() == [
+            *(str(number), f"trainer.max_epochs={number + 1}", f"{loss:.6g}", f"jobs/{number}"),
+        ]
+
+
+def test_the_sweeper_is_told_each_jobs_metric(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+    launch = job_launcher.ProcessLauncher.launch
+
+    def listen(self: job_launcher.ProcessLauncher, jobs: object, initial_job_idx: int) -> object:
+        returned = launch(self, jobs, initial_job_idx)  # type: ignore[arg-type]
+        told.extend(x.return_value for x in returned)
+        return returned
+
+    monkeypatch.setattr(job_launcher.ProcessLauncher, "launch", listen)
+    options = ["model.fail_at=null,2", "task.metric=train/loss", "hydra.sweep.dir=jobs"]
+    assert command("-m", *TINY, *options).code == 1
+    assert told[0] == pytest.approx(summary("jobs/0")["metrics"]["train/loss"])
+    assert math.isnan(told[1])
+
+
+def test_a_failed_job_is_reported_and_the_sweep_goes_on(command: Command) -> None:
+    result = command("-m", *TINY, "model.fail_at=null,2,null", "hydra.sweep.dir=jobs")
+    assert result.code == 1
+    assert [summary(f"jobs/{i}")["exit"] for i in range(3)] == [0, 1, 0]
+    assert "failed (1): RuntimeError: this module fails on purpose" in result.out
+
+
+def test_a_sweep_ends_with_a_page_of_its_jobs_the_failed_ones_named_as_such(
+    command: Command,
+) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    jobs = ["strategy=hybrid,async,ddp", "model.fail_at=null,2"]
+    options = ["trainer.devices=2", "logger=none", "hydra.sweep.dir=jobs"]
+    result = command("-m", *TINY, *jobs, *options)
+    assert "side by side: jobs/comparison.html" in result.out
+    page = Path("jobs/comparison.html").read_text()
+    assert "own: 6 runs compared" in page and "3 of 6 runs did not finish" in page
+    assert page.count(">RuntimeError: this module fails on purpose<") == 2
+    assert page.count('<tr class="bad">') == 2 * 3  # ddp's error is a traceback
+    assert page.count("<figure>") >= 3 + 2  # loss three times; speed; waiting
+    with Path("jobs/comparison.csv").open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(x["strategy"], x["status"]) for x in rows] == [
+        (s, how) for s in ("hybrid", "async", "ddp") for how in ("finished", "failed")
+    ]
+    assert [int(x["updates"]) for x in rows[::2]] == [12, 24, 12]
+    assert rows[0]["waiting_percent"] != "" and rows[4]["waiting_percent"] == ""
+    with Path("jobs/curves.csv").open(encoding="utf-8-sig", newline="") as file:
+        last = {x["run"]: x for x in csv.DictReader(file)}
+    assert [int(last[f"{s} fail_at=null"]["samples"]) for s in ("hybrid", "async", "ddp")] == (
+        [2 * N] * 3
+    )
+
+
+def test_the_endings_of_jobs_are_json_whatever_their_errors_say() -> None:
+    outcomes = [
+        CommandOutcome(1, math.nan, "the loss is NaN"),
+        CommandOutcome(0, math.inf),
+        CommandOutcome(0, 0.5),
+    ]
+    rows = [JobRow(n, [], outcome, Path(f"jobs/{n}")) for n, outcome in enumerate(outcomes)]
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    found = json.loads(_endings(rows, Path("jobs")), parse_constant=refuse)
+    assert [found[str(n)]["metric"] for n in range(3)] == [None, None, 0.5]
+    assert found["0"]["error"] == "the loss is NaN"
+
+
+def test_a_page_that_cannot_be_made_does_not_change_how_the_sweep_ends(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr("hybridtrain.cli.sweep.sweep_page.compare", fail)
+    result = command("-m", *TINY, "model.width=1,2", "hydra.sweep.dir=jobs")
+    assert result.code == 0 and "side by side" not in result.out
+    assert "python -m hybridtrain.compare jobs" in result.complaint
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "ddp"])
+@pytest.mark.slow
+def test_a_job_finds_nothing_of_the_job_before_it(command: Command, strategy: str) -> None:
+    before = dict(os.environ)
+    leaving = ["model.leaves=LEFT_BY_A_JOB", "model.width=1,2", f"strategy={strategy}"]
+    assert command("-m", *TINY, *leaving, "trainer.devices=2").code == 0
+    changed = {k for k in os.environ if os.environ[k] != before.get(k)}
+    assert changed <= {"PYTHONWARNINGS", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+
+
+@pytest.mark.parametrize(
+    ("option", "fragment"),
+    [
+        ("trainer.devices=1,eight", "trainer.devices=eight"),
+        ("strategy=hybrid,hybird", "no strategy 'hybird'"),
+        ("optimizer=adam,sgd optimizer.momentum=0.9", "momentum"),
+    ],
+)
+def test_one_bad_job_stops_the_sweep_before_any_has_started(
+    command: Command, option: str, fragment: str
+) -> None:
+    result = command("-m", *TINY, *option.split(), "hydra.sweep.dir=jobs")
+    assert result.code == 2
+    assert fragment in result.complaint
+    assert result.out == ""
+
+
+def test_flags_may_follow_the_overrides(command: Command) -> None:
+    assert command(*TINY, "model.width=1,2", "-m", "hydra.sweep.dir=jobs").code == 0
+    assert Path("jobs/1/summary.json").is_file()
+
+
+def test_the_table_says_why_a_job_failed_and_hides_what_all_jobs_share() -> None:
+    rows = [
+        job_launcher.JobRow(0, ["task=x", "lr=1"], CommandOutcome(metric=0.25, directory="a")),
+        job_launcher.JobRow(1, ["task=x", "lr=2"], CommandOutcome(exit=1, error="boom")),
+    ]
+    lines = job_launcher.table(rows).splitlines()
+    assert lines[1].split() == ["0", "lr=1", "0.25", "a"]
+    assert "failed (1): boom" in lines[2]
+    assert "task=x" not in job_launcher.table(rows)
+
+
+@pytest.mark.slow
+def test_jobs_in_fresh_interpreters_with_ranks_in_fresh_interpreters(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a machine with CUDA does: no process is forked, and none re-enters the sweep."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    (tmp_path / "diary0").mkdir()
+    (tmp_path / "diary1").mkdir()
+    result = command(
+        *("-m", *TINY, "strategy=ddp", "strategy.start_method=popen", "trainer.devices=3,2"),
+        *("hydra.launcher.start_method=popen", "task.metric=train/loss", "hydra.sweep.dir=jobs"),
+        f"model.diary={tmp_path}/diary${{hydra:job.num}}",
+    )
+    assert result.code == 0
+    assert [summary(f"jobs/{i}")["workers"] for i in range(2)] == [3, 2]
+    for number, workers in ((0, 3), (1, 2)):
+        pages = list((tmp_path / f"diary{number}").iterdir())
+        assert len(pages) == workers
+        seen = Counter(x for page in pages for x in page.read_text().splitlines())
+        assert seen == Counter(f"{epoch} {i}" for epoch in range(2) for i in range(N))
+    assert not Path("outputs").exists()

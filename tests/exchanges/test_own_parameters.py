@@ -1,0 +1,298 @@
+"""Workers that train on their own, in virtual time: equal to plain torch, to the last digit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import combine, make_exchange
+from hybridtrain.policies import make_policy
+from hybridtrain.updates.named import make_update
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+
+CONSTANT = ServiceTimes("constant")
+
+
+class Quadratic:
+    """f(w) = ½ Σ a (w - c)², where every worker has a ``c`` of its own."""
+
+    def __init__(self, workers: int) -> None:
+        drawn = torch.Generator().manual_seed(3)
+        self.start = torch.randn(5, dtype=torch.float64, generator=drawn)
+        self.scales = torch.rand(5, dtype=torch.float64, generator=drawn) + 0.5
+        self.centres = torch.randn(workers, 5, dtype=torch.float64, generator=drawn)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [self.start.clone(), torch.ones(1, dtype=torch.float64)]
+
+    def gradient(self, worker: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [self.scales * (values[0] - self.centres[worker]), values[1].clone()]
+
+
+def world(task: Any, workers: int, optimizer: Any, exchange: Any, **rest: Any) -> VirtualWorld:
+    policy = rest.pop("policy", "hybrid")
+    made = make_exchange(exchange)
+    return VirtualWorld(
+        make_policy(policy),
+        workers,
+        CONSTANT,
+        task=task,
+        optimizer=optimizer,
+        exchange=made,
+        **rest,
+    )
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.05)
+
+
+# ---- local SGD ----------------------------------------------------------------------------------
+
+
+def averaged_now_and_then(task: Quadratic, workers: int, make: Any, every: int, rounds: int) -> Any:
+    """Algorithm 1 of Stich 2019, written down again."""
+    masters = task.parameters()
+    own = [[torch.nn.Parameter(m.clone()) for m in masters] for _ in range(workers)]
+    optimizers = [make(parameters) for parameters in own]
+    for _ in range(rounds):
+        for worker, (parameters, optimizer) in enumerate(zip(own, optimizers, strict=True)):
+            for _ in range(every):
+                found = task.gradient(worker, [p.detach() for p in parameters])
+                for parameter, gradient in zip(parameters, found, strict=True):
+                    parameter.grad = gradient
+                optimizer.step()
+        masters = [
+            torch.stack([p.detach() for p in each]).mean(0) for each in zip(*own, strict=True)
+        ]
+        for parameters in own:
+            for parameter, master in zip(parameters, masters, strict=True):
+                parameter.data.copy_(master)
+    return masters
+
+
+@pytest.mark.parametrize("make", [momentum, adam])
+@pytest.mark.parametrize(("workers", "every"), [(1, 3), (2, 1), (3, 4)])
+def test_local_sgd_is_what_plain_torch_does(workers: int, every: int, make: Any) -> None:
+    task = Quadratic(workers)
+    made = world(task, workers, make, {"name": "movement", "every": every})
+    made.run(updates=6)
+    expected = averaged_now_and_then(task, workers, make, every, 6)
+    for found, wanted in zip(made.parameters(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+    assert made.now_s == 6 * every  # a second for each step
+
+
+def test_one_step_of_plain_sgd_between_means_is_the_mean_gradient() -> None:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    task = Quadratic(4)
+    local, hybrid = (
+        world(task, 4, sgd, {"name": "movement", "every": 1}),
+        world(task, 4, sgd, "gradient"),
+    )
+    for each in (local, hybrid):
+        each.run(updates=10)
+    for found, wanted in zip(local.parameters(), hybrid.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_an_outer_optimizer_with_momentum_is_diloco() -> None:
+    """Douillard et al. 2023: the movement is the gradient of an outer Nesterov SGD."""
+    task, outer = Quadratic(2), {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    update = make_update({"name": "sgd", **outer})
+    made = world(task, 2, adam, {"name": "movement", "every": 3}, update=update)
+    made.run(updates=5)
+    masters = [torch.nn.Parameter(p) for p in task.parameters()]
+    optimizer = torch.optim.SGD(masters, **outer)
+    own = [[torch.nn.Parameter(m.detach().clone()) for m in masters] for _ in range(2)]
+    inner = [adam(parameters) for parameters in own]
+    for _ in range(5):
+        for worker in range(2):
+            for _ in range(3):
+                found = task.gradient(worker, [p.detach() for p in own[worker]])
+                for parameter, gradient in zip(own[worker], found, strict=True):
+                    parameter.grad = gradient
+                inner[worker].step()
+        for number, master in enumerate(masters):
+            master.grad = torch.stack([master - each[number] for each in own]).mean(0).detach()
+        optimizer.step()
+        for each in own:
+            for parameter, master in zip(each, masters, strict=True):
+                parameter.data.copy_(master)
+    for found, wanted in zip(made.parameters(), masters, strict=True):
+        torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-12)
+
+
+# ---- Downpour -----------------------------------------------------------------------------------
+
+
+class Parabola:
+    """f(w) = ½ w², from w = 1."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [torch.ones(1, dtype=torch.float64)]
+
+    def gradient(self, worker: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [values[0].clone()]
+
+
+@pytest.mark.parametrize(
+    ("n_fetch", "n_push", "expected"),
+    [
+        (1, 1, [0.9, 0.81, 0.729, 0.6561, 0.59049, 0.531441, 0.478297, 0.430467]),
+        (3, 1, [0.9, 0.81, 0.729, 0.6561, 0.59049, 0.531441, 0.478297, 0.430467]),
+        (1, 3, [0.9, 0.9, 0.9, 0.63, 0.63, 0.63, 0.441, 0.441]),
+        (3, 3, [0.9, 0.9, 0.9, 0.639, 0.639, 0.639, 0.4212, 0.4212]),
+        (2, 2, [0.9, 0.9, 0.72, 0.72, 0.567, 0.567, 0.4455, 0.4455]),
+    ],
+)
+def test_downpour_is_the_algorithm_of_the_paper(
+    n_fetch: int, n_push: int, expected: list[float]
+) -> None:
+    """One replica, by hand; a fetch between two pushes forgets the steps since the last."""
+    exchange = {"name": "accumulated", "n_push": n_push, "n_fetch": n_fetch}
+    made = world(Parabola(), 1, lambda p: torch.optim.SGD(p, lr=0.1), exchange, policy="async")
+    values = []
+    for step in range(1, 9):
+        made.run(until_s=step + 0.5)
+        values.append(float(made.parameters()[0]))
+    assert values == pytest.approx(expected, abs=1e-6)
+
+
+def pushed_and_fetched(task: Quadratic, workers: int, n_push: int, n_fetch: int, steps: int) -> Any:
+    """All workers compute side by side, and reach the server in the order of their numbers."""
+    masters = [torch.nn.Parameter(p) for p in task.parameters()]
+    server = momentum(masters)
+    own = [[torch.nn.Parameter(m.detach().clone()) for m in masters] for _ in range(workers)]
+    optimizers = [momentum(parameters) for parameters in own]
+    sums: list[list[torch.Tensor] | None] = [None] * workers
+    for step in range(steps):
+        for worker, (parameters, optimizer) in enumerate(zip(own, optimizers, strict=True)):
+            found = task.gradient(worker, [p.detach() for p in parameters])
+            known = sums[worker] or [torch.zeros_like(g) for g in found]
+            sums[worker] = [a + b for a, b in zip(known, found, strict=True)]
+            for parameter, gradient in zip(parameters, found, strict=True):
+                parameter.grad = gradient
+            optimizer.step()
+            if step % n_push == 0:
+                for master, value in zip(masters, sums[worker] or [], strict=True):
+                    master.grad = value
+                server.step()
+                sums[worker] = None
+            if (step + 1) % n_fetch == 0:
+                for parameter, master in zip(parameters, masters, strict=True):
+                    parameter.data.copy_(master.detach())
+    return [master.detach() for master in masters]
+
+
+@pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (3, 2), (2, 5)])
+def test_several_replicas_equal_plain_torch(n_push: int, n_fetch: int) -> None:
+    task = Quadratic(3)
+    exchange = {"name": "accumulated", "n_push": n_push, "n_fetch": n_fetch}
+    made = world(task, 3, momentum, exchange, policy="async")
+    made.run(until_s=12.5)
+    expected = pushed_and_fetched(task, 3, n_push, n_fetch, 12)
+    for found, wanted in zip(made.parameters(), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_the_update_of_the_masters_can_be_chosen() -> None:
+    """Adagrad on the server, as in the paper, under any policy."""
+    task = Quadratic(1)
+    update = make_update({"name": "adagrad", "lr": 0.3})
+    made = world(task, 1, momentum, "gradient", policy="async", update=update)
+    made.run(updates=7)
+    masters = [torch.nn.Parameter(p) for p in task.parameters()]
+    adagrad = torch.optim.Adagrad(masters, lr=0.3)
+    for _ in range(7):
+        for master, g in zip(masters, task.gradient(0, [m.detach() for m in masters]), strict=True):
+            master.grad = g
+        adagrad.step()
+    for found, wanted in zip(made.parameters(), masters, strict=True):
+        torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-12)
+
+
+# ---- what does not fit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("policy", "exchange", "fragments"),
+    [
+        ("hybrid", "in_place", ["InPlace", "WaitForAll", "cannot wait", "policy=hogwild"]),
+        ("synchronous", "movement", ["Movement", "RoundRobin", "one worker computes at a time"]),
+        ("backup", "accumulated", ["Accumulated", "FirstK", "what comes late is dropped"]),
+        (
+            {"name": "k_batch_async", "k": 2},
+            "in_place",
+            ["InPlace", "nothing is handed over"],
+        ),
+    ],
+)
+def test_parts_that_contradict_each_other_are_named(
+    policy: Any, exchange: str, fragments: list[str]
+) -> None:
+    with pytest.raises(UserError) as error:
+        combine(make_policy(policy), make_exchange(exchange), 3)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "fragments"),
+    [
+        ("mean_gradient", ["exchange='mean_gradient'", "known are accumulated, gradient"]),
+        ({"name": "movement", "evry": 3}, ["exchange.evry", "did you mean every?"]),
+        ({"name": "movement", "every": 0}, ["exchange.every=0", "from 1 on"]),
+        ({"name": "accumulated", "n_push": 1.5}, ["exchange.n_push=1.5", "a whole number"]),
+    ],
+)
+def test_an_exchange_that_makes_no_sense_is_refused(given: Any, fragments: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        make_exchange(given)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "fragments"),
+    [
+        ("adagard", ["update='adagard'", "did you mean adagrad?", "known are user"]),
+        ({"name": "sgd", "lrr": 1.0}, ["update.lrr", "did you mean lr?"]),
+        ({"lr": 1.0}, ["update={'lr': 1.0}", "known are user"]),
+    ],
+)
+def test_an_update_that_makes_no_sense_is_refused(given: Any, fragments: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        make_update(given)
+    for fragment in fragments:
+        assert fragment in str(error.value)
+
+
+def test_arguments_that_an_update_refuses_are_named() -> None:
+    update = make_update({"name": "sgd", "lr": -1.0})
+    assert update is not None
+    optimizer = momentum([torch.nn.Parameter(torch.ones(1))])
+    with pytest.raises(UserError, match=r"update=sgd.*torch\.optim\.SGD refuses that"):
+        update.over(optimizer, inherits=True)
+
+
+def test_a_policy_of_ones_own_must_say_what_it_needs() -> None:
+    class Silent:
+        def begin(self, n_workers: int) -> None: ...
+
+        def on(self, fact: object) -> tuple[()]:
+            return ()
+
+    with pytest.raises(UserError, match=r"begin\(\) returned None; it must return a .*Needs"):
+        combine(Silent(), make_exchange("gradient"), 2)  # type: ignore[arg-type]

@@ -1,0 +1,176 @@
+"""A run that goes on draws the random numbers that would have come next."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from tests.lightning.checkpointing.test_resume import (
+    Census,
+    Interrupting,
+    N,
+    SaveAt,
+    fitted,
+    same,
+)
+from tests.lightning.toys import Regression, flat, make_trainer, regression_data
+
+
+class Noisy(Regression):
+    """Dropout."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda parameters: torch.optim.Adam(parameters, lr=0.01))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        out = torch.nn.functional.dropout(self.net(x), 0.3)
+        return (out - y).square().mean()
+
+
+class Noisier(Noisy):
+    """And numbers from everywhere."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + random.random() + float(np.random.rand()))
+
+
+class Apart(Noisy):
+    """Seeds its workers differently."""
+
+    def on_train_start(self) -> None:
+        torch.manual_seed(self.global_rank)
+
+
+def noisy(
+    folder: Path,
+    *callbacks: Any,
+    ckpt: Path | None = None,
+    kind: Any = Noisy,
+    n: int = 48,
+    policy: str = "hybrid",
+    **options: Any,
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    pl.seed_everything(7, verbose=False)
+    keep = ModelCheckpoint(folder, save_last=True, filename="any")
+    options = {"max_epochs": 3, "enable_checkpointing": True} | options
+    trainer = make_trainer(policy, 2, callbacks=[*callbacks, keep], **options)
+    module = kind()
+    loader = DataLoader(regression_data(n), batch_size=4, shuffle=True)
+    validation = DataLoader(regression_data(8), batch_size=4)
+    trainer.fit(module, loader, validation, ckpt_path=ckpt, weights_only=ckpt and True)
+    return flat(module), torch.load(folder / "last.ckpt", weights_only=True)
+
+
+@pytest.mark.parametrize(("at", "epoch", "accumulate"), [(2, 1, 1), (6, 0, 1), (3, 1, 2)])
+def test_dropout_goes_on_to_the_same_bits(
+    at: int, epoch: int, accumulate: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "half.ckpt"
+    kind = Noisy if accumulate > 1 else Noisier  # in the middle of a step
+    options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "kind": kind}
+    whole, last = noisy(tmp_path / "a", SaveAt(path, at, epoch), **options)
+    torch.manual_seed(99)
+    resumed, end = noisy(tmp_path / "b", ckpt=path, **options)
+    assert same(end["optimizer_states"], last["optimizer_states"])
+    assert torch.equal(resumed, whole)
+
+
+def test_it_goes_on_between_two_epochs_as_well(tmp_path: Path) -> None:
+    noisy(tmp_path / "a", max_epochs=2, kind=Noisier)
+    resumed, _ = noisy(tmp_path / "b", ckpt=tmp_path / "a" / "last.ckpt", kind=Noisier)
+    whole, _ = noisy(tmp_path / "c", kind=Noisier)
+    assert torch.equal(resumed, whole)
+
+
+def test_workers_that_were_seeded_apart_stay_apart(tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    noisy(tmp_path / "a", SaveAt(path, 2, 1), kind=Apart)
+    seen: list[Any] = []
+
+    class Telling(Apart):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if not seen:
+                seen.append(self.all_gather(torch.get_rng_state().to(torch.int64)))
+                assert not torch.equal(seen[0][0], seen[0][1])
+
+    noisy(tmp_path / "b", ckpt=path, kind=Telling)
+
+
+def test_a_mini_batch_that_an_interrupt_cut_short_draws_its_numbers_again(tmp_path: Path) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        noisy(tmp_path / "a", Interrupting(), max_epochs=4)
+    signal.signal(signal.SIGINT, handler)
+    resumed, _ = noisy(
+        tmp_path / "b", ckpt=tmp_path / "a" / "interrupted/interrupted.ckpt", max_epochs=4
+    )
+    whole, _ = noisy(tmp_path / "c", max_epochs=4)
+    assert torch.equal(resumed, whole)
+
+
+def test_a_worker_that_has_nothing_left_in_the_epoch_goes_on_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    """One sample is left, so the second worker draws no number before the next epoch."""
+    path = tmp_path / "half.ckpt"
+    options: dict[str, Any] = {"kind": Noisier, "n": 9, "max_epochs": 2, "limit_val_batches": 0}
+    whole, last = noisy(tmp_path / "a", SaveAt(path, 1), **options)
+    resumed, end = noisy(tmp_path / "b", ckpt=path, **options)
+    assert torch.equal(resumed, whole)
+    assert same(end["optimizer_states"], last["optimizer_states"])
+
+
+def test_workers_that_were_seeded_apart_begin_the_epoch_behind_a_finished_one(
+    tmp_path: Path,
+) -> None:
+    """All have had their mini-batches, and only one worker still has numbers to go on with."""
+    path, options = tmp_path / "end.ckpt", {"n": 8, "max_epochs": 2, "limit_val_batches": 0}
+    noisy(tmp_path / "a", SaveAt(path, 1), kind=Apart, **options)
+    _, end = noisy(tmp_path / "b", ckpt=path, kind=Apart, **options)
+    assert end["global_step"] == 2
+
+
+class Seeded(Census):
+    """By the rank, if the workers are to be ``apart``."""
+
+    def __init__(self, apart: bool) -> None:
+        super().__init__()
+        self.apart = apart
+
+    def on_train_start(self) -> None:
+        if self.apart:
+            torch.manual_seed(self.global_rank)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("validates", [True, False])
+@pytest.mark.parametrize("n_left", [0, 1, 4])
+@pytest.mark.parametrize("policy", ["hybrid", "k_async", "async", "ssp", "hogwild"])
+def test_however_little_is_left_of_the_epoch_all_workers_go_on_to_the_next(
+    policy: str, n_left: int, validates: bool, apart: bool, tmp_path: Path
+) -> None:
+    """From a file in mid-epoch through two epochs; then from one at an epoch's end, once more."""
+    path, module = tmp_path / "some.ckpt", Seeded(apart)
+    options: dict[str, Any] = {} if validates else {"limit_val_batches": 0}
+    fitted("hybrid", 1, 1, module, callbacks=[SaveAt(path, N - n_left)], **options)
+    options["enable_checkpointing"] = True
+    for n_epochs in (2, 3):
+        keep = ModelCheckpoint(tmp_path, save_last=True, filename="any")
+        module = Seeded(apart)
+        trainer = fitted(
+            policy, 2, 4, module, ckpt_path=path, max_epochs=n_epochs, callbacks=[keep], **options
+        )
+        assert trainer.current_epoch == n_epochs
+        path = tmp_path / "last.ckpt"

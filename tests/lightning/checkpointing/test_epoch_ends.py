@@ -1,0 +1,292 @@
+"""A run that goes on ends its first epoch as every other: validation, schedules, stopping early."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+from hybridtrain import HybridStrategy
+from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
+from hybridtrain.lightning.checkpointing.mid_epoch import Resumed
+from tests.lightning.failover.test_broken_off import (
+    BATCHES,
+    HEAD_START_S,
+    Noisy,
+    assert_same,
+    interrupted,
+    run,
+)
+from tests.lightning.failover.test_coming_back import Killed
+from tests.lightning.toys import make_trainer, regression_data
+from tests.picking import but_slow, rotated
+
+
+def plateau(monitor: str) -> Any:
+    """With a first metric that no other improves upon: every later one divides the rate by ten."""
+    make = partial(ReduceLROnPlateau, patience=0, threshold=1e6, threshold_mode="abs")
+    return lambda optimizer: {"scheduler": make(optimizer), "monitor": monitor}
+
+
+def rate(checkpoint: dict[str, Any]) -> float:
+    """The learning rate that it says."""
+    (schedule,) = checkpoint["lr_schedulers"]
+    return float(schedule["_last_lr"][0])
+
+
+def waits(checkpoint: dict[str, Any]) -> list[int]:
+    """Validations without improvement so far."""
+    found = (state.get("wait_count") for state in checkpoint["callbacks"].values())
+    return [count for count in found if count is not None]
+
+
+@pytest.mark.parametrize("at", [3, 6, 11], ids=["middle", "first", "last"])
+def test_of_an_epoch_that_was_broken_off(at: int, tmp_path: Path) -> None:
+    make = partial(Noisy, schedule=plateau("val/loss"))
+    whole = run(tmp_path / "whole", make)
+    assert rate(whole) == pytest.approx(0.001), "the last of three epochs counts after it is saved"
+    with pytest.raises(LookupError, match="broken off"):
+        run(tmp_path / "broken", partial(make, at))
+    path = tmp_path / "broken" / "interrupted/interrupted.ckpt"
+    assert_same(run(tmp_path / "resumed", make, path), whole)
+
+
+SAVING: dict[str, dict[str, Any]] = {
+    "at the end of epochs": {"save_on_train_epoch_end": True, "every_n_epochs": 1},
+    "after validations": {"save_on_train_epoch_end": False, "every_n_epochs": 1},
+    "after steps": {"every_n_train_steps": 3},
+}
+TRAINED_ON: dict[str, dict[str, Any]] = {
+    "validated": {},
+    "validated within": {"val_check_interval": 3},
+    "limited": {"limit_train_batches": 5, "val_check_interval": 2},
+    "without validation": {"validation": 0},
+}
+
+
+CASES = [(saving, options) for saving in SAVING for options in TRAINED_ON]
+CASES.remove(("after validations", "without validation"))
+ONE_OF_EACH = [
+    ("at the end of epochs", "limited"),
+    ("after validations", "validated within"),
+    ("after steps", "validated"),
+    ("after steps", "without validation"),
+]
+
+
+@pytest.mark.parametrize(
+    ("saving", "options"), but_slow(CASES, lambda case, _: case not in ONE_OF_EACH)
+)
+def test_from_every_checkpoint_of_a_run(saving: str, options: str, tmp_path: Path) -> None:
+    """Also from those that callbacks write at the end of a mini-batch, a validation, an epoch."""
+    validated = options != "without validation"
+    make = partial(Noisy, schedule=plateau("val/loss" if validated else "train/loss"))
+
+    def train(name: str, ckpt_path: Path | None = None) -> dict[str, Any]:
+        stop = [EarlyStopping("val/loss", min_delta=1e6, patience=99)] if validated else []
+        every = partial(ModelCheckpoint, save_top_k=-1, monitor="train/loss")
+        keep = every(tmp_path / name, "{step}", **SAVING[saving])
+        ends = every(tmp_path / name, "{epoch}", mode="max", save_on_train_epoch_end=True)
+        callbacks = [*stop, keep, ends]
+        run(tmp_path / name, make, ckpt_path, callbacks=callbacks, **TRAINED_ON[options])
+        return torch.load(tmp_path / name / "epoch=2.ckpt", weights_only=True)
+
+    whole = train("whole")
+    steps = (TRAINED_ON[options].get("limit_train_batches") or BATCHES) * 3
+    assert rate(whole) == pytest.approx(0.001)
+    found = {int(path.stem[5:]): path for path in (tmp_path / "whole").glob("step=*.ckpt")}
+    assert len(found) >= 2
+    for step, path in sorted(found.items()):
+        if step == steps and saving == "at the end of epochs":
+            continue  # nothing is left to do
+        resumed = train(f"from-{step}", path)
+        assert waits(resumed) == waits(whole), step
+        assert_same(resumed, deepcopy(whole))
+
+
+class Validating(Noisy):
+    """The worker fails in its mini-batch ``when`` of the first validation."""
+
+    when: int | None = None
+    how = ""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.when and self.global_rank == self.who:
+            time.sleep(HEAD_START_S)
+            if self.how == "raise":
+                raise LookupError("broken off")
+            os.kill(*{"die": (os.getpid(), 9), "stop": (os.getppid(), signal.SIGINT)}[self.how])
+            time.sleep(HEAD_START_S)
+        super().validation_step(batch, batch_idx)
+
+
+WITHIN: dict[str, dict[str, Any]] = {
+    "at the end": {},
+    "within": {"val_check_interval": 3, "max_epochs": 1},
+    "of steps": {"val_check_interval": 2, "accumulate_grad_batches": 2},
+}
+
+
+BROKEN_OFF = [
+    (*whom, how, options)
+    for n, options in enumerate(WITHIN)
+    for m, how in enumerate(["raise", "die", "stop"])
+    for whom in rotated([(0, 0), (1, 0), (1, 1)], n + m)
+]
+
+
+@pytest.mark.parametrize(
+    ("who", "when", "how", "options"), but_slow(BROKEN_OFF, lambda _, number: number % 3 > 0)
+)
+def test_of_an_epoch_whose_validation_was_broken_off(
+    who: int, when: int, how: str, options: str, tmp_path: Path
+) -> None:
+    settings = {"validation": 16, **WITHIN[options]}
+
+    def train(name: str, ckpt_path: Path | None = None, **failure: Any) -> dict[str, Any]:
+        def make() -> Validating:
+            module = Validating(schedule=plateau("val/loss"), who=who)
+            vars(module).update(failure)
+            return module
+
+        stop = EarlyStopping("val/loss", min_delta=1e6, patience=99)
+        return run(tmp_path / name, make, ckpt_path, callbacks=[stop], **settings)
+
+    whole = train("whole")
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises((LookupError, SystemExit, RuntimeError)):
+        train("broken", when=when, how=how)
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    assert interrupted(tmp_path / "broken")["global_step"] > 0
+    resumed = train("resumed", tmp_path / "broken" / "interrupted/interrupted.ckpt")
+    assert waits(resumed) == waits(whole)
+    assert_same(resumed, whole)
+
+
+def test_a_step_that_was_under_way_as_a_validation_began_is_made_anew(tmp_path: Path) -> None:
+    """What BatchNorm had seen of it is not seen twice."""
+    settings = {"val_check_interval": 3, "accumulate_grad_batches": 2, "validation": 16}
+
+    def make(when: int | None = None) -> Validating:
+        module = Validating(schedule=plateau("val/loss"))
+        module.when, module.how = when, "raise"
+        return module
+
+    whole = run(tmp_path / "whole", make, **settings)
+    with pytest.raises(LookupError, match="broken off"):
+        run(tmp_path / "broken", partial(make, 0), **settings)
+    path = tmp_path / "broken" / "interrupted/interrupted.ckpt"
+    assert_same(run(tmp_path / "resumed", make, path, **settings), whole)
+
+
+class Late(EarlyStopping):
+    """Once the first validation is over and this has heard of it: Ctrl-C, if it ``interrupts``."""
+
+    interrupts = False
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        super().on_validation_end(trainer, module)
+        if self.interrupts:
+            if trainer.global_rank == 1:
+                os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(HEAD_START_S)
+
+
+def test_whose_end_nobody_had_heard_of(tmp_path: Path) -> None:
+    """Callbacks that look at the end of the epoch do it when the run goes on."""
+
+    def train(name: str, ckpt_path: Path | None = None, interrupts: bool = False) -> dict[str, Any]:
+        make, stop = partial(Noisy, schedule=plateau("val/loss")), Late("val/loss", 1e6, 99)
+        stop.interrupts = interrupts
+        return run(tmp_path / name, make, ckpt_path, callbacks=[stop])
+
+    whole = train("whole")
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        train("broken", interrupts=True)
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    broken = interrupted(tmp_path / "broken")
+    assert broken["hybridtrain"]["over"] and waits(broken) == [0]
+    resumed = train("resumed", tmp_path / "broken" / "interrupted/interrupted.ckpt")
+    assert waits(resumed) == waits(whole) == [2]
+    assert_same(resumed, whole)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_which_a_callback_had_cut_short(over: bool) -> None:
+    """It is over though its last mini-batch was not the last that there was."""
+
+    def nothing() -> None: ...
+
+    progress = SimpleNamespace(is_last_batch=False)
+    loop = SimpleNamespace(restarting=True, batch_progress=progress, advance=nothing)
+    loop._should_check_val_fx = lambda fetcher: False
+    fit_loop = SimpleNamespace(epoch_loop=loop, reset=nothing, _data_fetcher=None)
+    connector = SimpleNamespace(on_epoch_end=nothing)
+    ends = EpochEnds(SimpleNamespace(fit_loop=fit_loop, _logger_connector=connector))
+    ends.attach()
+    ends.keep({}, Resumed(0, 3, [], over=over))
+    if over:
+        with pytest.raises(StopIteration):
+            loop.advance()
+    else:
+        loop.advance()
+
+
+class Reading(pl.Callback):
+    """What is known of the validation before the next one."""
+
+    def __init__(self) -> None:
+        self.known: list[float] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.known += [float(trainer.callback_metrics.get("val/loss", -1))]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"known": self.known}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.known = state["known"]
+
+
+def test_what_a_validation_said_is_known_until_the_next_one(tmp_path: Path) -> None:
+    def train(name: str, ckpt_path: Path | None = None) -> list[float]:
+        reading = Reading()
+        keep = ModelCheckpoint(tmp_path / name, "{epoch}", "train/loss", save_top_k=-1)
+        run(tmp_path / name, Noisy, ckpt_path, callbacks=[reading, keep])
+        return reading.known
+
+    whole = train("whole")
+    assert whole[0] == -1 and min(whole[1:]) >= 0
+    assert train("resumed", tmp_path / "whole" / "epoch=0.ckpt") == whole
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_in_a_worker_that_comes_back(who: int, tmp_path: Path) -> None:
+    def train(*callbacks: pl.Callback) -> pl.Trainer:
+        torch.manual_seed(7)
+        module, strategy = Noisy(schedule=plateau("val/loss")), HybridStrategy(on_failure="restart")
+        trainer = make_trainer(strategy, 2, max_epochs=4, callbacks=list(callbacks))
+        loader = DataLoader(regression_data(44), batch_size=4, shuffle=True)
+        trainer.fit(module, loader, DataLoader(regression_data(8), batch_size=4))
+        return trainer
+
+    whole, restarted = tmp_path / "whole.ckpt", tmp_path / "restarted.ckpt"
+    train().save_checkpoint(whole)
+    train(Killed(tmp_path, who, BATCHES + 2)).save_checkpoint(restarted)
+    assert (tmp_path / "died").exists()
+    one, other = (torch.load(path, weights_only=True) for path in (restarted, whole))
+    assert rate(one) == rate(other) == pytest.approx(1e-5)
+    assert_same(one, other)

@@ -1,0 +1,89 @@
+"""Streams are dealt out, or warned of; the user's order is kept where that is promised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from hybridtrain import HybridStrategy
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.data.stream_dealing import shares_nothing, warn_of_repetition
+from tests.lightning.toys import Recorder, Regression, make_trainer, regression_data
+
+
+class Stream(IterableDataset[Any]):
+    """Samples, one after the other."""
+
+    def __init__(self, n: int) -> None:
+        self.data = regression_data(n)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self.data[i] for i in range(len(self.data))])
+
+
+def seen(loader: Any, workers: int, **options: Any) -> int:
+    """Samples trained on in one epoch."""
+    trainer_options = {k: options.pop(k) for k in ("use_distributed_sampler",) if k in options}
+    trainer = make_trainer(HybridStrategy(**options), workers, max_epochs=1, **trainer_options)
+    trainer.fit(Regression(), loader)
+    return int(trainer.strategy.run_stats()["samples"])
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize(("n", "workers"), [(40, 2), (41, 3)])
+def test_a_stream_is_dealt_each_sample_once(policy: str, n: int, workers: int) -> None:
+    assert seen(DataLoader(Stream(n), 4), workers, policy=policy, iterable="deal") == n
+
+
+def test_a_stream_that_is_not_dealt_is_warned_of() -> None:
+    stream, kept = DataLoader(Stream(8), 4), DataLoader(regression_data(8), 4)
+    assert shares_nothing(stream, False) and shares_nothing(kept, False)
+    assert not shares_nothing(kept, True)
+    own = DistributedSampler(kept.dataset, 2, 0)  # type: ignore[arg-type]
+    assert not shares_nothing(DataLoader(kept.dataset, 4, sampler=own), False)
+    with pytest.warns(UserWarning, match="Stream is a stream.*give strategy.iterable=deal"):
+        warn_of_repetition(stream, "train", 2)
+    with pytest.warns(UserWarning, match="use_distributed_sampler=False was given"):
+        warn_of_repetition(kept, "train", 2)
+
+
+def test_so_is_a_loader_that_the_user_keeps_for_himself() -> None:
+    options = {"iterable": "deal", "use_distributed_sampler": False}
+    assert seen(DataLoader(regression_data(40), 4), 2, **options) == 40
+
+
+def test_what_iterable_and_keep_order_may_be_is_said() -> None:
+    with pytest.raises(UserError, match=re.escape("iterable='share' was given; it must be deal")):
+        HybridStrategy(iterable="share")
+    with pytest.raises(UserError, match="keep_order=1 was given"):
+        HybridStrategy(keep_order=1)  # type: ignore[arg-type]
+
+
+class Firsts(Regression):
+    """Keeps the first element of all it has seen, in the first worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen += batch[0][:, 0].tolist()
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("workers", "keep_order", "kept"), [(1, False, True), (2, True, True), (2, False, False)]
+)
+def test_data_that_are_not_shuffled_keep_their_order(
+    workers: int, keep_order: bool, kept: bool
+) -> None:
+    data, module = Recorder(regression_data(12)), Firsts()
+    trainer = make_trainer(HybridStrategy(keep_order=keep_order), workers, max_epochs=1)
+    trainer.fit(module, DataLoader(data, 3))
+    order = data.data.tensors[0][::workers, 0].tolist()
+    assert (module.seen == order) is kept

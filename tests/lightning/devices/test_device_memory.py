@@ -1,0 +1,118 @@
+"""A worker's share of its device's memory, and what is said where it was not enough."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain import HybridStrategy
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
+from hybridtrain.worker.device import KINDS
+from hybridtrain.worker.device.cuda import CudaStreams
+from tests.lightning.toys import Regression, fit
+from tests.standin.device import name_it
+from tests.standin.state import NAME, state
+from tests.standin.training import fit_apart
+
+name_it()
+
+
+@pytest.mark.parametrize("given", [0, -0.1, 1.01, float("nan"), "0.5", True, [0.5]])
+def test_what_is_no_share_is_refused(given: Any) -> None:
+    with pytest.raises(UserError, match=r"device_memory_fraction=.* above 0 and up to 1"):
+        HybridStrategy(device_memory_fraction=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "share"),
+    [(None, 1, None), (None, 4, 0.25), (1, 1, 1.0), (0.4, 3, 0.4)],
+)
+def test_several_workers_have_equal_shares_unless_somebody_says_otherwise(
+    given: Any, workers: int, share: float | None
+) -> None:
+    assert DeviceMemory.of(given).share(workers) == share
+
+
+class Tells(Regression):
+    shares: dict[int, float] | None = None
+
+    def on_train_end(self) -> None:
+        self.shares = dict(state().fractions)
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy", "shares"),
+    [
+        (2, {}, {}),  # each has a device alone
+        (4, {}, {0: 0.25}),
+        (2, {"device_memory_fraction": 0.3}, {0: 0.3}),
+    ],
+)
+def test_workers_are_held_to_their_shares(
+    workers: int, strategy: dict[str, Any], shares: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, NAME, CudaStreams)
+    found, _ = fit_apart(workers, 3, Tells, strategy=strategy, max_epochs=1)
+    assert found.shares == shares
+
+
+def told(monkeypatch: pytest.MonkeyPatch, memory: Any, **options: Any) -> str:
+    """Of a worker on a GPU of 80 GiB."""
+    strategy = HybridStrategy(**options)
+    monkeypatch.setattr(HybridStrategy, "root_device", torch.device("cuda:1"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", memory)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has")
+    return out_of_memory(error, strategy)
+
+
+def test_out_of_memory_names_what_there_is_and_what_takes_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def memory(device: Any) -> tuple[int, int]:
+        return 2**30, 80 * 2**30
+
+    text = told(monkeypatch, memory, workers_per_device=2)
+    assert "2.50 GiB were asked for; 1.00 of cuda:1's 80.00 GiB are free" in text
+    assert "each worker may take 40.00" in text
+    for word in ("batch_size_per_worker", "workers_per_device=2 now", "bf16-mixed"):
+        assert word in text
+    alone = told(monkeypatch, memory)
+    assert "workers_per_device" not in alone and "may take" not in alone
+    held = told(monkeypatch, memory, device_memory_fraction=0.5)
+    assert "a larger device_memory_fraction (0.5 now)" in held
+
+
+def test_a_device_that_has_failed_is_not_asked_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def memory(device: Any) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    text = told(monkeypatch, memory)
+    assert text.startswith("2.50 GiB were asked for. What takes less: smaller mini-batches")
+
+
+class Greedy(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+
+def test_a_run_that_ends_for_want_of_memory_says_what_takes_less() -> None:
+    with pytest.raises(Exception, match=r"(?s)What takes less: smaller mini-batches .*on_oom=drop"):
+        fit("hybrid", 2, 6, Greedy)
+
+
+class TooLarge(torch.nn.Module):
+    def to(self, device: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.")
+
+
+def test_parameters_that_do_not_fit_are_told_of_too() -> None:
+    strategy = HybridStrategy()
+    strategy._lightning_module = SimpleNamespace(to=TooLarge().to, _compiler_ctx=None)
+    strategy.parallel_devices = [torch.device("cpu")]
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        strategy.model_to_device()
+    assert caught.value.__notes__[0].startswith("The parameters do not fit. What takes less")

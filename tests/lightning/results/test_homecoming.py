@@ -1,0 +1,74 @@
+"""Weights and optimizers' states come home in shared memory, or else in a message."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain.lightning import launcher
+from hybridtrain.memory import scratch_file
+from tests.lightning.toys import Regression, distance, fit
+
+
+@pytest.fixture
+def homes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What has come home from worker 0, run by run."""
+    seen: list[Any] = []
+    unpack = launcher.unpack
+
+    def look(trainer: Any, results: Any, *rest: Any) -> Any:
+        seen.append(results[0])
+        return unpack(trainer, results, *rest)
+
+    monkeypatch.setattr(launcher, "unpack", look)
+    return seen
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only there memory has a path")
+def test_what_is_heavy_is_in_no_message_and_all_the_same(
+    homes: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared, trainer = fit("hybrid", 2, 6, lambda: Regression(adam), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "shared.ckpt")
+    monkeypatch.setattr(scratch_file, "_OF_PROCESSES", Path("/nowhere"))
+    sent, trainer = fit("hybrid", 2, 6, lambda: Regression(adam), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "sent.ckpt")
+
+    assert [bool(home.heavy) for home in homes] == [False, True]
+    assert distance(shared, sent) == 0.0
+    states = [
+        torch.load(tmp_path / name, weights_only=True)["optimizer_states"][0]["state"]
+        for name in ("shared.ckpt", "sent.ckpt")
+    ]
+    assert states[0].keys() == states[1].keys() != set()
+    for key in states[0]:
+        for name, value in states[0][key].items():
+            assert torch.equal(value, states[1][key][name])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="only there memory has a path")
+def test_the_memory_is_given_back_once_nobody_looks_at_it() -> None:
+    def held() -> int:
+        found = 0
+        for link in list(Path("/proc/self/fd").iterdir()):
+            with suppress(FileNotFoundError):  # the one that lists them
+                found += str(link.readlink()).startswith("/memfd:")
+        return found
+
+    before = held()
+    room = scratch_file.Scratch()
+    assert scratch_file.fill(room.path, {"a": torch.ones(3)}) == b""
+    found = room.load()
+    room.close()
+    room.close()
+    assert torch.equal(found["a"], torch.ones(3))
+    del found, room
+    assert held() == before

@@ -1,0 +1,354 @@
+"""A worker goes on before its release has come, unless somebody would look at parameters."""
+
+from __future__ import annotations
+
+from collections import deque
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
+from torch.utils.data import DataLoader
+
+from hybridtrain.lightning.step import object_search
+from hybridtrain.lightning.step.object_search import may_hold
+from hybridtrain.protocol.messages import (
+    Done,
+    Gather,
+    Gathered,
+    Install,
+    Push,
+    ReadStats,
+    Released,
+    Stats,
+)
+from hybridtrain.protocol.notices import Stop
+from hybridtrain.worker.client import Client, StopRequested
+from tests.lightning.toys import Regression, flat, make_trainer, regression_data
+
+# ---- the client ---------------------------------------------------------------------------------
+
+
+class Script:
+    """A line on which replies come only after they were put there."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.replies: deque[Any] = deque()
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> tuple[Any, int | None]:
+        return self.replies.popleft(), None
+
+    def ready(self) -> bool:
+        return bool(self.replies)
+
+
+@pytest.fixture
+def line() -> Script:
+    return Script()
+
+
+def test_an_offer_does_not_wait_and_is_settled_once(line: Script) -> None:
+    client, taken = Client(0, 2, line), list[Released]()
+    client.offer(Push(0, 1.0), taken.append)
+    assert line.sent == [Push(0, 1.0)]
+    assert taken == []
+    line.replies.append(Released(7))
+    client.settle()
+    client.settle()
+    assert taken == [Released(7)]
+    assert client.version == 7
+
+
+def test_whatever_is_asked_next_settles_first(line: Script) -> None:
+    client, taken = Client(0, 2, line), list[Released]()
+    client.offer(Push(0, 1.0), taken.append)
+    line.replies += [Released(3), Stats({"updates": 3})]
+    assert client.stats() == {"updates": 3}
+    assert taken == [Released(3)]
+    assert line.sent == [Push(0, 1.0), ReadStats()]
+
+
+def test_a_second_offer_settles_the_first(line: Script) -> None:
+    client, taken = Client(0, 2, line), list[Released]()
+    client.offer(Push(0, 1.0), taken.append)
+    line.replies.append(Released(1))
+    client.offer(Push(0, 2.0), taken.append)
+    assert taken == [Released(1)]
+
+
+def test_a_stop_instead_of_the_release_ends_the_worker_at_the_boundary(line: Script) -> None:
+    client, taken = Client(0, 2, line), list[Released]()
+    client.offer(Push(0, 1.0), taken.append)
+    line.replies.append(Stop(now=True))
+    with pytest.raises(StopRequested):
+        client.check_stop()
+    line.replies.append(Gathered((b"", b""), (0, 1)))
+    with pytest.raises(EOFError):  # what is asked afterwards is asked, not taken for the release
+        client.gather("a", None)
+    assert isinstance(line.sent[-1], Gather)
+    assert taken == []
+    line.replies.append(Done())
+    client.install(Install())
+
+
+def test_what_was_counted_ahead_is_undone_unless_the_release_has_come(line: Script) -> None:
+    client, undone = Client(0, 2, line), list[str]()
+    client.offer(Push(0, 1.0), lambda _: None, lambda: undone.append("first"))
+    assert client.offered is not None
+    client.offered.undoing.append(lambda: undone.append("second"))
+    line.replies.append(Stop(now=True))
+    with pytest.raises(StopRequested):
+        client.settle()
+    assert undone == ["second", "first"], "what was done last is undone first"
+
+    def fail(_: Released) -> None:
+        raise LookupError
+
+    client.offer(Push(0, 1.0), fail, lambda: undone.append("an update that was made"))
+    line.replies.append(Released(1))
+    with pytest.raises(LookupError):
+        client.settle()
+    assert undone == ["second", "first"]
+
+
+# ---- who looks ----------------------------------------------------------------------------------
+
+
+class Ask(pl.Callback):
+    """Notes what the worker has decided."""
+
+    lazy: bool | None = None
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.lazy = trainer.strategy._session.steps[0].lazy
+
+
+def rests(module: Any = None, callbacks: Any = (), data: Any = None, **options: Any) -> bool:
+    """Whether a worker goes on before its release, as a run with all our parts decides it."""
+    ask = Ask()
+    trainer = make_trainer("hybrid", 1, max_steps=1, callbacks=[ask, *callbacks], **options)
+    trainer.fit(module or Regression(), data or DataLoader(regression_data(), 8))
+    assert ask.lazy is not None
+    return ask.lazy
+
+
+class AtTheEnd(pl.Callback):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Perhaps an average of the weights."""
+
+
+class Elsewhere(pl.Callback):
+    def on_train_epoch_end(self, *_: Any) -> None:
+        """A checkpoint, say."""
+
+
+class Hooked(Regression):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Perhaps weights are clamped."""
+
+
+class Moving(Regression):
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch
+
+
+class Mining:
+    """Chooses samples by what the module makes of them."""
+
+    def __init__(self, module: Any) -> None:
+        self.judge = module.net.forward
+
+    def __call__(self, samples: Any) -> Any:
+        return torch.utils.data.default_collate(samples)
+
+
+class OwnSchedule(torch.optim.lr_scheduler.LambdaLR):
+    """May look at anything."""
+
+
+def test_ordinary_training_does_not_look(tmp_path: Any) -> None:
+    saving = ModelCheckpoint(tmp_path, every_n_train_steps=1)
+    assert rests(callbacks=[Elsewhere(), saving], enable_checkpointing=True)
+    assert rests(Regression(schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)))
+
+
+@pytest.mark.parametrize("module", [Hooked, Moving])
+def test_a_module_may_look(module: Any) -> None:
+    assert not rests(module())
+
+
+def test_a_callback_may_look() -> None:
+    assert not rests(callbacks=[AtTheEnd()])
+    assert not rests(callbacks=[LambdaCallback(on_train_batch_end=lambda *_: None)])
+    assert not rests(callbacks=[WeightAveraging()])
+
+
+def test_a_schedule_of_the_users_may_look() -> None:
+    assert not rests(Regression(schedule=lambda o: OwnSchedule(o, lambda step: 1.0)))
+
+
+def test_data_that_hold_the_module_may_look() -> None:
+    module = Regression()
+    loader = DataLoader(regression_data(), 8, collate_fn=Mining(module))
+    assert not rests(module, data=loader)
+
+
+HIDDEN = ["attribute", "closure", "default", "list", "bound", "partial", "slot", "deque", "global"]
+HIDDEN += ["last of many", "deep"]
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self, kept: Any) -> None:
+        self.kept = kept
+
+
+def using_a_global() -> Any:
+    return teacher  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize("hidden", HIDDEN)
+def test_a_module_is_found_wherever_data_sets_keep_one(
+    hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Regression()
+    if hidden == "global":
+        monkeypatch.setitem(globals(), "teacher", module)
+
+    class Holder:
+        attribute: Any = None
+
+    def close(kept: Any) -> Any:
+        return lambda: kept
+
+    holder = Holder()
+    holder.attribute = {
+        "attribute": module,
+        "closure": close(module),
+        "default": lambda kept=module: kept,
+        "list": [[module.net]],
+        "bound": module.forward,
+        "partial": partial(print, module),
+        "slot": Slotted(module),
+        "deque": deque([module.net]),
+        "global": using_a_global,
+        "last of many": [*range(20_000), ("a", 1), SimpleNamespace(x=module)],
+        "deep": [[{"x": [[Slotted([[SimpleNamespace(x=module)]])]]}] for _ in range(200)],
+    }[hidden]
+    assert may_hold([holder], module.modules())
+    assert not may_hold([holder], Regression().modules())
+
+
+class WithArguments(torch.utils.data.Dataset[Any]):
+    """Names that mean something elsewhere, and more samples than are worth looking at."""
+
+    def __init__(self) -> None:
+        self.args, self.func = SimpleNamespace(lr=0.1), None
+        self.samples = [[{"x": object()} for _ in range(120)] for _ in range(120)]
+
+
+def test_ordinary_data_sets_are_looked_through_quietly() -> None:
+    assert not may_hold([WithArguments()], Regression().modules())
+
+
+@pytest.mark.parametrize("kind", ["pairs", "mappings", "objects", "slots", "tensors"])
+def test_many_samples_of_plain_data_are_known_to_hold_no_module(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_search, "_MOST", 1000)
+    make: Any = {
+        "pairs": lambda n: (f"{n}.png", n % 10),
+        "mappings": lambda n: {"path": f"{n}.wav", "words": ["a", "b"]},
+        "objects": lambda n: SimpleNamespace(path=Path("a"), label=n),
+        "slots": lambda n: Slotted(("a", n)),
+        "tensors": lambda n: torch.ones(1),
+    }[kind]
+    samples = [make(n) for n in range(object_search._MOST + 1)]
+    assert not may_hold([SimpleNamespace(samples=samples)], Regression().modules())
+
+
+def test_samples_that_know_their_data_set_are_gone_through_once() -> None:
+    data = SimpleNamespace()
+    data.samples = [SimpleNamespace(data=data, rows=data.__dict__) for _ in range(3000)]
+    assert not may_hold([data], Regression().modules())
+    data.samples[-1].teacher = module = Regression()
+    assert may_hold([data], module.modules())
+
+
+def test_where_the_search_gives_up_a_module_may_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_search, "_MOST", 10)
+    chain: list[Any] = []
+    for _ in range(12):
+        chain = [chain]
+    assert may_hold(chain, Regression().modules())
+
+
+def test_a_data_module_that_collates_knows_its_trainer_and_does_not_look() -> None:
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(regression_data(), 8, collate_fn=self.collate)
+
+        def collate(self, samples: Any) -> Any:
+            return torch.utils.data.default_collate(samples)
+
+    assert rests(data=Data())
+
+
+# ---- what is seen -------------------------------------------------------------------------------
+
+
+class Witness(Regression):
+    """Keeps what the parameters are when a step ends, and when the next mini-batch begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: list[torch.Tensor] = []
+        self.begins: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.begins.append(flat(self))
+        return super().training_step(batch, batch_idx)
+
+
+class Looking(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        module.ends.append(flat(module))
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        assert len(module.ends) == 12
+        for end, begin in zip(module.ends, module.begins[1:], strict=False):
+            assert torch.equal(end, begin)
+        assert not torch.equal(module.ends[0], module.ends[1])
+
+
+def test_who_looks_at_the_end_of_a_step_sees_the_step() -> None:
+    trainer = make_trainer("hybrid", 2, callbacks=[Looking()], max_epochs=2)
+    trainer.fit(Witness(), DataLoader(regression_data(), 4, shuffle=True))
+    assert trainer.global_step == 12
+
+
+def test_a_checkpoint_in_mid_epoch_holds_the_step_that_was_just_made(tmp_path: Any) -> None:
+    """Although the worker that writes it had not waited for that step."""
+    found = {}
+    for name, strategy, workers in (("ours", "hybrid", 1), ("theirs", "auto", 1)):
+        pl.seed_everything(3, verbose=False)
+        saving = ModelCheckpoint(tmp_path / name, every_n_train_steps=3, save_top_k=-1)
+        options = {"enable_checkpointing": True, "use_distributed_sampler": False}
+        trainer = make_trainer(strategy, workers, callbacks=[saving], max_epochs=1, **options)
+        module = Regression(lambda p: torch.optim.Adam(p, lr=0.01, fused=True))
+        trainer.fit(module, DataLoader(regression_data(), 4))
+        paths = sorted((tmp_path / name).glob("*.ckpt"))
+        found[name] = [torch.load(path, weights_only=True)["state_dict"] for path in paths]
+    assert len(found["ours"]) == len(found["theirs"]) == 4
+    for ours, theirs in zip(found["ours"], found["theirs"], strict=True):
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=1e-6, atol=1e-7)

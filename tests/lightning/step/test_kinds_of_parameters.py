@@ -1,0 +1,104 @@
+"""Parameters of every dtype, shape and memory format at once."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.lightning.checkpointing.test_checkpoints import saved
+from tests.lightning.step.test_optimizers import fresh
+from tests.lightning.toys import Regression, distance, fit
+
+OPTIM = torch.optim
+
+
+class Zoo(Regression):
+    """One of each; all take part in the loss but the empty one."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__(make)
+        generator = torch.Generator().manual_seed(1)
+
+        def random(*shape: int, dtype: Any = torch.float32) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator, dtype=dtype) * 0.1)
+
+        self.fine = random(4, dtype=torch.float64)
+        self.brain = random(4, dtype=torch.bfloat16)
+        self.coarse = random(4, dtype=torch.float16)
+        self.wave = random(4, dtype=torch.complex64)
+        self.scalar = nn.Parameter(torch.tensor(0.1))
+        self.empty = nn.Parameter(torch.empty(0, 4))
+        self.turned = nn.Parameter(torch.randn(3, 4, generator=generator).t())
+        self.conv = nn.Conv2d(2, 3, 1).to(memory_format=torch.channels_last)
+        self.tied = nn.Linear(4, 16)
+        self.tied.weight = self.net[0].weight
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        out = self.net(x) + self.scalar + self.empty.sum() + self.tied(x).mean(1, keepdim=True)
+        for weight in (self.fine, self.brain, self.coarse):
+            out = out + (x.to(weight.dtype) @ weight).unsqueeze(1).float()
+        out = out + (x.to(torch.complex64) @ self.wave).abs().unsqueeze(1)
+        out = out + (x @ self.turned).sum(1, keepdim=True)
+        image = x.view(-1, 2, 2, 1).to(memory_format=torch.channels_last)
+        out = out + self.conv(image).mean(dim=(1, 2, 3)).unsqueeze(1)
+        return (out - y).pow(2).mean()
+
+
+class Looking(Zoo):
+    """Reads gradients, so that they are averaged first."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None and parameter.grad.dtype == parameter.dtype
+            assert parameter.grad.shape == parameter.shape
+
+
+MAKES = {
+    "SGD": partial(OPTIM.SGD, lr=0.01, momentum=0.9),
+    "Adam": partial(OPTIM.Adam, lr=0.01),
+    "foreach": partial(OPTIM.AdamW, lr=0.01, foreach=True),
+    "Adagrad": partial(OPTIM.Adagrad, lr=0.01),
+}
+# Over eight steps; the two coarse ones also move the others a little, through the loss.
+ROUNDING = {torch.bfloat16: 0.02, torch.float16: 2e-3}
+
+
+def compare_all(module: Any, **options: Any) -> None:
+    """Each dtype within its own rounding."""
+    settings: dict[str, Any] = {"overfit_batches": 1.0, "max_epochs": 2} | options
+    alone, _ = fit("auto", 1, 12, module, **settings)
+    shared, _ = fit("hybrid", 2, 6, module, **settings)
+    assert distance(shared.net, fresh(module).net) > 1e-2
+    for (name, mine), theirs in zip(shared.named_parameters(), alone.parameters(), strict=True):
+        near = ROUNDING.get(mine.dtype, 5e-4)
+        torch.testing.assert_close(mine, theirs, rtol=near, atol=near, msg=f"{name} {mine.dtype}")
+
+
+@pytest.mark.parametrize("module", [Zoo, Looking])
+@pytest.mark.parametrize("name", MAKES)
+def test_dtypes_shapes_and_formats_at_once(name: str, module: Any) -> None:
+    compare_all(partial(module, MAKES[name]))
+
+
+def test_a_global_norm_spans_dtypes() -> None:
+    compare_all(partial(Zoo, MAKES["SGD"]), gradient_clip_val=0.5)
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_their_state_resumes_to_the_bit(name: str, tmp_path: Path) -> None:
+    module = partial(Zoo, MAKES[name])
+    path = saved("hybrid", 2, 6, module, tmp_path)
+    resumed, _ = fit("hybrid", 2, 6, module, ckpt_path=str(path), max_epochs=3)
+    whole, _ = fit("hybrid", 2, 6, module, max_epochs=3)
+    assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
+
+
+def test_free_running_workers_have_them_too() -> None:
+    trained, _ = fit("async", 2, 6, partial(Zoo, MAKES["Adam"]))
+    assert all(bool(torch.isfinite(p).all()) for p in trained.parameters())

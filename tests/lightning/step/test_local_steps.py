@@ -1,0 +1,172 @@
+"""Workers that train on their own, in processes: equal to plain torch, to the last digit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hybridtrain import HybridStrategy
+from hybridtrain.errors import UserError
+from hybridtrain.protocol.spans import dealt
+from tests.lightning.toys import Manual, Regression, make_trainer, regression_data
+
+SIZE, N = 4, 44  # of a mini-batch; the last global one is not whole
+
+
+def make() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return Regression(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)).double()
+
+
+def loss_of(module: Any, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.nn.functional.mse_loss(module.net(batch[0]), batch[1])
+
+
+def fitted(workers: int, folder: Path, every: int, **rest: Any) -> tuple[Any, Any]:
+    strategy = HybridStrategy(
+        "hybrid", keep_order=True, exchange={"name": "movement", "every": every}
+    )
+    trainer = make_trainer(strategy, workers, default_root_dir=folder, **{"max_epochs": 2, **rest})
+    module: Any = make()
+    loader = DataLoader(regression_data(N, torch.float64), SIZE)
+    trainer.fit(module, loader)
+    return module, trainer
+
+
+def averaged(workers: int, every: int, epochs: int = 2) -> Any:
+    """What plain torch makes of it: own optimizers, and the mean by samples now and then."""
+    data = regression_data(N, torch.float64)
+    masters, own = make(), [make() for _ in range(workers)]
+    optimizers: list[Any] = [module.configure_optimizers() for module in own]  # type: ignore
+    samples = [0] * workers
+    places, whole = dealt((SIZE,) * workers), SIZE * workers
+
+    def average() -> None:
+        total = sum(samples)
+        for master, *parameters in zip(*map(_parameters, [masters, *own]), strict=True):
+            moved = [n / total * (master - p) for n, p in zip(samples, parameters, strict=True)]
+            master.data.sub_(torch.stack(moved).sum(0).detach())
+            for parameter in parameters:
+                parameter.data.copy_(master.data)
+        samples[:] = [0] * workers
+
+    for _ in range(epochs):
+        since = 0
+        for begin in range(0, N, whole):
+            for worker, (module, optimizer) in enumerate(zip(own, optimizers, strict=True)):
+                chosen = [begin + place for place in places[worker] if begin + place < N]
+                if chosen:
+                    optimizer.zero_grad()
+                    loss_of(module, data[chosen]).backward()
+                    optimizer.step()
+                samples[worker] += len(chosen)
+            since += 1
+            if since == every:
+                average()
+                since = 0
+        if since:
+            average()
+    return masters
+
+
+def _parameters(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return list(module.parameters())
+
+
+def check_equal(found: torch.nn.Module, wanted: torch.nn.Module) -> None:
+    for one, other in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("workers", "every"),
+    [
+        (2, 3),
+        pytest.param(3, 2, marks=pytest.mark.slow),
+        pytest.param(1, 4, marks=pytest.mark.slow),
+        pytest.param(3, 4, marks=pytest.mark.slow),  # the step that a worker sits out is due
+    ],
+)
+def test_local_sgd_is_what_plain_torch_does(workers: int, every: int, tmp_path: Path) -> None:
+    module, trainer = fitted(workers, tmp_path, every)
+    check_equal(module, averaged(workers, every))
+    assert trainer.global_step == 2 * -(-N // (SIZE * workers))  # a worker's own steps
+
+
+def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> None:
+    """n_push = 1: what is fetched is what the worker has."""
+
+    def plain() -> Any:
+        module: Any = make()
+        module.make_optimizer = lambda p: torch.optim.SGD(p, lr=0.01)
+        return module
+
+    data, module = regression_data(N, torch.float64), plain()
+    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 3}
+    trainer = make_trainer(
+        HybridStrategy("async", exchange=exchange), 1, max_epochs=2, default_root_dir=tmp_path
+    )
+    trainer.fit(module, DataLoader(data, SIZE))
+    expected = plain()
+    optimizer = expected.configure_optimizers()
+    for _ in range(2):
+        for batch in DataLoader(data, SIZE):
+            optimizer.zero_grad()
+            loss_of(expected, batch).backward()
+            optimizer.step()
+    check_equal(module, expected)
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "downpour"])
+def test_by_its_name_it_learns_and_what_is_left_are_the_masters(name: str, tmp_path: Path) -> None:
+    module: Any = make()
+    data = DataLoader(regression_data(N, torch.float64), SIZE)
+    before = float(sum(loss_of(module, batch) for batch in data))
+    trainer = make_trainer(name, 2, max_epochs=3, default_root_dir=tmp_path)
+    trainer.fit(module, data, data)
+    after = float(sum(loss_of(module, batch) for batch in data))
+    assert after < 0.9 * before
+    validated = float(trainer.callback_metrics["val/loss"])
+    assert validated == pytest.approx(after / len(data), rel=1e-9)  # of all, and of these
+
+
+def test_a_checkpoint_is_an_ordinary_one_that_training_goes_on_from(tmp_path: Path) -> None:
+    _, trainer = fitted(2, tmp_path, 2, max_epochs=1, enable_checkpointing=True)
+    (path,) = tmp_path.rglob("*.ckpt")
+    saved = torch.load(path, weights_only=True)
+    check = make()
+    check.load_state_dict(saved["state_dict"])
+    check_equal(check, averaged(2, 2, epochs=1))
+    assert saved["optimizer_states"][0]["state"]  # the worker's own momentum
+    assert trainer.checkpoint_callback is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "fragments"),
+    [
+        ({"on_failure": "restart"}, None, ["on_failure=restart", "of its own", "on_failure=stop"]),
+        ({"on_nonfinite": "drop"}, None, ["on_nonfinite=drop", "finite", "on_nonfinite=raise"]),
+        ({"on_oom": "skip_step"}, None, ["on_oom=skip_step", "on_oom=raise"]),
+        ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
+        ({"overlap_update": True}, None, ["overlap_update=true"]),
+        ({"correction": "gap_aware"}, None, ["correction="]),
+        ({}, "manual", ["automatic_optimization", "exchange=gradient"]),
+    ],
+)
+def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
+    options: dict[str, Any], change: str | None, fragments: list[str], tmp_path: Path
+) -> None:
+    class Own(Manual, Regression): ...
+
+    kind: Callable[[], Any] = Own if change else Regression
+    strategy = HybridStrategy("hybrid", exchange="movement", **options)
+    trainer = make_trainer(strategy, 2, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(UserError) as error:
+        trainer.fit(kind(), DataLoader(regression_data(), SIZE))
+    for fragment in fragments:
+        assert fragment in str(error.value)

@@ -1,0 +1,346 @@
+"""Policies by scripts of facts: no processes, no tensors, no clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridtrain.policies import (
+    BoundedStaleness,
+    Deadline,
+    FirstK,
+    OnArrival,
+    Policy,
+    RoundRobin,
+    Softsync,
+    Switch,
+    WaitForAll,
+)
+from hybridtrain.policies.switch import Plateau
+from hybridtrain.protocol.facts import (
+    Accumulate,
+    Apply,
+    Fact,
+    Joined,
+    Left,
+    Order,
+    Pushed,
+    Release,
+    SetTimer,
+    TimerFired,
+    Waiting,
+)
+
+BOTH = [WaitForAll, OnArrival]
+
+
+def joined(policy: Policy, n_workers: int) -> Policy:
+    for worker in range(n_workers):
+        assert not policy.on(Joined(worker))
+    return policy
+
+
+def round_of(*workers: int) -> tuple[Order, ...]:
+    return (Apply(workers), Release(workers))
+
+
+def test_all_waits_for_the_last_and_applies_in_the_order_of_numbers_not_of_arrival() -> None:
+    policy = joined(WaitForAll(), 3)
+    assert not policy.on(Pushed(2))
+    assert not policy.on(Pushed(0))
+    assert policy.on(Pushed(1)) == round_of(0, 1, 2)
+
+
+def test_all_begins_every_round_anew() -> None:
+    policy = joined(WaitForAll(), 2)
+    for first, second in [(0, 1), (1, 0), (0, 1)]:
+        assert not policy.on(Pushed(first))
+        assert policy.on(Pushed(second)) == round_of(0, 1)
+
+
+@pytest.mark.parametrize("fact", [Waiting(1), Left(1)])
+def test_a_worker_that_parks_or_leaves_completes_the_round_of_the_others(fact: Fact) -> None:
+    policy = joined(WaitForAll(), 3)
+    policy.on(Pushed(2))
+    policy.on(Pushed(0))
+    assert policy.on(fact) == round_of(0, 2)
+
+
+def test_a_parked_worker_is_waited_for_again_once_it_pushes() -> None:
+    policy = joined(WaitForAll(), 2)
+    policy.on(Waiting(1))
+    assert policy.on(Pushed(0)) == round_of(0)
+    assert not policy.on(Pushed(1))
+    assert policy.on(Pushed(0)) == round_of(0, 1)
+
+
+def test_a_worker_that_leaves_takes_its_unapplied_push_with_it() -> None:
+    policy = joined(WaitForAll(), 3)
+    policy.on(Pushed(1))
+    assert not policy.on(Left(1))
+    policy.on(Pushed(0))
+    assert policy.on(Pushed(2)) == round_of(0, 2)
+
+
+def test_a_round_of_nobody_never_ends() -> None:
+    policy = joined(WaitForAll(), 2)
+    assert not policy.on(Left(0))
+    assert not policy.on(Left(1))
+
+
+def test_a_newcomer_is_waited_for() -> None:
+    policy = joined(WaitForAll(), 2)
+    policy.on(Pushed(0))
+    assert not policy.on(Joined(2))
+    assert not policy.on(Pushed(1))
+    assert policy.on(Pushed(2)) == round_of(0, 1, 2)
+
+
+def test_on_arrival_applies_each_push_at_once_and_alone() -> None:
+    policy = joined(OnArrival(), 3)
+    for worker in (2, 2, 0, 1):
+        assert policy.on(Pushed(worker)) == round_of(worker)
+    assert not policy.on(Waiting(0))
+    assert not policy.on(Left(1))
+
+
+@pytest.mark.parametrize("make", BOTH)
+def test_policies_satisfy_their_contract(make: Callable[[], Policy]) -> None:
+    assert isinstance(make(), Policy)
+
+
+# ---- any legal script ---------------------------------------------------------------------------
+
+
+class Script:
+    """Drives a policy as workers could, and checks every answer.
+
+    A worker computes, waits for its release, is parked, or is gone.
+    """
+
+    def __init__(self, policy: Policy, n_workers: int) -> None:
+        self.policy = policy
+        self.requirements = policy.begin(n_workers)
+        for worker in range(n_workers):
+            assert not policy.on(Joined(worker))
+        self.state = dict.fromkeys(range(n_workers), "computes")
+        self.unapplied: set[int] = set()
+        self.held = 0
+        self.now_s = 0.0
+        self.wake_at_s: float | None = None
+        self.orders: list[Order] = []
+
+    def tell(self, fact: Fact) -> None:
+        match fact:
+            case Pushed(worker):
+                self.state[worker] = "waits"
+                self.unapplied.add(worker)
+            case Waiting(worker) | Left(worker):
+                self.state[worker] = "parked" if isinstance(fact, Waiting) else "gone"
+                self.unapplied.discard(worker)
+        for order in self.policy.on(fact):
+            self.orders.append(order)
+            self.obey(order)
+        waiting = "waits" in self.state.values()
+        free = "computes" in self.state.values() or self.wake_at_s is not None
+        assert not waiting or free, "somebody must be able to free those who wait"
+
+    def obey(self, order: Order) -> None:
+        if isinstance(order, SetTimer):
+            assert order.at_s > self.now_s
+            self.wake_at_s = order.at_s
+            return
+        assert order.workers == tuple(sorted(set(order.workers))), "sorted, nobody twice"
+        if isinstance(order, Release):
+            for worker in order.workers:
+                assert self.state[worker] == "waits", "nobody is released without a push"
+                assert worker not in self.unapplied, "first it counts, or does not, then it goes on"
+                self.state[worker] = "computes"
+            return
+        assert set(order.workers) <= self.unapplied, "only what has been pushed, and once"
+        assert not isinstance(order, Accumulate) or self.requirements.holds
+        self.held = 0 if isinstance(order, Apply) else self.held + isinstance(order, Accumulate)
+        self.unapplied.difference_update(order.workers)
+
+    def wake(self) -> None:
+        if self.wake_at_s is not None:
+            self.now_s, self.wake_at_s = self.wake_at_s, None
+            self.tell(TimerFired(self.now_s))
+
+    def act(self, worker: int, action: int) -> None:
+        self.now_s += 1.0
+        if self.wake_at_s is not None and self.wake_at_s <= self.now_s:
+            self.wake()
+        match self.state[worker], action:
+            case "computes" | "parked", 0 | 1 | 2:
+                self.tell(Pushed(worker, self.now_s))
+            case "computes", 3:
+                self.tell(Waiting(worker))
+            case "computes" | "parked" | "waits", 4:
+                self.tell(Left(worker))
+
+    def end(self) -> None:
+        """Whoever computes comes to the end of its data, until nobody does."""
+        while computing := [w for w, s in self.state.items() if s == "computes"]:
+            self.tell(Waiting(computing[0]))
+            self.wake()
+        assert "waits" not in self.state.values(), "nobody is left waiting at the end"
+        assert not self.unapplied, "every push has counted or been dropped, unless its worker left"
+        assert self.held == 0, "nothing is put aside for good"
+
+
+def play(policy: Policy, n_workers: int, choices: list[tuple[int, int]]) -> list[Order]:
+    script = Script(policy, n_workers)
+    for index, action in choices:
+        script.act(index % n_workers, action)
+    script.end()
+    return script.orders
+
+
+CHOICES = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 4)), max_size=40)
+MANY: dict[str, Callable[[int], Policy]] = {
+    "hybrid": lambda n: WaitForAll(),
+    "async": lambda n: OnArrival(),
+    "backup": lambda n: FirstK(),
+    "backup of two": lambda n: FirstK(min(2, n)),
+    "backup in time": lambda n: Deadline(),
+    "backup in time, strict": lambda n: Deadline(c=0.0, at_least=1),
+    "k_async": lambda n: FirstK(late="use"),
+    "k_batch_sync": lambda n: FirstK(3, several=True),
+    "k_batch_async": lambda n: FirstK(3, late="use", several=True),
+    "softsync": lambda n: Softsync(1),
+    "ssp 0": lambda n: BoundedStaleness(0),
+    "ssp 1": lambda n: BoundedStaleness(1),
+    "ssp 3": lambda n: BoundedStaleness(3),
+    "ssp": lambda n: BoundedStaleness(None),
+    "hybrid, then async": lambda n: Switch(WaitForAll(), OnArrival(), at_update=2),
+    "async, then hybrid": lambda n: Switch(OnArrival(), WaitForAll(), at_update=3),
+    "backup, then ssp": lambda n: Switch(FirstK(), BoundedStaleness(1), at_update=2),
+    "k_batch_async, then k_async": lambda n: Switch(
+        FirstK(3, "use", True), FirstK(1, "use"), at_update=1
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
+@settings(max_examples=100, deadline=None)
+@given(n_workers=st.integers(1, 5), choices=CHOICES)
+def test_any_script_lets_every_push_count_once_and_deadlocks_nobody(
+    name: str, n_workers: int, choices: list[tuple[int, int]]
+) -> None:
+    play(MANY[name](n_workers), n_workers, choices)
+
+
+@pytest.mark.parametrize("name", MANY)
+@settings(max_examples=20, deadline=None)
+@given(choices=CHOICES)
+def test_a_policy_depends_on_nothing_but_its_facts(
+    name: str, choices: list[tuple[int, int]]
+) -> None:
+    policy = MANY[name](3)
+    assert play(policy, 3, choices) == play(policy, 3, choices), "begin() forgets everything"
+
+
+# ---- the dial: policies that are the same at their limits ----------------------------------------
+
+SAME: dict[str, tuple[Callable[[int], Policy], Callable[[int], Policy]]] = {
+    "backup k=n is hybrid": (lambda n: FirstK(n), lambda n: WaitForAll()),
+    "k_async k=n is hybrid": (lambda n: FirstK(n, "use"), lambda n: WaitForAll()),
+    "ssp 0 is hybrid": (lambda n: BoundedStaleness(0), lambda n: WaitForAll()),
+    "ssp without a bound is async": (lambda n: BoundedStaleness(None), lambda n: OnArrival()),
+    "k_async k=1 is async": (lambda n: FirstK(1, "use"), lambda n: OnArrival()),
+    "k_batch_async k=1 is async": (lambda n: FirstK(1, "use", True), lambda n: OnArrival()),
+    "softsync n=W is async": (lambda n: Softsync(n), lambda n: OnArrival()),
+    "switch between equals changes nothing": (
+        lambda n: Switch(WaitForAll(), BoundedStaleness(0), at_update=1),
+        lambda n: WaitForAll(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+@settings(max_examples=200, deadline=None)
+@given(n_workers=st.integers(1, 5), choices=CHOICES)
+def test_at_its_limit_a_policy_is_another_one(
+    name: str, n_workers: int, choices: list[tuple[int, int]]
+) -> None:
+    one, other = (make(n_workers) for make in SAME[name])
+    assert play(one, n_workers, choices) == play(other, n_workers, choices)
+
+
+@pytest.mark.parametrize(
+    ("losses", "reached"),
+    [
+        ((4.0, 2.0, 1.0, 1.0, 0.5, 0.5), ""),  # each mean of two is better
+        ((4.0, 2.0, 3.0, 3.0), "   !"),  # the second is not
+        ((4.0, 2.0, 2.9, 2.9), ""),  # by 0.1, which is enough
+        ((4.0, 2.0, 2.96, 2.96), "   !"),  # by 0.04, which is not
+        ((4.0, 2.0, 2.0, 2.0, 2.9, 2.9), "     !"),  # better than the first, not than the best
+    ],
+)
+def test_a_plateau_is_a_mean_no_better_than_the_best(
+    losses: tuple[float, ...], reached: str
+) -> None:
+    plateau = Plateau(patience=2, min_delta=0.05)
+    told = "".join("!" if plateau.reached(loss) else " " for loss in losses)
+    assert told.rstrip() == reached
+
+
+def test_a_switch_whose_losses_nobody_tells_stays_where_it_is() -> None:
+    policy = Switch(WaitForAll(), OnArrival(), patience=1)
+    policy.begin(1)
+    policy.on(Joined(0))
+    for _ in range(9):
+        assert policy.on(Pushed(0)) == [*round_of(0)]
+    assert policy._now is policy.first
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        WaitForAll(),
+        FirstK(3),
+        FirstK(3, "use"),
+        BoundedStaleness(0),
+        Switch(WaitForAll(), BoundedStaleness(0), at_update=5),
+    ],
+)
+def test_lock_step_is_known_as_such(policy: Policy) -> None:
+    assert policy.begin(3).whole_rounds
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        OnArrival(),
+        FirstK(2),
+        FirstK(3, several=True),
+        BoundedStaleness(1),
+        RoundRobin(),
+        Deadline(),
+        Softsync(1),
+    ],
+)
+def test_whoever_may_be_ahead_reads_a_copy(policy: Policy) -> None:
+    assert not policy.begin(3).whole_rounds
+
+
+def test_a_policy_that_was_written_for_an_earlier_version_still_runs() -> None:
+    """Facts and orders lay in ``hybridtrain.events``, and ``begin`` returned a ``Regime``."""
+    import hybridtrain.events as events
+    import hybridtrain.policies as policies
+
+    with pytest.deprecated_call(match=r"policies\.Accumulate now"):
+        assert events.Hold is policies.Accumulate
+    with pytest.deprecated_call(match=r"policies\.Waiting now"):
+        assert events.Parked is policies.Waiting
+    with pytest.deprecated_call(match="policies.Apply now"):
+        assert events.Apply is policies.Apply
+    with pytest.deprecated_call(match="Needs"):
+        made = policies.Regime(lockstep=False, turns=True)
+    assert made == policies.Needs(whole_rounds=False, turns=True)
+    with pytest.raises(AttributeError, match="has no attribute 'Own'"):
+        events.Own  # noqa: B018

@@ -1,0 +1,71 @@
+"""``history.csv``: what is written is read again, and a killed run has left whole rows."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.report.history import HISTORY_FILE, History, RunCurve, read_history
+
+
+def row(train_s: float, **more: float) -> dict[str, float]:
+    return {"wall_s": train_s + 1, "train_s": train_s, "epoch": 0, "updates": 3, **more}
+
+
+def test_a_metric_that_turns_up_late_gets_a_column_and_the_rows_before_stay(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.add(row(0.5, samples=8, train_loss=1.25))
+    history.add(row(1.5, samples=16, train_loss=math.nan))
+    history.add(row(2.5, samples=24, **{"val/a, b\n": 0.125}))
+    history.add(row(3.5, samples=32))
+    course = read_history(tmp_path)
+    assert course.bad == 0 and course.metrics == ["val/a, b "]
+    assert course.columns["samples"] == [8, 16, 24, 32]
+    assert course.points("wall_s", "train_loss") == ([1.5], [1.25])
+    assert course.points("samples", "val/a, b ") == ([24], [0.125])
+    assert [x.name for x in tmp_path.iterdir()] == [HISTORY_FILE]
+
+
+def test_rows_come_ever_more_seldom() -> None:
+    history, times, t = History(Path("/dev")), [], 0.0
+    history._columns = ["train_s"]
+    history._widen = lambda *_: None  # type: ignore[method-assign]
+    while t < 86_400:
+        if history.due(t):
+            times.append(t)
+            history._next_s = t + max(0.1, 0.01 * t)
+        t += max(0.05, t / 1000)
+    assert 500 < len(times) < 1200
+
+
+def test_a_new_run_in_the_same_folder_begins_anew(tmp_path: Path) -> None:
+    History(tmp_path).add(row(1.0, samples=1))
+    History(tmp_path).add(row(2.0, samples=2))
+    assert read_history(tmp_path).columns["samples"] == [2]
+
+
+@pytest.mark.parametrize(
+    ("text", "samples", "bad"),
+    [
+        ("{head}\n1,1,0,1,5,2\n2,2,0,2,10,", [5], 1),  # killed in the middle of a row
+        ("{head}\n1,1,0,1,5,2\n2,2,x,2,10,1\n3,3,0,3,15,1\n", [5, 15], 1),
+        ("{head}\n1,1,0,1\n", [], 1),
+        ("{head}\n", [], 0),
+        ("something,else\n1,2\n", None, 2),
+        ("\x00\x01\xff", None, 1),
+        ("", None, 1),
+    ],
+)
+def test_what_cannot_be_read_is_left_out_and_counted(
+    tmp_path: Path, text: str, samples: list[float] | None, bad: int
+) -> None:
+    head = "wall_s,train_s,epoch,updates,samples,train_loss"
+    (tmp_path / HISTORY_FILE).write_bytes(text.format(head=head).encode("latin-1"))
+    course = read_history(tmp_path)
+    assert (course.columns.get("samples"), course.bad) == (samples, bad)
+
+
+def test_no_history_is_an_empty_one(tmp_path: Path) -> None:
+    assert read_history(tmp_path) == RunCurve()

@@ -1,0 +1,300 @@
+"""The shared queue of mini-batches: each position drawn once, everybody served."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
+from hybridtrain.protocol.spans import Spans, merged, positions, split, total
+from hybridtrain.server.batch_queue import BatchQueue
+
+FIRST = LoaderPass(0, 0)
+
+
+def draw(
+    length: int,
+    sizes: tuple[int, ...],
+    lap: LoaderPass = FIRST,
+    spans: Spans | None = None,
+    drop_last: bool = False,
+    begins: bool = False,
+) -> Draw:
+    return Draw(lap, ((0, length),) if spans is None else spans, length, sizes, drop_last, begins)
+
+
+def test_whoever_asks_gets_the_next_positions_so_the_fast_do_more() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(9, (2, 2))
+    drawn = [queue.draw(0, ask).spans for _ in range(5)]
+    assert drawn == [((0, 2),), ((2, 4),), ((4, 6),), ((6, 7),), ()], "two are kept for worker 1"
+    assert queue.draw(1, ask) == Ticket(((7, 9),))
+    assert queue.draw(1, ask) == Ticket(())
+
+
+def test_everybody_draws_mini_batches_of_its_own_size() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(12, (4, 1))
+    assert queue.draw(1, ask) == Ticket(((0, 1),))
+    assert queue.draw(0, ask) == Ticket(((1, 5),))
+    assert queue.draw(1, ask) == Ticket(((5, 6),))
+    assert queue.draw(0, ask) == Ticket(((6, 10),))
+    assert queue.draw(0, ask) == Ticket(((10, 12),))
+
+
+@pytest.mark.parametrize("fills", [False, True])
+def test_with_fewer_batches_than_workers_the_first_has_one_and_those_left_over_none(
+    fills: bool,
+) -> None:
+    queue, ask = BatchQueue({0, 1, 2}), replace(draw(3, (4, 4, 2)), fills=fills)
+    filler = Ticket(((0, 2),), counts=False) if fills else Ticket(())
+    assert queue.draw(2, ask) == filler
+    assert queue.draw(0, ask) == Ticket(((0, 3),))
+    filler = Ticket(((0, 3),), counts=False) if fills else Ticket(())
+    assert queue.draw(1, ask) == filler
+    assert [queue.draw(w, ask).spans for w in range(3)] == [(), (), ()]
+
+
+def test_nothing_is_kept_for_the_first_while_it_is_away() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(6, (4, 4))
+    assert queue.draw(0, ask).spans == ((0, 4),)
+    assert queue.draw(1, ask).spans == ((4, 6),)
+    queue.lost(0)
+    assert queue.draw(1, replace(ask, begins=True)).spans == ((0, 4),), "nobody waits for it"
+
+
+def test_drop_last_never_hands_out_a_smaller_mini_batch() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(13, (4, 4), drop_last=True)
+    drawn = [queue.draw(w, ask) for w in (0, 0, 0, 1, 1)]
+    assert [total(t.spans) for t in drawn] == [4, 4, 0, 4, 0]
+    too_few = BatchQueue({0, 1})
+    assert too_few.draw(0, draw(3, (4, 4), drop_last=True)) == Ticket(())
+
+
+def test_an_epoch_without_samples_ends_at_once() -> None:
+    assert BatchQueue({0}).draw(0, draw(0, (4,))) == Ticket(())
+
+
+def test_a_rest_that_is_in_pieces_is_drawn_across_the_gaps() -> None:
+    queue, ask = BatchQueue({0}), draw(20, (4,), spans=((3, 5), (9, 15)))
+    assert queue.draw(0, ask) == Ticket(((3, 5), (9, 11)))
+    assert queue.draw(0, ask) == Ticket(((11, 15),))
+    assert queue.draw(0, ask) == Ticket(())
+
+
+def test_a_rest_of_nothing_lets_everybody_reach_the_end_of_the_epoch() -> None:
+    queue, ask = BatchQueue({0, 1}), replace(draw(20, (4, 4), spans=()), fills=True)
+    assert [queue.draw(w, ask).counts for w in (0, 1)] == [False, False]
+    assert [queue.draw(w, ask).spans for w in (0, 1)] == [(), ()]
+
+
+def test_epochs_laps_and_loaders_are_counted_apart() -> None:
+    queue = BatchQueue({0})
+    for lap in (LoaderPass(0, 0), LoaderPass(0, 0, 1), LoaderPass(1, 0), LoaderPass(0, 1)):
+        ask = draw(2, (2,), lap)
+        assert [queue.draw(0, ask).spans for _ in range(2)] == [((0, 2),), ()]
+
+
+def test_no_batch_is_kept_for_a_lost_worker() -> None:
+    members = {0, 1}
+    queue, ask = BatchQueue(members), draw(4, (2, 2))
+    assert queue.draw(0, ask).spans == ((0, 2),)
+    members.discard(1)
+    queue.lost(1)
+    assert queue.draw(0, ask).spans == ((2, 4),)
+
+
+def test_what_is_drawn_is_unseen_until_the_push_that_covers_it_is_answered() -> None:
+    queue, ask = BatchQueue({0}), draw(6, (2,))
+    first, _ = queue.draw(0, ask), queue.draw(0, ask)
+    assert queue.unseen() == {LoaderPass(0, 0): ((0, 6),)}
+    assert queue.unseen() == {LoaderPass(0, 0): ((0, 6),)}
+    queue.settle(0, (DrawnBatch(LoaderPass(0, 0), first.spans),))
+    assert queue.unseen() == {LoaderPass(0, 0): ((2, 6),)}
+
+
+def test_what_a_lost_worker_has_not_done_goes_to_the_others() -> None:
+    members = {0, 1}
+    queue, ask = BatchQueue(members), draw(8, (2, 2))
+    done, _ = queue.draw(1, ask), queue.draw(1, ask)
+    queue.settle(1, (DrawnBatch(LoaderPass(0, 0), done.spans),))
+    members.discard(1)
+    queue.lost(1)
+    assert [queue.draw(0, ask).spans for _ in range(4)] == [((2, 4),), ((4, 6),), ((6, 8),), ()]
+
+
+def test_a_pass_that_begins_anew_gives_back_what_was_fetched_ahead() -> None:
+    queue = BatchQueue({0})
+    queue.draw(0, draw(4, (2,), begins=True))
+    assert queue.draw(0, draw(4, (2,), begins=True)).spans == ((0, 2),)
+    assert queue.draw(0, draw(4, (2,))).spans == ((2, 4),)
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("sizes", [(4, 4), (4, 2)])
+def test_what_drop_last_leaves_over_is_not_left_to_be_made_up_for(
+    sizes: tuple[int, ...], turn: int
+) -> None:
+    members = {0, 1}
+    ask = replace(draw(sum(sizes) + 6, sizes, drop_last=True), turn=turn)
+    queue = BatchQueue(members)
+    for worker in (0, 1):
+        queue.settle(worker, (DrawnBatch(FIRST, queue.draw(worker, ask).spans),))
+    members.discard(1)
+    queue.lost(1)
+    assert queue.has_left()
+    queue.settle(0, (DrawnBatch(FIRST, queue.draw(0, ask).spans),))
+    assert queue.draw(0, ask) == Ticket(())
+    assert total(queue.unseen()[FIRST]) == 2 and not queue.has_left()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple),
+    length=st.integers(0, 30),
+    cuts=st.lists(st.integers(0, 30), max_size=6),
+    drop_last=st.booleans(),
+    order=st.lists(st.integers(0, 4), max_size=60),
+    losses=st.sets(st.integers(0, 4), max_size=2),
+    fills=st.booleans(),
+)
+def test_every_position_is_done_once_and_everybody_is_served(
+    sizes: tuple[int, ...],
+    length: int,
+    cuts: list[int],
+    drop_last: bool,
+    order: list[int],
+    losses: set[int],
+    fills: bool,
+) -> None:
+    ends = sorted({min(c, length) for c in cuts})
+    spans = merged(zip(ends[::2], ends[1::2], strict=False)) if cuts else ((0, length),)
+    members = set(range(len(sizes)))
+    lost = losses & members if len(losses & members) < len(sizes) else set()
+    ask = replace(draw(length, sizes, spans=spans, drop_last=drop_last), fills=fills)
+    queue, done = BatchQueue(members), set()
+    trained: list[int] = []
+    served: dict[int, list[Ticket]] = {worker: [] for worker in range(len(sizes))}
+    for turn, asked in enumerate(order + [w for _ in range(length + 2) for w in range(5)]):
+        if turn == 3:
+            members -= lost
+            for worker in lost:
+                queue.lost(worker)
+        worker = asked % len(sizes)
+        if worker not in members or worker in done:
+            continue
+        ticket = queue.draw(worker, ask)
+        if not ticket.spans:
+            done.add(worker)
+            continue
+        served[worker].append(ticket)
+        if ticket.counts:
+            assert total(ticket.spans) == sizes[worker] or not drop_last
+            trained += positions(ticket.spans)
+            queue.settle(worker, (DrawnBatch(LoaderPass(0, 0), ticket.spans),))
+    assert done >= members, "everybody's epoch ends"
+    assert len(trained) == len(set(trained)), "nothing twice"
+    rest = [p for each in queue.unseen().values() for p in positions(each)]
+    assert sorted([*trained, *rest]) == list(positions(spans)), "nothing lost"
+    if not drop_last and not lost:
+        assert not rest, "nothing left out"
+    if fills and length >= (min(sizes) if drop_last else 1):
+        assert all(served[worker] for worker in members), "everybody takes part"
+    if not drop_last and not lost and total(spans):
+        assert served[0][0].counts, "the first worker before all others"
+
+
+@given(st.lists(st.integers(0, 50), max_size=8), st.integers(-2, 60))
+def test_spans_are_split_and_joined_without_loss(ends: list[int], n: int) -> None:
+    ends = sorted(set(ends))
+    spans = tuple(zip(ends[::2], ends[1::2], strict=False))
+    head, tail = split(spans, n)
+    assert [*positions(head), *positions(tail)] == [*positions(spans)]
+    assert total(head) == min(max(n, 0), total(spans))
+    assert [*positions(merged([*tail, *head]))] == [*positions(spans)]
+
+
+# ---- the end of an epoch, where workers are not equally fast ------------------------------------
+
+
+def ends(steps: list[float], batches: int, ahead: int = 1) -> tuple[list[float], list[int]]:
+    """When each worker has nothing left to do, and how many mini-batches it has had.
+
+    ``steps``: seconds for a mini-batch; ``ahead``: how many it draws before it needs them.
+    """
+    queue, ask = BatchQueue(set(range(len(steps)))), draw(2 * batches, (2,) * len(steps))
+    held: list[list[Spans]] = [[] for _ in steps]
+    at, counts, running = (
+        [0.0] * len(steps),
+        [0] * len(steps),
+        [(0.0, w) for w in range(len(steps))],
+    )
+    drawn: list[Spans] = []
+    under_way: dict[int, Spans] = {}
+    while running:
+        running.sort()
+        at_s, worker = running.pop(0)
+        at[worker] = at_s
+        if worker in under_way:
+            queue.settle(worker, (DrawnBatch(FIRST, under_way.pop(worker)),))
+        while len(held[worker]) <= ahead and (spans := queue.draw(worker, ask).spans):
+            held[worker].append(spans)
+        if held[worker]:
+            under_way[worker] = held[worker].pop(0)
+            drawn.append(under_way[worker])
+            counts[worker] += 1
+            running.append((at_s + steps[worker], worker))
+    assert merged([span for spans in drawn for span in spans]) == ((0, 2 * batches),)
+    assert sum(counts) == batches, "each once"
+    return at, counts
+
+
+def test_a_slow_worker_does_not_keep_the_others_waiting_for_what_it_has_fetched_ahead() -> None:
+    at, counts = ends([1.0, 3.0], 40)
+    assert max(at) - min(at) <= 1 and counts == [30, 10], "as good as can be"
+    at, _ = ends([1.0, 1.0, 1.0, 3.0], 100)
+    assert max(at) - min(at) <= 3 and max(at) <= 100 / (3 + 1 / 3) + 1
+
+
+def test_workers_as_fast_as_each_other_share_the_end_as_before() -> None:
+    assert ends([1.0] * 4, 40) == ([10.0] * 4, [10] * 4)
+    assert ends([1.0] * 3, 10)[1] == [4, 3, 3]
+
+
+@given(
+    st.lists(st.sampled_from([1.0, 1.1, 2.0, 3.0, 10.0]), min_size=1, max_size=5),
+    st.integers(1, 60),
+    st.integers(0, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_nothing_is_lost_at_the_end_however_unequal_the_workers_are(
+    steps: list[float], batches: int, ahead: int
+) -> None:
+    at, counts = ends(steps, max(batches, len(steps)), ahead)
+    assert min(counts) >= 1, "everybody takes part"
+    assert batches < 4 * len(steps) * (2 + ahead) or max(at) - min(at) <= 2 * max(steps)
+
+
+def test_what_a_worker_steps_itself_is_done_when_it_has_and_goes_back_if_it_never_will() -> None:
+    made = {0: 0, 1: 0}
+    queue, lap = BatchQueue({0, 1}, made=made.__getitem__), LoaderPass(0, 0)
+    for worker in (0, 1):
+        spans = queue.draw(worker, draw(16, (4, 4), begins=True)).spans
+        queue.done(
+            worker, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), worker + 1, 4.0
+        )
+    assert total(queue.unseen()[lap]) == 16
+    made[0] = 1
+    assert total(queue.unseen()[lap]) == 12
+    assert queue.lost(1) == 4.0 and queue.lost(0) == 0.0
+    assert total(queue.unseen()[lap]) == 12
+
+
+def test_what_has_been_stepped_does_not_go_back_when_a_pass_is_opened_again() -> None:
+    made = {0: 0}
+    queue, lap = BatchQueue({0}, made=made.__getitem__), LoaderPass(0, 0)
+    spans = queue.draw(0, draw(8, (4,), begins=True)).spans
+    queue.done(0, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), 1, 4.0)
+    made[0] = 1
+    assert queue.draw(0, draw(8, (4,), begins=True)).spans != spans

@@ -1,0 +1,98 @@
+"""A state in which everybody waits and nobody would be freed is named, not hung in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from hybridtrain import HybridStrategy
+from hybridtrain.errors import UserError
+from hybridtrain.policies import Needs
+from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release, SetTimer, TimerFired
+from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from tests.lightning.toys import fit
+from tests.support.served import Served, refusals
+
+
+class Never:
+    """Holds everybody."""
+
+    def begin(self, n_workers: int) -> Needs:
+        return Needs(whole_rounds=False)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        return ()
+
+    def __repr__(self) -> str:
+        return "Never()"
+
+
+class Some(Never):
+    """Lets go on whoever is not worker 1."""
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        match fact:
+            case Pushed(0):
+                return (Apply((0,)), Release((0,)))
+        return ()
+
+
+class Later(Never):
+    """Lets nobody go on before its time has come."""
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        match fact:
+            case Pushed(1, at_s):
+                return (SetTimer(at_s + 5.0),)
+            case TimerFired():
+                return (Apply((0, 1)), Release((0, 1)))
+        return ()
+
+
+def test_the_last_to_wait_ends_it_for_all_and_the_policy_is_named() -> None:
+    served = Served(2, Never())
+    assert served.push(0, 1.0) == []
+    reasons = refusals(served.push(1, 1.0))
+    assert set(reasons) == {0, 1}
+    for reason in reasons.values():
+        assert "Never()" in reason
+        assert "for ever" in reason
+        assert "worker 0, 1 for their release" in reason
+
+
+def test_who_waits_elsewhere_is_named_too() -> None:
+    served = Served(2, Some())
+    assert len(served.push(0, 1.0)) == 1
+    assert served.push(1, 1.0) == []
+    reason = refusals(served.gather(0))[1]
+    assert "worker 1 for their release" in reason
+    assert "worker 0 for all" in reason
+
+
+def test_those_who_are_left_when_the_others_are_gone_are_told() -> None:
+    served = Served(3, Some())
+    assert served.push(1, 1.0) == []
+    assert served.server.lost(0) == []
+    assert set(refusals(served.server.lost(2))) == {1}
+
+
+def test_who_waits_for_a_time_does_not_wait_for_ever() -> None:
+    served = Served(2, Later())
+    assert served.push(0, 1.0) == []
+    assert served.push(1, 1.0) == []
+    assert served.server.wake_at_s == 5.0
+    served.now_s = 5.0
+    assert [worker for worker, _ in served.server.wake()] == [0, 1]
+    assert served.value() == -1.0
+
+
+def test_in_processes_the_run_ends_with_the_reason() -> None:
+    with pytest.raises(UserError, match=r"policy Never\(\) would wait for ever"):
+        fit(HybridStrategy(policy=Never()), 2, 6)
+
+
+def test_in_virtual_time_the_run_ends_with_the_reason() -> None:
+    with pytest.raises(UserError, match=r"policy Never\(\) would wait for ever"):
+        VirtualWorld(Never(), 3, ServiceTimes()).run(updates=1)

@@ -1,0 +1,107 @@
+"""What theory knows of waiting and staleness holds in the simulator (hybridtrain/simulate/laws.py).
+
+Small sizes here, so tolerances are about three standard errors; `scripts/laws.py` prints more exact
+figures, and `-m slow` checks them.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.policies import OnArrival
+from hybridtrain.simulate import laws
+from hybridtrain.simulate.laws import Law
+from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+
+ROOT = Path(__file__).parents[2]
+
+
+def check(found: Iterable[Law], tolerance: float) -> None:
+    wrong = {f"{x.group}: {x.case}": x for x in found if abs(x.difference) > tolerance}
+    assert wrong == {}
+
+
+@pytest.mark.slow
+def test_times_per_update_of_the_four_schemes_are_order_statistics() -> None:
+    found = laws.four_schemes(updates=2500)
+    assert len(found) == 14
+    check(found, tolerance=0.05)
+
+
+def test_backup_workers_cost_what_order_statistics_say() -> None:
+    check(laws.backup_workers(updates=1200), tolerance=0.05)
+
+
+def test_softsync_is_as_stale_as_contributions_come_in_an_update() -> None:
+    check(laws.softsync(updates=4000), tolerance=0.06)
+
+
+@pytest.mark.slow
+def test_a_bounded_lead_is_bounded_and_costs_less_the_larger_it_is() -> None:
+    found = laws.bounded_lead(mini_batches=16_000)
+    check([law for law in found if law.group == "largest lead"], tolerance=0.0)
+    times = [law for law in found if law.group == "time per clock"]
+    check(times, tolerance=0.05)
+    measured = [law.measured for law in times]
+    assert measured == sorted(measured, reverse=True)
+
+
+@pytest.mark.slow
+def test_delayed_gradients_are_stable_up_to_the_known_edge() -> None:
+    """To three digits, so a staleness that is off by one would be seen at once."""
+    check(laws.stability_edge(updates=400, halvings=9), tolerance=0.003)
+
+
+@pytest.mark.slow
+def test_asynchrony_begets_momentum() -> None:
+    found = laws.momentum(replicas=1500, counts=(2, 8))
+    check([law for law in found if law.group == "momentum"], tolerance=0.03)
+    check([law for law in found if law.group == "rate"], tolerance=0.12)
+
+
+def test_the_path_that_follows_from_the_ages_is_the_one_that_is_trained() -> None:
+    """So that what is fitted for many runs at once is what real updates do."""
+    ages = laws.ages_of(workers=5, updates=60, seed=3)
+    path = [1.0]
+    for t, age in enumerate(ages):
+        path.append(path[t] - 0.2 * path[t - age])
+    world = VirtualWorld(
+        OnArrival(),
+        5,
+        laws.EXPONENTIAL,
+        seed=3,
+        task=laws.Quadratic(),
+        optimizer=lambda masters: torch.optim.SGD(masters, lr=0.2),
+    )
+    world.run(updates=60)
+    assert float(world.parameters()[0]) == pytest.approx(path[-1], rel=1e-12)
+    assert float(laws.mean_path(torch.tensor([ages]), 0.2)[-1]) == path[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_laws_hold_to_a_percent_or_two() -> None:
+    check(laws.four_schemes(updates=20_000), tolerance=0.015)
+    check(laws.backup_workers(updates=20_000), tolerance=0.015)
+    check(laws.softsync(updates=30_000), tolerance=0.02)
+    check(laws.bounded_lead(mini_batches=160_000), tolerance=0.015)
+    check(laws.momentum(replicas=10_000), tolerance=0.06)
+
+
+def test_the_script_shows_laws_and_refuses_nonsense(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    script = runpy.run_path(str(ROOT / "scripts" / "laws.py"))
+    found = [*laws.softsync(updates=50), *laws.backup_workers(updates=20)]
+    picture = tmp_path / "laws.png"
+    script["draw"](found, picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert script["table"](found).row_count == len(found)
+    for wrong in ("updates=few", "updates=1", "update=5", "plot"):
+        with pytest.raises(UserError, match=f"^{wrong.partition('=')[0]}"):
+            script["run"]([wrong])

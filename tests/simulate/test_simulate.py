@@ -1,0 +1,129 @@
+"""`python -m hybridtrain.simulate`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridtrain import simulate
+from hybridtrain.simulate import main, parse
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_strategies_and_numbers_of_workers_are_compared_and_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.json"
+    options = ["workers=1,4", "mini_batches=2000", "slower.0=2", "batch_size=8", f"json={out}"]
+    assert main(options) == 0
+    text = capsys.readouterr().out
+    assert "of ideal" in text and all(len(line) <= 80 for line in text.splitlines())
+    rows = json.loads(out.read_text())
+    assert [(r["strategy"], r["workers"]) for r in rows] == [
+        *(("hybrid", 1), ("async", 1), ("hybrid", 4), ("async", 4))
+    ]
+    alone, _, together, free = rows
+    assert alone["efficiency"] == pytest.approx(1.0, abs=0.1)
+    assert together["efficiency"] < 0.6 < 0.9 < free["efficiency"]
+    assert together["staleness_max"] == 0 < free["staleness_mean"]
+    assert together["samples"] == 2000 * 8 and together["updates"] == 500
+    assert main([*options, f"json={tmp_path / 'again.json'}"]) == 0
+    again = json.loads((tmp_path / "again.json").read_text())
+    for one, other in zip(rows, again, strict=True):
+        assert one | {"events_per_s": 0} == other | {"events_per_s": 0}, "same seed, same figures"
+
+
+def test_the_figures_can_be_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    picture = tmp_path / "figures.png"
+    assert main(["workers=2,3", "mini_batches=100", f"plot={picture}"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_page_has_it_all(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    page = tmp_path / "page.html"
+    for workers in ("4", "2,4"):
+        assert main([f"workers={workers}", "mini_batches=200", f"html={page}"]) == 0
+        text = page.read_text()
+        assert text.count("<svg") >= 6 and "hybrid" in text and "async" in text
+        assert "mini_batches=200" in text, "the command that made it"
+
+
+def test_conditions_of_the_command_line_reach_the_workers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, times = tmp_path / "out.json", tmp_path / "times.csv"
+    times.write_text("worker,seconds\n0,0.5\n1,1.5\n")
+    options = ["strategy=async", "workers=3", "compute=measured", f"from={times}", "seconds=40"]
+    options += ["network.latency_s=0.25", "network.bandwidth=400", "parameters=25"]
+    options += ["script=[{worker: 1, dies_at: 20}, {worker: 2, slower: 3, from: 0}]"]
+    assert main([*options, f"json={out}"]) == 0
+    assert "network" in capsys.readouterr().out
+    (row,) = json.loads(out.read_text())
+    # 0.5 s each way: worker 0 every 1.5 s; worker 1 every 2.5 s for 20 s; worker 2 every 2.5 s.
+    assert row["samples"] == 32 * (27 + 8 + 16)
+    assert row["network_share"] == pytest.approx(51 / 120, abs=0.03)
+    assert row["seconds"] <= 40 and row["updates"] == 51 == sum(row["staleness"].values())
+
+
+@pytest.mark.slow
+def test_ten_thousand_workers_are_no_trouble() -> None:
+    plan, _ = parse(["workers=10000", "mini_batches=20000"])
+    row = simulate.simulate(plan, simulate.Way("hybrid", "hybrid"), 10_000)
+    assert (row.updates, row.samples) == (2, 2 * 10_000 * 32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["strategy=hybird"], "policy='hybird' was given (did you mean hybrid?)"),
+        (["workers=0"], "workers=0 was given; it must be a whole number from 1 on"),
+        (["workers=2,x"], "workers=x was given"),
+        (["worker=3"], "(did you mean workers=...?)"),
+        (["compute=gamma"], "compute='gamma' was given; known are constant"),
+        (["compute.mean_s=-1"], "compute.mean_s=-1.0 was given; it must be a positive number"),
+        (["compute.mean_s=fast"], "compute.mean_s=fast was given; it must be a number"),
+        (["compute.sigma=1"], "compute=exponential has no such parameter"),
+        (["strategy=hybrid:k"], "options follow the name as :option=value, like backup:k=3"),
+        (["seconds=0"], "seconds=0 was given; it must be a positive number"),
+        (["interrupt=yes"], "interrupt=yes was given; it must be true or false"),
+        (["network.bandwidth=5"], "network.bandwidth was given without parameters"),
+        (["parameters=5"], "parameters was given without network.bandwidth"),
+        (["network.latency_s=-1"], "network.latency_s=-1.0 was given"),
+        (["compute=measured"], "compute=measured was given without from="),
+        (["from=x.csv"], "compute=exponential was given with from="),
+        (["compute=measured", "from=none.csv"], "from=none.csv could not be read"),
+        (["compute=measured", "from=x", "compute.mean_s=2"], "compute=measured has no such"),
+        (["script=[{worker: 9, dies_at: 1}]"], "worker 9 was given, but 8 workers"),
+        (["script=[{worker: 0, dies_at: x}]"], "dies_at must be a number"),
+        (["html=none/page.html", "mini_batches=10"], "html=none/page.html could not be written"),
+        (["slower.9=2", "workers=4"], "slower.9 was given, but 4 workers have the numbers 0 to 3"),
+        (["slower.x=2"], "slower.W=x was given"),
+        (["hello"], "'hello' was given"),
+        (["plot=figures.tiff9", "mini_batches=10"], "plot=figures.tiff9 could not be written"),
+    ],
+)
+def test_bad_input_is_one_line_on_standard_error(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+
+
+def test_the_module_runs_as_a_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "hybridtrain.simulate", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0 and "strategy=hybrid,async" in done.stdout

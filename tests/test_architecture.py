@@ -1,0 +1,245 @@
+"""Imports point one way, importing is quick, and no file or function outgrows its reader."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hybridtrain"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def imported_by(path: Path) -> set[str]:
+    """Full names of all modules that a file may import, wherever it does, types included."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def files_of(*parts: str) -> list[Path]:
+    found = [f for f in FILES if str(f.relative_to(PACKAGE)).startswith(parts)]
+    assert found, parts
+    return found
+
+
+def offenders(files: list[Path], *forbidden: str) -> dict[str, set[str]]:
+    bad = {
+        str(path.relative_to(PACKAGE)): {
+            name
+            for name in imported_by(path)
+            if any(name == each or name.startswith(each + ".") for each in forbidden)
+        }
+        for path in files
+    }
+    return {path: names for path, names in bad.items() if names}
+
+
+LIGHTNING = ("pytorch_lightning", "lightning", "lightning_utilities", "torchmetrics")
+
+# From the ground up: a folder may import those above it in this list, and itself.
+FLOORS = (
+    "errors.py",
+    "util",
+    "memory",
+    "protocol",
+    "policies",
+    "exchanges",
+    "updates",
+    "monitoring",
+    "recovery",
+    "testing",
+    "server",
+    "worker",
+    "worlds",
+    "recording",
+    "profiling",
+    "report",
+    "lightning",
+    "tasks",
+    "cli",
+    "simulate",
+)
+COMMANDS = ("__init__.py", "__main__.py", "registration.py", "compare.py", "replay.py")
+COMMANDS += ("transcribe.py", "events.py")
+
+
+def folder(name: str) -> str:
+    return f"hybridtrain.{name.removesuffix('.py')}"
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_folders_import_only_what_lies_below_them(floor: str) -> None:
+    above = [folder(name) for name in FLOORS[FLOORS.index(floor) + 1 :]]
+    assert not offenders(files_of(floor), *above, *(folder(name) for name in COMMANDS[1:]))
+
+
+def test_every_folder_has_its_floor() -> None:
+    found = {path.relative_to(PACKAGE).parts[0] for path in FILES}
+    assert found == {*FLOORS, *COMMANDS}
+
+
+def test_policies_and_facts_know_no_tensors_processes_or_clocks() -> None:
+    files = files_of("policies", "protocol/facts.py")
+    assert not offenders(files, "torch", "numpy", "os", "time", "multiprocessing", "threading")
+
+
+def test_only_the_glue_the_tasks_and_the_command_line_know_lightning() -> None:
+    allowed = ("lightning", "tasks", "cli", "transcribe.py", "registration.py")
+    rest = [f for f in FILES if not str(f.relative_to(PACKAGE)).startswith(allowed)]
+    assert not offenders(rest, *LIGHTNING)
+
+
+def test_hydra_is_known_to_the_command_line_alone() -> None:
+    allowed = ("cli", "replay.py", "simulate")
+    rest = [f for f in FILES if not str(f.relative_to(PACKAGE)).startswith(allowed)]
+    assert not offenders(rest, "hydra", "hydra_plugins")
+
+
+def test_decisions_start_no_process_and_open_no_socket() -> None:
+    files = files_of("policies", "protocol", "server", "recovery", "updates")
+    assert not offenders(files, "multiprocessing", "subprocess", "socket", "selectors", "signal")
+
+
+def test_tasks_are_ordinary_lightning_code_that_knows_no_strategy() -> None:
+    inside = ("memory", "updates", "server", "worker", "lightning", "policies", "recovery")
+    assert not offenders(files_of("tasks"), *map(folder, inside))
+
+
+# ---- rooms --------------------------------------------------------------------------------------
+
+MODULES = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]
+
+
+def test_a_folder_has_at_most_16_modules_and_the_root_10() -> None:
+    counts = Counter(str(path.parent.relative_to(ROOT)) for path in MODULES)
+    assert {name: n for name, n in counts.items() if n > 16} == {}
+    assert counts["hybridtrain"] <= 10
+
+
+def test_no_two_modules_have_one_name() -> None:
+    counts = Counter(path.stem for path in MODULES)
+    assert [name for name, n in counts.items() if n > 1] == []
+
+
+def test_every_folder_says_what_lives_there() -> None:
+    folders = {path.parent for path in MODULES}
+    silent = [
+        str(each.relative_to(ROOT))
+        for each in folders
+        if not (each / "__init__.py").is_file()
+        or not ast.get_docstring(ast.parse((each / "__init__.py").read_text()))
+    ]
+    assert silent == []
+
+
+# ---- cycles -------------------------------------------------------------------------------------
+
+
+def named_in(path: Path, names: set[str]) -> set[str]:
+    """The package's modules that a file imports when it runs; those for types only do not tie."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            deeper = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in names else node.module for name in deeper}
+    return found & names
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {
+        ".".join(f.relative_to(ROOT).with_suffix("").parts): f
+        for f in FILES
+        if f.name != "__init__.py"  # they hand names on
+    }
+    ties = {name: named_in(path, set(modules)) for name, path in modules.items()}
+    while leaves := {name for name, used in ties.items() if not used & ties.keys()}:
+        ties = {name: used for name, used in ties.items() if name not in leaves}
+    assert sorted(ties) == [], "these, or what they import, go round in a circle"
+
+
+def functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def test_files_have_at_most_400_lines() -> None:
+    lengths = {str(f.relative_to(ROOT)): len(f.read_text().splitlines()) for f in FILES}
+    assert {name: n for name, n in lengths.items() if n > 400} == {}
+
+
+def test_functions_have_at_most_45_lines() -> None:
+    long = {f"{f.name}:{name}": n for f in FILES for name, n in functions(f) if n > 45}
+    assert long == {}
+
+
+# ---- what an import brings along ----------------------------------------------------------------
+
+
+def python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_alone_imports_neither_torch_nor_lightning() -> None:
+    heavy = "{'torch', 'pytorch_lightning', 'hydra', 'numpy'} & set(sys.modules)"
+    assert python(f"import sys, hybridtrain; print({heavy})") == "set()"
+
+
+def test_policies_run_without_torch() -> None:
+    code = "import sys, hybridtrain.policies; print('torch' in sys.modules)"
+    assert python(code) == "False"
+
+
+NAMES = """
+from pytorch_lightning.strategies import StrategyRegistry
+print(*sorted({'hybrid', 'async'} & set(StrategyRegistry.available_strategies())))
+"""
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import pytorch_lightning, hybridtrain",
+        # Somebody only asks whether Lightning could be imported, as many libraries do.
+        "import hybridtrain, importlib.util; importlib.util.find_spec('pytorch_lightning')",
+    ],
+)
+def test_strategies_are_registered_in_whatever_order_packages_are_imported(imports: str) -> None:
+    assert python(imports + NAMES) == "async hybrid"
+
+
+def test_a_strategy_costs_no_import_beyond_lightnings_and_the_command_hydras() -> None:
+    code = """
+import sys, pytorch_lightning
+before = set(sys.modules)
+def fresh():
+    return {name.partition(".")[0] for name in set(sys.modules) - before} - {"hybridtrain"}
+import hybridtrain.lightning.strategy
+print(sorted(fresh() - sys.stdlib_module_names))
+import hybridtrain.cli.entry, hybridtrain.cli.run
+print(sorted(fresh() & {"matplotlib", "tensorboard", "scipy", "sklearn", "soundfile", "jiwer"}))
+"""
+    assert python(code).splitlines() == ["[]", "[]"]

@@ -1,0 +1,124 @@
+"""What the documentation names is there, and what it lists is complete."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from hybridtrain.recovery.lifecycle import TABLE, LifecycleEvent, WorkerState
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "hybridtrain"
+README = ROOT / "README.md"
+DECISIONS = ROOT / "docs" / "decisions.md"
+# Old decisions keep the names of their time.
+PAGES = [README, *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p != DECISIONS)]
+PAGE = pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
+
+FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] != "_"}
+TOP = {"hybridtrain", "conf", "docs", "scripts", "tests"}
+_PATH = re.compile(r"\b(?:[\w-]+/)+(?:[\w-]+\.(?:py|yaml|md|sh))?")
+_SPOKEN = re.compile(r"`([^`\n]+)`")
+_DOTTED = re.compile(r"\bhybridtrain(?:\.[A-Za-z_]\w*)+")
+_LINK = re.compile(r"\]\(([^)#]*)(#[^)]*)?\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+
+
+def paths_in(text: str) -> set[str]:
+    """Those that begin with a folder of the repository or, in code marks, of the package."""
+    found = {path for path in _PATH.findall(text) if path.split("/")[0] in TOP}
+    for spoken in _SPOKEN.findall(text):
+        match = _PATH.fullmatch(spoken)
+        if match and spoken.split("/")[0] in FOLDERS:
+            found.add(spoken)
+    return found
+
+
+def is_there(path: str) -> bool:
+    return (ROOT / path).exists() or (PACKAGE / path).exists()
+
+
+def resolves(name: str) -> bool:
+    """Whether it is a module, or one that speaks of what follows. Nothing of ours is imported."""
+    parts = name.split(".")
+    for cut in range(len(parts), 0, -1):
+        at = ROOT.joinpath(*parts[:cut])
+        file = at / "__init__.py" if at.is_dir() else at.with_suffix(".py")
+        if file.is_file():
+            rest = parts[cut : cut + 1]
+            return all(re.search(rf"\b{part}\b", file.read_text()) for part in rest)
+    return False
+
+
+def anchors(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    titles = [title.lower() for title in _HEADING.findall(page.read_text())]
+    return {"#" + re.sub(r"[^\w\- ]", "", title).replace(" ", "-") for title in titles}
+
+
+@PAGE
+def test_paths_and_names_of_modules_exist(page: Path) -> None:
+    text = page.read_text()
+    assert {path for path in paths_in(text) if not is_there(path)} == set()
+    assert {name for name in _DOTTED.findall(text) if not resolves(name)} == set()
+
+
+def test_what_does_not_exist_would_be_found() -> None:
+    text = "`server/nowhere.py`, hybridtrain/nowhere.py and `policies/policy.py`"
+    assert {p for p in paths_in(text) if not is_there(p)} == {
+        "server/nowhere.py",
+        "hybridtrain/nowhere.py",
+    }
+    assert resolves("hybridtrain.policies.Needs")
+    assert not resolves("hybridtrain.policies.Regiment")
+    assert not resolves("hybridtrain.nowhere")
+
+
+@pytest.mark.parametrize("page", [*PAGES, DECISIONS], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for link, anchor in _LINK.findall(page.read_text()):
+        if link.startswith("http"):
+            continue
+        target = (page.parent / link).resolve() if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link + anchor
+
+
+def test_the_readme_is_a_front_page() -> None:
+    assert len(README.read_text().splitlines()) <= 200
+    named = {(ROOT / link).resolve() for link, _ in _LINK.findall(README.read_text()) if link}
+    assert set((ROOT / "docs").glob("*.md")) <= named
+
+
+def test_the_table_of_strategies_is_complete() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", README.read_text(), re.MULTILINE)
+    files = {file.stem for file in (ROOT / "conf" / "strategy").glob("*.yaml")}
+    assert sorted(rows) == sorted(files)
+
+
+def test_every_option_of_a_strategy_is_listed() -> None:
+    common = (ROOT / "conf" / "strategy" / "host" / "common.yaml").read_text()
+    options = set(re.findall(r"^([a-z]\w*):", common, re.MULTILINE))
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    assert {each for each in options if f"`{each}`" not in page} == set()
+
+
+def test_the_states_of_a_worker_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("| event | from | to |")[2].partition("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    found = {
+        (WorkerState(state), LifecycleEvent(event)): WorkerState(then)
+        for event, before, then in (row for row in rows if len(row) == 3 and row[0][:1] != "-")
+        for state in before.split(", ")
+    }
+    assert found == TABLE
+
+
+def test_decisions_are_numbered_and_each_is_in_the_contents_once() -> None:
+    contents, _, entries = DECISIONS.read_text().partition("\n## 1. ")
+    titles = re.findall(r"^## (\d+\. .*)$", "\n## 1. " + entries, re.MULTILINE)
+    assert [int(title.split(".")[0]) for title in titles] == list(range(1, len(titles) + 1))
+    assert sorted(re.findall(r"^- \[(.*)\]\(#", contents, re.MULTILINE)) == sorted(titles)

@@ -1,0 +1,14 @@
+"""Parts by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridtrain.errors import UserError
+from hybridtrain.policies import make_policy
+
+
+def test_a_parameter_of_another_choice_is_told_whose_it_is() -> None:
+    whose = "hybrid takes no parameters, k is one of backup, k_async, k_batch_sync, k_batch_async"
+    with pytest.raises(UserError, match=whose):
+        make_policy({"name": "hybrid", "k": 3})

@@ -1,0 +1,112 @@
+"""The worker's side: a request waits for its answer, a stop for the next boundary."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+
+import pytest
+
+from hybridtrain.errors import UserError
+from hybridtrain.protocol.messages import (
+    Done,
+    Gathered,
+    Note,
+    Paused,
+    Push,
+    Refused,
+    Released,
+    Reply,
+    Request,
+)
+from hybridtrain.protocol.notices import Stop
+from hybridtrain.worker.client import Client, StopRequested
+
+
+class Script:
+    """A line whose replies are written beforehand."""
+
+    def __init__(self, *replies: Reply) -> None:
+        self.replies = deque(replies)
+        self.sent: list[Request | Note] = []
+
+    def send(self, message: Request | Note) -> None:
+        self.sent.append(message)
+
+    def receive(self) -> tuple[Reply, int | None]:
+        return self.replies.popleft(), None
+
+    def ready(self) -> bool:
+        return bool(self.replies)
+
+
+def client(*replies: Reply, n_workers: int = 2) -> tuple[Client, Script]:
+    line = Script(*replies)
+    return Client(0, n_workers, line), line
+
+
+def test_a_push_waits_for_its_release_and_brings_the_version() -> None:
+    speaker, line = client(Released(7))
+    assert speaker.push(Push(0, 4.0, absent=(1,))) == Released(7)
+    assert line.sent == [Push(0, 4.0, (1,))]
+
+
+def test_a_refusal_is_the_users_error() -> None:
+    speaker, _ = client(Refused("two of a kind"))
+    with pytest.raises(UserError, match="two of a kind"):
+        speaker.push(Push(0, 1.0))
+
+
+def test_a_stop_that_comes_while_waiting_lets_the_step_end_first() -> None:
+    speaker, _ = client(Stop(), Released(3))
+    assert speaker.push(Push(0, 1.0)) == Released(3)
+    with pytest.raises(StopRequested):
+        speaker.check_stop()
+
+
+def test_a_stop_now_means_that_the_answer_will_not_come() -> None:
+    speaker, _ = client(Stop(), Stop(now=True))
+    with pytest.raises(StopRequested):
+        speaker.push(Push(0, 1.0))
+
+
+def test_a_stop_between_mini_batches_is_found_at_the_boundary_again_and_again() -> None:
+    speaker, _ = client(Stop())
+    for _ in range(2):
+        with pytest.raises(StopRequested):
+            speaker.check_stop()
+
+
+def test_without_a_stop_a_boundary_is_nothing() -> None:
+    speaker, _ = client()
+    speaker.check_stop()
+
+
+def test_user_code_that_catches_exceptions_does_not_swallow_a_stop() -> None:
+    assert not issubclass(StopRequested, Exception)
+
+
+def test_a_gathering_brings_all_items_in_order() -> None:
+    speaker, _ = client(Gathered((pickle.dumps("a"), pickle.dumps({"b": 1})), (0, 1)))
+    assert speaker.gather("t", "a") == ["a", {"b": 1}]
+
+
+@pytest.mark.parametrize("alone", ["one worker", "the last one"])
+def test_alone_one_meets_oneself_without_asking(alone: str) -> None:
+    speaker, line = client(n_workers=1 if alone == "one worker" else 3)
+    speaker.solo = alone != "one worker"
+    assert speaker.gather("t", 5) == [5]
+    assert line.sent == []
+
+
+def test_the_last_one_is_not_stopped_again_while_it_tidies_up() -> None:
+    speaker, _ = client(Stop(), Stop())
+    speaker.solo = True
+    speaker.check_stop()
+
+
+def test_a_note_needs_no_answer() -> None:
+    speaker, line = client(Done())
+    speaker.note(Paused())
+    assert line.sent == [Paused()]
+    assert len(line.replies) == 1

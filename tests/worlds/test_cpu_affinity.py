@@ -1,0 +1,63 @@
+"""The server steps aside where it shares a core with a worker and another core is free."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from hybridtrain.worlds.local import cpu_affinity
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="cores are told and chosen as Linux does it"
+)
+SERVER = os.getpid()
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
+    """What the calling thread was confined to, one after the other; it may use cores 0 to 3."""
+    made: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: made.append(set(cores)))
+    return made
+
+
+def placed(monkeypatch: pytest.MonkeyPatch, server: int, *workers: int | None) -> bool:
+    cores = {SERVER: server} | {-n: core for n, core in enumerate(workers, start=1)}
+    monkeypatch.setattr(cpu_affinity, "last_core", cores.get)
+    return cpu_affinity.stand_aside([-n for n in range(1, len(workers) + 1)])
+
+
+def test_a_server_on_a_workers_core_moves_off_and_may_then_go_anywhere(
+    monkeypatch: pytest.MonkeyPatch, moves: list[set[int]]
+) -> None:
+    assert placed(monkeypatch, 1, 1, 2)
+    assert moves == [{0, 3}, {0, 1, 2, 3}]
+
+
+@pytest.mark.parametrize(
+    ("server", "workers"),
+    [(0, (1, 2)), (0, (0, 1, 2, 3)), (0, ()), (0, (None, None))],
+    ids=["has its own", "no core is free", "no worker", "all have ended"],
+)
+def test_it_stays_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+    moves: list[set[int]],
+    server: int,
+    workers: tuple[int | None, ...],
+) -> None:
+    assert not placed(monkeypatch, server, *workers)
+    assert moves == []
+
+
+def test_the_core_of_a_process_is_one_that_it_may_use() -> None:
+    assert cpu_affinity.last_core(os.getpid()) in os.sched_getaffinity(0)
+    assert cpu_affinity.last_core(2**30) is None
+
+
+def test_it_leaves_the_process_as_it_was() -> None:
+    before = os.sched_getaffinity(0)
+    cpu_affinity.stand_aside([os.getpid()])
+    assert os.sched_getaffinity(0) == before
