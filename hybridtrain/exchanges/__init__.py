@@ -3,7 +3,7 @@
 Tensors and arithmetic only: no messages, no processes, no Lightning, and no policy's decisions.
 """
 
-from hybridtrain.exchanges.exchange import Exchange, Local, Offer
+from hybridtrain.exchanges.exchange import Exchange, Local, LocalExchange, Offer
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
 from hybridtrain.exchanges.requirements import Requirements, combine
 
@@ -12,6 +12,7 @@ __all__ = [
     "Exchange",
     "ExchangeSpec",
     "Local",
+    "LocalExchange",
     "Offer",
     "Requirements",
     "combine",

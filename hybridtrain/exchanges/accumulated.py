@@ -38,7 +38,8 @@ class Accumulated:
     def step(self, local: Local) -> Offer | None:
         for number, gradient in enumerate(local.gradients):
             if gradient is not None:
-                self._sums[number] = self._sums.get(number, 0.0) + gradient
+                known = self._sums.get(number)
+                self._sums[number] = gradient.clone() if known is None else known + gradient
         self._samples += local.samples
         local.step()
         return self.skip(local)

@@ -51,13 +51,12 @@ class Local(Protocol):
 
 @runtime_checkable
 class Exchange(Protocol):
-    """What a worker does at the steps of one optimizer. Each worker has one of its own.
+    """What workers hand over, and what they compute with.
 
-    Only for ``parameters = "own"`` the methods are called. Where workers hand their gradients over
-    (``"read"``) or write to the masters (``"shared"``) there is nothing to decide.
-
-    ``update``: how the masters move, unless the user says (``strategy.update``): the user's own
-    optimizer (``"user"``), or the mean of what was handed over is subtracted (``"mean"``).
+    Where they hand over every step's gradient (``parameters = "read"``) or write to the masters
+    (``"shared"``), that is all there is to say. ``update``: how the masters move, unless the user
+    says (``strategy.update``): the user's own optimizer (``"user"``), or the mean of what was
+    handed over is subtracted (``"mean"``).
     """
 
     parameters: ClassVar[Parameters]
@@ -65,8 +64,16 @@ class Exchange(Protocol):
 
     @property
     def steps(self) -> int:
-        """A worker's own steps behind an offer, as a rule."""
+        """A worker's own steps behind what it hands over, as a rule."""
         ...
+
+
+@runtime_checkable
+class LocalExchange(Exchange, Protocol):
+    """What a worker with parameters of its own (``"own"``) does at the steps of one optimizer.
+
+    Each worker has a copy for each optimizer, and that remembers what it needs.
+    """
 
     def step(self, local: Local) -> Offer | None:
         """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import Any
 
 from hybridtrain.exchanges.accumulated import Accumulated
@@ -24,12 +23,12 @@ EXCHANGES: dict[str, Callable[..., Exchange]] = {
 
 
 def make_exchange(given: ExchangeSpec) -> Exchange:
-    """An exchange from its name, its name and parameters, or a copy of the object itself.
+    """An exchange from its name, its name and parameters, or the object itself.
 
     Raises:
         UserError: if the name is not known, or the parameters make no sense.
     """
-    return deepcopy(choose("exchange", given, EXCHANGES, Exchange))  # type: ignore[type-abstract]
+    return choose("exchange", given, EXCHANGES, Exchange)  # type: ignore[type-abstract]
 
 
 def exchange_of(policy: Policy, given: ExchangeSpec = None) -> Exchange:

@@ -72,37 +72,39 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
             "hybridtrain.policies.Needs, such as Needs(whole_rounds=True)"
         )
     _check(policy, needs, exchange)
-    places: dict[str, Place] = {"read": "masters" if needs.whole_rounds else "copy"}
+    place: Place = "masters" if needs.whole_rounds else "copy"
     free: Data = "dealt" if needs.turns else "queue"
+    later, steps = needs.later, exchange.steps
     return Requirements(
-        needs.whole_rounds,
-        places.get(exchange.parameters) or ("own" if exchange.parameters == "own" else "shared"),
-        "shares" if needs.whole_rounds else free,
-        "worker" if needs.whole_rounds else "server",
-        needs.holds,
-        needs.drops_late,
-        needs.watches_loss,
-        needs.gathers * exchange.steps,
-        None if needs.later is None else (needs.later[0], needs.later[1] * exchange.steps),
+        whole_rounds=needs.whole_rounds,
+        parameters=place if exchange.parameters == "read" else exchange.parameters,
+        data="shares" if needs.whole_rounds else free,
+        counts="worker" if needs.whole_rounds else "server",
+        holds=needs.holds,
+        drops_late=needs.drops_late,
+        watches_loss=needs.watches_loss,
+        gathers=needs.gathers * steps,
+        later=None if later is None else (later[0], later[1] * steps),
     )
 
 
 def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
+    """Workers that step parameters themselves need a policy that lets them."""
     if exchange.parameters == "read":
         return
-    reason = None
-    if exchange.parameters == "shared" and needs.whole_rounds:
+    shared = exchange.parameters == "shared"
+    if shared and needs.whole_rounds:
         reason = "workers that write to the masters cannot wait for one another's updates"
-        fits = "policy=hogwild (or async)"
+    elif shared and needs.holds:
+        reason = "nothing is handed over that could be put aside"
     elif needs.turns:
-        reason, fits = "one worker computes at a time there", "policy=hybrid or async"
+        reason = "one worker computes at a time there"
     elif needs.drops_late:
         reason = "what comes late is dropped there, and a worker cannot take back its own steps"
-        fits = "policy=hybrid, ssp or async"
-    elif exchange.parameters == "shared" and needs.holds:
-        reason, fits = "nothing is handed over that could be put aside", "policy=hogwild (or async)"
-    if reason is not None:
-        raise UserError(
-            f"exchange={exchange} was given with policy={policy}, but {reason}; use {fits}, or "
-            "exchange=gradient"
-        )
+    else:
+        return
+    fits = "hogwild (or async)" if shared else "hybrid, ssp or async"
+    raise UserError(
+        f"exchange={exchange} was given with policy={policy}, but {reason}; use policy={fits}, or "
+        "exchange=gradient"
+    )

@@ -44,7 +44,6 @@ from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.replay.run_record import Recording
-from hybridtrain.lightning.scheme import Scheme
 from hybridtrain.lightning.step.gradient_guard import OnFault
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.session import Session
@@ -55,7 +54,7 @@ from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.policies import Spec, make_policy
 from hybridtrain.recovery.failure_policy import OnFailure
-from hybridtrain.updates.named import UpdateSpec, make_update
+from hybridtrain.updates.named import UpdateSpec, update_of
 from hybridtrain.updates.staleness import CorrectionSpec, make_correction
 from hybridtrain.util.named_choice import positive
 from hybridtrain.worker.client import Client
@@ -157,7 +156,8 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
         super().__init__(**lightning)
         self.policy, self.correction = make_policy(policy), make_correction(correction)
-        self.exchange, self.update = exchange_of(self.policy, exchange), make_update(update)
+        self.exchange = exchange_of(self.policy, exchange)
+        self.update = update_of(self.exchange, update)
         self.requirements = Requirements()  # of policy and exchange, once W is known
         self.workers_per_device = positive("workers_per_device", workers_per_device)
         self.start_method, self.threads_per_worker = start_method, threads_per_worker
@@ -210,9 +210,15 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
             module, fault = self.lightning_module, self.on_fault.beside(trainer)
-            scheme = Scheme(self.requirements, self.exchange, self.update)
             self._session = Session(
-                self.client, module, self.optimizers, scheme, fault, self.transport
+                self.client,
+                module,
+                self.optimizers,
+                self.requirements,
+                self.exchange,
+                self.update,
+                fault,
+                self.transport,
             )
             take_over(self._session, self.precision_plugin)
             self._ahead = ahead(self._session.replica, trainer)
@@ -303,4 +309,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As Lightning does it, but the state stays in host memory."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            optimizer.load_state_dict(state)
+            if self._session is None:
+                optimizer.load_state_dict(state)
+            else:
+                self._session.load(optimizer, state)

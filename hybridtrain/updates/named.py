@@ -4,34 +4,48 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange
+from hybridtrain.updates.groups import Groups
 from hybridtrain.util.named_choice import hint
 
 UpdateSpec = str | Mapping[str, Any] | None  # a name, or {"name": ..., arguments}
 
 USER, MEAN = "user", "mean"
+
+
+def _evaluates_once(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether its step does without a closure; the masters' optimizer has no loss to evaluate."""
+    return inspect.signature(inspect.unwrap(kind.step)).parameters["closure"].default is None
+
+
 KNOWN: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
-    if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name != "Optimizer"
+    if inspect.isclass(kind)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
+    and _evaluates_once(kind)
 }
 
 
 @dataclass(frozen=True)
 class NamedUpdate:
-    """An optimizer of ``torch.optim`` with its arguments; ``"mean"``: what is handed over, once.
+    """How the masters move: ``"user"`` (by the module's own optimizer), ``"mean"`` (what is handed
+    over is subtracted), or an optimizer of ``torch.optim`` with its arguments.
 
-    What is not given and the module's own optimizer has as well (the learning rate, and whatever a
-    schedule changes) follows the module's own.
+    With ``inherits``, what is not given and the module's own optimizer has as well (the learning
+    rate, and whatever a schedule changes) follows the module's own.
     """
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    inherits: bool = True
 
     @property
     def is_users(self) -> bool:
@@ -42,29 +56,31 @@ class NamedUpdate:
     def _kind(self) -> type[torch.optim.Optimizer]:
         return torch.optim.SGD if self.name == MEAN else KNOWN[self.name]
 
-    def follows(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    def _follows(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
         """The hyper-parameters that are those of the module's own optimizer."""
-        if self.is_users:
-            return frozenset(optimizer.defaults)
-        if self.name == MEAN:
+        if self.name == MEAN or not self.inherits:
             return frozenset()
         return frozenset(inspect.signature(self._kind).parameters) & (
             optimizer.defaults.keys() - self.options.keys()
         )
 
-    def over(self, optimizer: torch.optim.Optimizer, inherits: bool) -> torch.optim.Optimizer:
-        """One over the same parameters and groups.
+    def told(self, optimizer: torch.optim.Optimizer, changed: Groups | None) -> Groups | None:
+        """What the masters' optimizer takes of changed hyper-parameters of the module's own."""
+        if changed is None or self.is_users:
+            return changed
+        follows = self._follows(optimizer)
+        told = tuple({k: v for k, v in group.items() if k in follows} for group in changed)
+        return told if any(told) else None
 
-        Args:
-            optimizer: the module's own.
-            inherits: take what is not given from there.
+    def over(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What steps the masters of the parameters of one of the module's optimizers.
 
         Raises:
             UserError: if the class refuses its arguments.
         """
         if self.is_users:
             return optimizer
-        follows = self.follows(optimizer) if inherits else frozenset()
+        follows = self._follows(optimizer)
         groups = [
             {"params": group["params"], **{key: group[key] for key in follows if key in group}}
             for group in optimizer.param_groups
@@ -77,6 +93,24 @@ class NamedUpdate:
                 f"update={self.name} with {dict(self.options)} was given, but "
                 f"torch.optim.{self._kind.__name__} refuses that: {error}"
             ) from error
+
+
+def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> NamedUpdate:
+    """How the masters move: as the user has said, or else as it goes with the exchange.
+
+    Where workers step optimizers of their own, the masters' has hyper-parameters of its own.
+
+    Raises:
+        UserError: if there is no such name or argument, or it does not go with the exchange.
+    """
+    made = given if isinstance(given, NamedUpdate) else make_update(given)
+    if exchange.parameters == "shared" and made is not None and not made.is_users:
+        raise UserError(
+            f"update={made.name} was given with exchange={exchange}, but there workers step the "
+            "parameters with the module's own optimizer; leave it out, or use policy=async"
+        )
+    inherits = exchange.parameters != "own"
+    return replace(made or NamedUpdate(exchange.update), inherits=inherits)
 
 
 def make_update(given: UpdateSpec) -> NamedUpdate | None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import combine, make_exchange
+from hybridtrain.exchanges import LocalExchange, combine, make_exchange
 from hybridtrain.policies import make_policy
-from hybridtrain.updates.named import make_update
+from hybridtrain.updates.named import make_update, update_of
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
@@ -223,6 +224,43 @@ def test_the_update_of_the_masters_can_be_chosen() -> None:
         torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-12)
 
 
+def test_sums_of_sparse_gradients_are_those_of_dense_ones() -> None:
+    dense = torch.zeros(6, 2)
+    dense[4], dense[1] = 3.0, -1.0
+    offers = []
+    for gradient in (dense, dense.to_sparse(1)):
+        exchange = make_exchange({"name": "accumulated", "n_push": 3})
+        assert isinstance(exchange, LocalExchange)
+        local: Any = SimpleNamespace(
+            gradients=[gradient], parameters=[dense], samples=2.0, step=lambda: None
+        )
+        made = [exchange.step(local) for _ in range(4)]
+        offers += [each for each in made if each is not None and each.weight]
+    first, then, sparse_first, sparse_then = (offer.values[0] for offer in offers)
+    assert first is not None and then is not None
+    assert sparse_first is not None and sparse_then is not None
+    assert torch.equal(first, sparse_first.to_dense()) and torch.equal(first, dense)
+    assert torch.equal(then, sparse_then.to_dense()) and torch.equal(then, 3 * dense)
+
+
+def test_what_was_given_to_an_update_is_fixed_and_the_rest_follows() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1, weight_decay=0.2)
+    changed = ({"lr": 0.05, "weight_decay": 0.3, "momentum": 0.9},)
+    gradient, movement = make_exchange("gradient"), make_exchange("movement")
+    fixed = update_of(gradient, {"name": "adagrad", "lr": 0.3})
+    (group,) = fixed.over(optimizer).param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.3, 0.2)
+    assert fixed.told(optimizer, changed) == ({"weight_decay": 0.3},)
+    assert update_of(gradient, "adagrad").told(optimizer, changed) == (
+        {"lr": 0.05, "weight_decay": 0.3},
+    )
+    assert update_of(gradient).told(optimizer, changed) == changed
+    # Workers step with the module's own: the masters' learning rate is another matter.
+    outer = update_of(movement, "sgd")
+    assert outer.over(optimizer).param_groups[0]["weight_decay"] == 0
+    assert outer.told(optimizer, changed) is None and update_of(movement).name == "mean"
+
+
 # ---- what does not fit --------------------------------------------------------------------------
 
 
@@ -270,6 +308,7 @@ def test_an_exchange_that_makes_no_sense_is_refused(given: Any, fragments: list[
         ("adagard", ["update='adagard'", "did you mean adagrad?", "known are user"]),
         ({"name": "sgd", "lrr": 1.0}, ["update.lrr", "did you mean lr?"]),
         ({"lr": 1.0}, ["update={'lr': 1.0}", "known are user"]),
+        ("lbfgs", ["update='lbfgs'", "known are user"]),
     ],
 )
 def test_an_update_that_makes_no_sense_is_refused(given: Any, fragments: list[str]) -> None:
@@ -279,12 +318,17 @@ def test_an_update_that_makes_no_sense_is_refused(given: Any, fragments: list[st
         assert fragment in str(error.value)
 
 
+def test_where_workers_step_the_masters_their_own_optimizer_does() -> None:
+    with pytest.raises(UserError, match=r"update=adagrad was given with exchange=InPlace"):
+        update_of(make_exchange("in_place"), "adagrad")
+
+
 def test_arguments_that_an_update_refuses_are_named() -> None:
     update = make_update({"name": "sgd", "lr": -1.0})
     assert update is not None
     optimizer = momentum([torch.nn.Parameter(torch.ones(1))])
     with pytest.raises(UserError, match=r"update=sgd.*torch\.optim\.SGD refuses that"):
-        update.over(optimizer, inherits=True)
+        update.over(optimizer)
 
 
 def test_a_policy_of_ones_own_must_say_what_it_needs() -> None:

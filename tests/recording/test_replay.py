@@ -115,6 +115,24 @@ def test_every_policy_is_replayed_whose_order_is_known(tmp_path: Path, name: str
     check_equal(run, run.record())
 
 
+@pytest.mark.parametrize(
+    ("policy", "exchange"),
+    [
+        ("hybrid", {"name": "movement", "every": 3}),
+        ("async", {"name": "accumulated", "n_push": 2, "n_fetch": 3}),
+    ],
+)
+def test_workers_that_train_on_their_own_are_replayed(
+    policy: str, exchange: dict[str, Any], tmp_path: Path
+) -> None:
+    run = Run(tmp_path, policy, 2, strategy={"exchange": exchange}, trainer={"max_epochs": 2})
+    record = run.record()
+    check_equal(run, record)
+    with pytest.raises(UserError, match=r"exchange was .* and Gradient\(\) was given"):
+        run.strategy = {}
+        run.replay(record)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_replay_comes_to_the_same_bits(tmp_path: Path, policy: Any, workers: int) -> None:

@@ -6,9 +6,11 @@ from copy import deepcopy
 
 import torch
 
-from hybridtrain.exchanges import Exchange, Offer
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import LocalExchange, Offer
 from hybridtrain.lightning.step.in_place import step_of
 from hybridtrain.lightning.step.trained_parameters import parameters_of
+from hybridtrain.updates.optimizer_traits import needs_closure
 from hybridtrain.worker.replica_own import OwnReplica
 
 
@@ -20,6 +22,9 @@ class LocalSteps:
         numbers: the slot number of each of its parameters, group by group.
         replica: the worker's parameters.
         exchange: decides when something leaves; a copy of its own is made.
+
+    Raises:
+        UserError: if the optimizer evaluates its closure as it pleases.
     """
 
     def __init__(
@@ -27,8 +32,14 @@ class LocalSteps:
         optimizer: torch.optim.Optimizer,
         numbers: tuple[int, ...],
         replica: OwnReplica,
-        exchange: Exchange,
+        exchange: LocalExchange,
     ) -> None:
+        if needs_closure(optimizer):
+            raise UserError(
+                f"{type(optimizer).__name__} was given with exchange={exchange}, but it evaluates "
+                "its closure several times in a step, and a worker's own step has one gradient; "
+                "use SGD or Adam, or exchange=gradient with policy=hybrid"
+            )
         self._optimizer, self._numbers, self._replica = optimizer, numbers, replica
         self._exchange = deepcopy(exchange)
         self._trained = parameters_of(optimizer)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Offer, Requirements
 from hybridtrain.lightning.step.closures import Closure, as_float, is_empty, run
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
@@ -21,16 +22,19 @@ from hybridtrain.lightning.step.hyper_parameters import HyperParameters
 from hybridtrain.lightning.step.in_place import InPlace
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import is_unwatched
-from hybridtrain.lightning.step.remote_state import RemoteState, moved
+from hybridtrain.lightning.step.remote_state import RemoteState, moved, without_fetching
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers
 from hybridtrain.lightning.step.trained_parameters import parameters_of, slot_numbers
 from hybridtrain.memory import Packed
 from hybridtrain.protocol.messages import Clip, Push, Released
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import Groups, Members, members_of
+from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_traits import calls_closure, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.replica import Replica
+
+MASTERS = "masters"  # in an optimizer's saved state: that of the masters' own optimizer
 
 
 class RemoteOptimizer:
@@ -43,6 +47,7 @@ class RemoteOptimizer:
         client: to the server.
         guard: whether what is brought out may count.
         requirements: in lock-step the optimizer may drive the evaluation, for all wait for it.
+        update: how the masters move.
     """
 
     # Schedulers look for this mark and warn of a step that was replaced after they were made.
@@ -56,10 +61,13 @@ class RemoteOptimizer:
         client: Client,
         guard: GradientGuard,
         requirements: Requirements,
+        update: NamedUpdate,
     ) -> None:
+        self._update = update
         self._optimizer, self._number_of = optimizer, number_of
         self._replica, self._client, self._guard = replica, client, guard
-        self._driven = requirements.whole_rounds and calls_closure(optimizer)
+        joint = requirements.whole_rounds and not requirements.steps_in_worker
+        self._driven = joint and calls_closure(optimizer)
         self._parameters = parameters_of(optimizer)
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, number_of)
@@ -76,7 +84,6 @@ class RemoteOptimizer:
         self.buffers: SharedBuffers | None = None
         self.in_place: InPlace | None = None  # where workers step the masters themselves
         self.local: LocalSteps | None = None  # where they step parameters of their own
-        self.follows: frozenset[str] | None = None  # what the server is told of; None: all
         self.version = 0
         self.averaged = False  # the gradients are the mean of all already
         self.pushed = False  # since the mini-batch began
@@ -104,25 +111,35 @@ class RemoteOptimizer:
             return self._step_driven(closure)
         loss = run(closure) if closure is not None else None
         if self.local is not None:
-            self.advance(self.local, self.weight)
+            self._step_locally(self.local, self.weight)
             return loss
         self.offer(self.weight)
         if not (self.lazy and is_unwatched(self._optimizer)):
             self._client.settle()
         return loss
 
-    def advance(self, local: LocalSteps, samples: float) -> None:
-        """One step of the worker's own; with no samples, the others make it. Waits for a release.
+    def step_without_data(self) -> None:
+        """The others make a step for which this worker has nothing; nobody is to wait for it."""
+        if self.local is None:
+            self.push(0.0)
+        else:
+            self._step_locally(self.local, 0.0)
 
-        Nothing may leave.
-        """
+    def flush(self) -> None:
+        """Hand over what this worker's own steps have come to, where all workers do so."""
+        if self.local is not None:
+            self._hand_over(self.local, self.local.flush())
+
+    def _step_locally(self, local: LocalSteps, samples: float) -> None:
+        """One step of the worker's own; with no samples, the others make it."""
+        self._check_members()
         self.count += 1
         self.pushed, self.clip = True, None
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
-        self.hand_over(local, local.advance(samples))
+        self._hand_over(local, local.advance(samples))
 
-    def hand_over(self, local: LocalSteps, offer: Offer | None) -> None:
-        """Push what the worker's own steps have come to, and wait for the release."""
+    def _hand_over(self, local: LocalSteps, offer: Offer | None) -> None:
+        """Push what the worker's own steps have come to, if that is due; wait for the release."""
         if offer is None:
             return
         absent, weight = local.hand_over(offer), offer.weight
@@ -135,7 +152,6 @@ class RemoteOptimizer:
             self._told_groups(whole=False),
             samples=weight,
             fault=self._guard.pop_fault(),
-            veto=self._guard.veto,
             loss=self._told_loss(None),
             fetch=offer.fetch,
         )
@@ -149,12 +165,19 @@ class RemoteOptimizer:
             local.take()
 
     def _told_groups(self, whole: bool) -> Groups | None:
-        """What has changed of the hyper-parameters that the update on the masters follows."""
+        """What has changed of the hyper-parameters that the update of the masters follows."""
         changed = self.hyper_parameters.changed(whole=whole)
-        if changed is None or self.follows is None:
-            return changed
-        told = tuple({k: v for k, v in group.items() if k in self.follows} for group in changed)
-        return told if any(told) else None
+        return self._update.told(self._optimizer, changed)
+
+    def _check_members(self) -> None:
+        """The masters' own optimizer, if they have one, has the parameters that it began with."""
+        if self._changed_members() is not None:
+            raise UserError(
+                f"{type(self._optimizer).__name__} was given other parameters in mid-training, "
+                f"but update={self._update.name} has an optimizer of its own in host memory, over "
+                "those that training began with; use update=user with exchange=gradient, or give "
+                "the optimizer all parameters from the start (frozen ones have no gradient)"
+            )
 
     def push(self, weight: float, loss: Any = None, repeatable: bool = False) -> Released:
         """Offer the gradients with this weight, and wait until the server lets this worker go on.
@@ -169,6 +192,8 @@ class RemoteOptimizer:
     def offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> None:
         """Offer the gradients with this weight; the client settles when the release is needed."""
         kept: Any = self._optimizer.state  # the user's, perhaps
+        if not self._update.is_users:
+            self._check_members()
         members, state = self._changed_members(), self._changed_state()
         own = weight > 0 and members is None and state is None and self._can_step()
         absent, packed = self._gathered(weight, own)
@@ -309,8 +334,12 @@ class RemoteOptimizer:
         State and whatever else the optimizer keeps come from the server; of the hyper-parameters
         those that were changed here since the last push that was heard.
         """
-        if self.local is not None:
-            return dict(self._optimizer.state_dict())
+        if self.local is not None or not self._update.is_users:
+            numbered = enumerate(self.numbers)
+            states = {n: saved.parameters[x] for n, x in numbered if x in saved.parameters}
+            own = without_fetching(self._optimizer)
+            own |= {} if self.local is not None else {"state": {}}  # it has never stepped
+            return own | {MASTERS: {"update": self._update.name, "state": states}}
         with self.state.left_alone():
             mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
         if "state" in mine:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from operator import is_
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 
+from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters
 from hybridtrain.lightning.preflight.transport_options import Transport
-from hybridtrain.lightning.scheme import Scheme
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
 from hybridtrain.lightning.step.in_place import InPlace
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
-from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
+from hybridtrain.lightning.step.remote_optimizer import MASTERS, RemoteOptimizer
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.step.trained_parameters import (
     dumped,
@@ -31,6 +34,7 @@ from hybridtrain.lightning.step.update_overlap import Overlap
 from hybridtrain.memory import Layout
 from hybridtrain.protocol.messages import Install
 from hybridtrain.server.shared_parameters import made_store
+from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_traits import takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
@@ -47,7 +51,9 @@ class Session:
         client: to the server.
         module: set up and on its device.
         optimizers: as configured by the user.
-        scheme: what is exchanged, how the masters move, and what everybody may rely on.
+        requirements: what policy and exchange let everybody rely on.
+        exchange: what workers hand over.
+        update: how the masters move.
         on_fault: what to do where there is no contribution to make.
         transport: how gradients and parameters travel.
     """
@@ -57,7 +63,9 @@ class Session:
         client: Client,
         module: LightningModule,
         optimizers: Sequence[torch.optim.Optimizer],
-        scheme: Scheme,
+        requirements: Requirements,
+        exchange: Exchange,
+        update: NamedUpdate,
         on_fault: OnFault,
         transport: Transport,
     ) -> None:
@@ -66,8 +74,8 @@ class Session:
         named = ordered_parameters(module, self._optimizers)
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
-        self._scheme = scheme
-        self._requirements = requirements = scheme.requirements
+        self._requirements, self._exchange, self._update = requirements, exchange, update
+        self._loaded: dict[int, dict[str, Any]] = {}  # id(optimizer) -> state of the masters' own
         joint = requirements.parameters == "masters" and client.n_workers > 1
         buffers = shared(module) if joint else []
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
@@ -141,13 +149,38 @@ class Session:
         payload = tuple(
             known[id(step)]
             if id(step) in known
-            else dumped(self._scheme.over(optimizer), self._number_of)
+            else dumped(self._masters_optimizer(optimizer), self._number_of)
             for step, optimizer in zip(steps, self._optimizers, strict=True)
         )
         mine = payload if self._client.is_leader else ()
         self._client.install(Install(mine, version, last_version(self.trainer)))
         self.steps = [self._remote(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
         return numbers
+
+    def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Of a checkpoint: that of the masters' own optimizer is for when training begins."""
+        own = dict(state)
+        if (masters := own.pop(MASTERS, None)) is not None:
+            self._loaded[id(optimizer)] = masters
+        optimizer.load_state_dict(own)
+
+    def _masters_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """What steps the masters, with the state that it had, if training goes on."""
+        made, own = self._update.over(optimizer), self.has_own_parameters
+        if made is optimizer and own:  # another one of its kind
+            made = copy(optimizer)
+            made.state = defaultdict(dict)
+        apart = made is not optimizer
+        loaded = self._loaded.pop(id(optimizer), None)
+        if loaded is not None and apart and loaded["update"] == self._update.name:
+            made.load_state_dict(made.state_dict() | {"state": loaded["state"]})
+        elif loaded is not None or (apart and not own and optimizer.state):
+            rank_zero_warn(
+                f"the checkpoint is of a run with another update than {self._update.name}, whose "
+                "optimizer in host memory begins without state; give the same update to go on as "
+                "it was"
+            )
+        return made
 
     def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteOptimizer:
         """The remote control of one optimizer."""
@@ -160,6 +193,7 @@ class Session:
                 self._client,
                 self.guard,
                 self._requirements,
+                self._update,
             )
             step.buffers = self.buffers
             step.in_place = (
@@ -173,12 +207,10 @@ class Session:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
                 step.samples = self.steps[0].samples
             if isinstance(self.replica, OwnReplica):
-                step.local = LocalSteps(
-                    optimizer, step.numbers, self.replica, self._scheme.exchange
-                )
+                assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
+                step.local = LocalSteps(optimizer, step.numbers, self.replica, self._exchange)
             else:
                 optimizer.state = step.state  # the server's now
-            step.follows = self._scheme.follows(optimizer)
             optimizer.step = step  # type: ignore[method-assign]
             # Or a fused one is taken to unscale gradients in its step, which is sent away.
             vars(optimizer)["_step_supports_amp_scaling"] = False
@@ -257,17 +289,10 @@ class Session:
         count = step.count
         output = run()
         if step.count == count:
-            self._step_without_data(step)  # the precision plugin skipped it; nobody may wait for it
+            step.step_without_data()  # the precision plugin skipped it
         if not self._requirements.whole_rounds:
             set_global_step(self.trainer, step.version - 1)
         return output
-
-    @staticmethod
-    def _step_without_data(step: RemoteOptimizer) -> None:
-        if step.local is not None:
-            step.advance(step.local, 0.0)
-        else:
-            step.push(0.0)
 
     @property
     def has_own_parameters(self) -> bool:
@@ -276,15 +301,13 @@ class Session:
 
     def sit_out(self) -> None:
         """The others make a step, in automatic optimization, for which this worker has no data."""
-        for step in self.steps:
-            if step.local is not None:
-                step.advance(step.local, 0.0)
+        for step in self.steps if self.has_own_parameters else ():
+            step.step_without_data()
 
     def flush(self) -> None:
         """Hand over what this worker's own steps have come to, where all do so."""
         for step in self.steps:
-            if step.local is not None:
-                step.hand_over(step.local, step.local.flush())
+            step.flush()
 
     def await_turn(self) -> int:
         """Wait until no other worker computes, and the parameters are the newest; their version."""

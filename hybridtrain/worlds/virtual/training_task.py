@@ -12,12 +12,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from hybridtrain.exchanges import Exchange, Offer
+from hybridtrain.exchanges import Exchange, LocalExchange, Offer
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
 from hybridtrain.updates import Optimizers, build_update
 from hybridtrain.updates.groups import Groups
-from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.updates.named import NamedUpdate, update_of
 from hybridtrain.updates.thread_pool import Pool
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -81,7 +81,7 @@ class SimulatedWorker:
     """
 
     def __init__(
-        self, worker: int, store: Store, make_optimizer: MakeOptimizer, exchange: Exchange
+        self, worker: int, store: Store, make_optimizer: MakeOptimizer, exchange: LocalExchange
     ) -> None:
         self.masters = [store.parameter(worker, slot) for slot in store.layout.slots]
         self._trained = [torch.nn.Parameter(master.clone()) for master in self.masters]
@@ -138,27 +138,29 @@ class SimulatedReplicas:
             store.master(slot).copy_(value)
         masters = [torch.nn.Parameter(store.master(slot)) for slot in slots]
         number_of = {id(master): number for number, master in enumerate(masters)}
-        own, pool = exchange.parameters == "own", Pool(1)
-        self.update = update or NamedUpdate(exchange.update)
-        optimizer = self.update.over(make_optimizer(masters), inherits=not own)
+        pool = Pool(1)
+        self._users, self._update = make_optimizer(masters), update_of(exchange, update)
+        optimizer = self._update.over(self._users)
         numbers = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
         self.optimizers = Optimizers([build_update(optimizer, numbers, store, pool)], store, pool)
         for worker in range(store.n_workers):
             store.refresh(worker)
         self._workers = [
             SimulatedWorker(worker, store, make_optimizer, exchange)
-            for worker in range(store.n_workers if own else 0)
+            for worker in range(store.n_workers)
+            if isinstance(exchange, LocalExchange)
         ]
 
     def compute(self, worker: int, push: Push) -> Push | None:
         """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
-        own = self._workers[worker] if self._workers else None
+        if self._workers:
+            own = self._workers[worker]
+            own.covers += push.covers
+            gradients = self.task.gradient(worker, own.parameters)
+            return self._offered(worker, own, own.advance(gradients, push.weight))
         slots = self.store.layout.slots
         values = [self.store.parameter(worker, slot) for slot in slots]
-        gradients = self.task.gradient(worker, own.parameters if own is not None else values)
-        if own is not None:
-            own.covers += push.covers
-            return self._offered(worker, own, own.advance(gradients, push.weight))
+        gradients = self.task.gradient(worker, values)
         absent = self._into_row(worker, gradients)
         if isinstance(self.task, TrainingTask):
             return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
@@ -183,7 +185,7 @@ class SimulatedReplicas:
         for own in self._workers:
             for group, changed in zip(own.optimizer.param_groups, groups, strict=True):
                 group.update(changed)
-        return groups if self.update.is_users or not self._workers else None
+        return self._update.told(self._users, groups)
 
     def _offered(self, worker: int, own: SimulatedWorker, offer: Offer | None) -> Push | None:
         if offer is None:

@@ -94,7 +94,6 @@ class VirtualWorld:
         self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
         self._work: dict[int, Push] = {}  # what the worker will push, where they differ
         self._asked: set[int] = set()  # who waits for its turn
-        self._flushing: set[int] = set()  # who hands over the rest of an epoch
         self._in_link: set[int] = set()  # whose contribution passes the server's link
         self._link_s = [0.0, 0.0]  # until when the server's link is busy, inwards and outwards
         self._met: Gathered | None = None  # what the last meeting came to
@@ -186,7 +185,6 @@ class VirtualWorld:
         self._work.pop(worker, None)
         self._asked.discard(worker)
         self._in_link.discard(worker)
-        self._flushing.discard(worker)
         self._deliver(self.server.lost(worker))
 
     def _join(self, worker: int) -> None:
@@ -221,7 +219,6 @@ class VirtualWorld:
         if push is None:
             assert self._source is not None and self._replicas is not None
             if (rest := self._replicas.flush(worker)) is not None:
-                self._flushing.add(worker)
                 self._plan(at_s + latency_s, worker, rest)
                 return
             self._plan(at_s + latency_s, worker, Gather(self._source.tag, b""))
@@ -289,9 +286,8 @@ class VirtualWorld:
 
     def _finished(self, worker: int, push: Push, replicas: SimulatedReplicas) -> Push | None:
         """What the worker has computed, at its own parameters, if it is handed over."""
-        if self._work.pop(worker, None) is None and worker in self._flushing:
-            self._flushing.discard(worker)
-            return push
+        if self._work.pop(worker, None) is None and self._source is not None:
+            return push  # the rest of an epoch, computed already
         computed = replicas.compute(worker, push) if push.weight > 0 else push
         if computed is None:
             return None

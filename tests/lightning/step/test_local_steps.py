@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -126,24 +127,91 @@ def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> 
 def test_by_its_name_it_learns_and_what_is_left_are_the_masters(name: str, tmp_path: Path) -> None:
     module: Any = make()
     data = DataLoader(regression_data(N, torch.float64), SIZE)
-    before = float(sum(loss_of(module, batch) for batch in data))
+    before = sum(loss_of(module, batch).item() for batch in data)
     trainer = make_trainer(name, 2, max_epochs=3, default_root_dir=tmp_path)
     trainer.fit(module, data, data)
-    after = float(sum(loss_of(module, batch) for batch in data))
+    after = sum(loss_of(module, batch).item() for batch in data)
     assert after < 0.9 * before
     validated = float(trainer.callback_metrics["val/loss"])
     assert validated == pytest.approx(after / len(data), rel=1e-9)  # of all, and of these
 
 
-def test_a_checkpoint_is_an_ordinary_one_that_training_goes_on_from(tmp_path: Path) -> None:
-    _, trainer = fitted(2, tmp_path, 2, max_epochs=1, enable_checkpointing=True)
+def test_a_checkpoint_is_an_ordinary_one_of_the_masters(tmp_path: Path) -> None:
+    fitted(2, tmp_path, 2, max_epochs=1, enable_checkpointing=True)
     (path,) = tmp_path.rglob("*.ckpt")
     saved = torch.load(path, weights_only=True)
     check = make()
     check.load_state_dict(saved["state_dict"])
     check_equal(check, averaged(2, 2, epochs=1))
     assert saved["optimizer_states"][0]["state"]  # the worker's own momentum
-    assert trainer.checkpoint_callback is not None
+
+
+NESTEROV = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
+
+
+@pytest.mark.parametrize(
+    ("workers", "options"),
+    [
+        (1, {"exchange": {"name": "movement", "every": 3}, "update": NESTEROV}),
+        (2, {"update": {"name": "adagrad", "lr": 0.05}}),
+    ],
+    ids=["an outer optimizer", "another optimizer"],
+)
+def test_the_masters_own_optimizer_goes_on_where_it_was(
+    workers: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    def run(epochs: int, ckpt: Path | None = None) -> tuple[Any, Any]:
+        strategy = HybridStrategy("hybrid", **options)
+        trainer = make_trainer(strategy, workers, max_epochs=epochs, default_root_dir=tmp_path)
+        module: Any = make()
+        module.make_optimizer = lambda p: torch.optim.Adam(p, lr=0.01)
+        loader = DataLoader(regression_data(48, torch.float64), SIZE)
+        trainer.fit(module, loader, ckpt_path=ckpt, weights_only=True)
+        return module, trainer
+
+    whole, _ = run(3)
+    _, trainer = run(2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    resumed, _ = run(3, tmp_path / "two.ckpt")
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    saved = torch.load(tmp_path / "two.ckpt", weights_only=True)["optimizer_states"][0]
+    make().configure_optimizers().load_state_dict(saved)  # Lightning's own goes on from it, too
+
+
+class Unfreezing(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        self.unfreeze_and_add_param_group(pl_module.net[0], optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "make_optimizer", "fragments"),
+    [
+        ({"exchange": "movement"}, torch.optim.LBFGS, ["LBFGS", "several times", "gradient"]),
+        ({"exchange": "movement"}, None, ["other parameters in mid-training", "update=mean"]),
+        ({"update": "adagrad"}, None, ["other parameters in mid-training", "update=adagrad"]),
+    ],
+)
+def test_an_optimizer_that_cannot_be_served_is_refused(
+    options: dict[str, Any], make_optimizer: Any, fragments: list[str], tmp_path: Path
+) -> None:
+    def trained(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.01)
+
+    callbacks = [Unfreezing()] if make_optimizer is None else []
+    trainer = make_trainer(
+        HybridStrategy("hybrid", **options),
+        2,
+        max_epochs=1,
+        default_root_dir=tmp_path,
+        callbacks=callbacks,
+    )
+    with pytest.raises(UserError) as error:
+        trainer.fit(Regression(make_optimizer or trained), DataLoader(regression_data(), SIZE))
+    for fragment in fragments:
+        assert fragment in str(error.value)
 
 
 @pytest.mark.parametrize(
