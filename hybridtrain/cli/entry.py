@@ -71,9 +71,8 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
     results: list[CommandOutcome] = []
 
     def task(cfg: DictConfig) -> CommandOutcome:
-        claim.claim_or_refuse(
-            Path(cfg.run_dir), "hydra.run.dir"
-        )  # if Hydra's callbacks are left out
+        # In case Hydra's callbacks are left out.
+        claim.claim_or_refuse(Path(cfg.run_dir), "hydra.run.dir")
         from hybridtrain.cli.run import execute
 
         results.append(execute(cfg))

@@ -290,9 +290,7 @@ class Server:
         """The worker has stopped: what others wait for together with it will not happen."""
         self._note_stopped({worker})
         freed: Replies = []
-        if (
-            not self.requirements.whole_rounds
-        ):  # those who wait for its next step, or its turn, go on
+        if not self.requirements.whole_rounds:  # others wait for its next step, or its turn
             freed = self._guarded([], lambda: self._rounds.lost(worker))
         return freed + self._dismiss(waits=self.requirements.whole_rounds, but=worker)
 

@@ -80,18 +80,14 @@ class Client:
         self.version = 0  # of the last release
         self.counted = True  # what was pushed, until somebody sets it anew
         self.solo = False  # the others have ended: meetings are with oneself
-        self.save_permission: SavePermission | None = (
-            None  # what the parent says when this worker has stopped
-        )
+        self.save_permission: SavePermission | None = None  # once this worker has stopped
         self.is_saver = False  # does what one has to do for all, whoever it is
         self.heartbeat = Heartbeat()  # whether anybody watches is for the world to say
         self.joins = False  # training has begun long ago
         self.line = line
         self._pid = os.getpid()
         self.stop: Stop | None = None
-        self._asked: dict[
-            int, RequestProgress
-        ] = {}  # where training is, for whom; and not answered yet
+        self._asked: dict[int, RequestProgress] = {}  # by whom it is for; not answered yet
         self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
         self.offered: PendingPush | None = None  # and not settled
         self.gone: list[Gone] = []  # who will not come back

@@ -161,9 +161,8 @@ def test_a_worker_that_has_done_its_job_and_does_not_leave_is_killed_and_its_res
     def body(client: Client) -> int:
         train(client)
         if client.worker == 1:
-            client.heartbeat.beat(
-                Doing.ENDING
-            )  # then it is not the first time, which may take longer
+            # Then it is not the first time, which may take longer.
+            client.heartbeat.beat(Doing.ENDING)
             threading._register_atexit(oversleep)  # type: ignore[attr-defined]
         return client.worker
 

@@ -82,9 +82,8 @@ class Absence:
         """Training begins."""
         self._session = session
         precede(session, "average", self._gradients_are_there)
-        bounded = (
-            not self._whole_rounds and self._loop.max_steps != -1
-        )  # some may come behind the last
+        # Where steps are bounded some may come behind the last.
+        bounded = not self._whole_rounds and self._loop.max_steps != -1
         if self._requirements.drops_late or bounded:
             self.uncounted = Uncounted(self._trainer, self._client)
 

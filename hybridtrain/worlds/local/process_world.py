@@ -130,9 +130,8 @@ class ProcessWorld:
             finally:
                 self._starter.kill()
                 self._starter.close()
-                self.server.membership.queue.made = (
-                    None  # it knows this world, which knows the server
-                )
+                # It knows this world, which knows the server.
+                self.server.membership.queue.made = None
                 self.server.close()
         if self._failure is not None:
             raise self._failure
