@@ -23,6 +23,7 @@ class WorkerBarriers(SingleHost):
     """The part of a strategy that meets."""
 
     requirements: Requirements
+    saves_alone = False  # this worker writes a checkpoint that the others do not know of
     _absence: Absence
     _count: UpdateCount | None
     _loaders: Loaders | None
@@ -47,8 +48,9 @@ class WorkerBarriers(SingleHost):
             self._count.reach(self._session.await_turn())
 
     def flush(self) -> None:
-        """All hand over what their own steps have come to, unless training is broken off."""
-        if self._session is not None and self.client.stop is None and not self.client.solo:
+        """All hand over what their own steps have come to, unless not all come here."""
+        broken_off = self.client.stop is not None or self.client.solo
+        if self._session is not None and not broken_off and not self.saves_alone:
             self._session.flush()
 
     def validate_behind_last(self) -> None:

@@ -99,8 +99,8 @@ class Requeue(pl.Callback):
             checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
             trainer.strategy.save_checkpoint(checkpoint, path)
 
-        trainer.save_checkpoint = alone
+        trainer.save_checkpoint, trainer.strategy.saves_alone = alone, True
         try:
             trainer._signal_connector._slurm_sigusr_handler_fn(self._warned.number, None)
         finally:
-            trainer.save_checkpoint = together
+            trainer.save_checkpoint, trainer.strategy.saves_alone = together, False

@@ -87,6 +87,15 @@ def test_a_warning_saves_and_requeues_and_training_goes_on(
     assert 0 < saved["global_step"] < trainer.global_step
 
 
+def test_workers_that_train_on_their_own_are_not_made_to_average(
+    queue: Path, tmp_path: Path
+) -> None:
+    """One worker saves alone: what is saved are the masters as they are."""
+    trainer = train(tmp_path, "local_sgd", AT)
+    assert trainer.strategy.run_stats()["updates"] == 2, "at the ends of the epochs"
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)["global_step"] == AT + 1
+
+
 def test_the_job_that_is_started_again_goes_on_from_there(queue: Path, tmp_path: Path) -> None:
     train(tmp_path, "hybrid", AT)
     saved = torch.load(tmp_path / "hpc_ckpt_2.ckpt", weights_only=True)  # one in each epoch
