@@ -208,6 +208,19 @@ def test_several_replicas_equal_plain_torch(n_push: int, n_fetch: int) -> None:
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
 
 
+def test_who_does_not_fetch_computes_with_what_it_has_read() -> None:
+    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 3}
+    made = world(Parabola(), 1, lambda p: torch.optim.SGD(p, lr=0.1), exchange, policy="async")
+    made.run(updates=2)
+    assert made._replicas is not None
+    store = made._replicas.store
+    assert float(store.parameter(0, store.layout.slots[0])) == 1.0
+    assert made.server.statistics.ages == {0: 1, 1: 1}
+    made.run(updates=4)
+    assert float(store.parameter(0, store.layout.slots[0])) == pytest.approx(0.729)
+    assert made.server.statistics.ages == {0: 2, 1: 1, 2: 1}
+
+
 def test_the_update_of_the_masters_can_be_chosen() -> None:
     """Adagrad on the server, as in the paper, under any policy."""
     task = Quadratic(1)

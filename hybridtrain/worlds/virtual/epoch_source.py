@@ -45,7 +45,7 @@ def register_workers(
     server.adopt(store, replicas.optimizers)
     if not isinstance(task, TrainingTask):
         return replicas, None
-    return replicas, EpochSource(task, server)
+    return replicas, EpochSource(task, server, replicas)
 
 
 class EpochSource:
@@ -54,10 +54,11 @@ class EpochSource:
     Args:
         task: what there is to do.
         server: says how mini-batches are shared out, and deals them where they are not fixed.
+        replicas: hear of new hyper-parameters.
     """
 
-    def __init__(self, task: TrainingTask, server: Server) -> None:
-        self._task, self._server = task, server
+    def __init__(self, task: TrainingTask, server: Server, replicas: SimulatedReplicas) -> None:
+        self._task, self._server, self._replicas = task, server, replicas
         self._shares = server.requirements.data == "shares"
         self._turns = server.requirements.takes_turns
         table = task.timetable
@@ -119,7 +120,7 @@ class EpochSource:
         self._epoch += 1
         self._step = [0] * len(self._step)
         self._ended.clear()
-        self._groups = self._task.epoch_ended() or self._groups
+        self._hear(self._task.epoch_ended())
 
     def admit(self, worker: int) -> None:
         """The worker joins where the others are."""
@@ -128,15 +129,19 @@ class EpochSource:
 
     # ---- schedules ------------------------------------------------------------------------------
 
-    def told(self, push: Push, replicas: SimulatedReplicas) -> Push:
-        """The push, with what has changed of the hyper-parameters."""
+    def _hear(self, changed: Groups | None) -> None:
+        if changed is not None:
+            self._groups = self._replicas.tell(changed) or self._groups
+
+    def told(self, push: Push) -> Push:
+        """The push, with what has changed of the hyper-parameters that the server is to have."""
         if self._groups is None:
             return push
-        groups, self._groups = replicas.tell(self._groups), None
+        groups, self._groups = self._groups, None
         return replace(push, groups=groups)
 
     def updated(self, version: int) -> None:
         """So many updates have been made."""
         if version > self._version:
             self._version = version
-            self._groups = self._task.updated(version) or self._groups
+            self._hear(self._task.updated(version))

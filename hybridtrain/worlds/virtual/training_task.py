@@ -18,6 +18,7 @@ from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
 from hybridtrain.updates import Optimizers, build_update
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import NamedUpdate, update_of
+from hybridtrain.updates.per_tensor import clip_gradients
 from hybridtrain.updates.thread_pool import Pool
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -99,10 +100,14 @@ class SimulatedWorker:
     def step(self) -> None:
         self.optimizer.step()
 
-    def advance(self, gradients: Sequence[torch.Tensor | None], samples: float) -> Offer | None:
-        """One step with these gradients."""
+    def advance(
+        self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
+    ) -> Offer | None:
+        """One step with these gradients, clipped."""
         for parameter, gradient in zip(self._trained, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
+        with torch.no_grad():
+            clip_gradients([each for each in self.gradients if each is not None], clip)
         self.samples = samples
         with torch.no_grad():
             return self.exchange.step(self)
@@ -157,7 +162,8 @@ class SimulatedReplicas:
             own = self._workers[worker]
             own.covers += push.covers
             gradients = self.task.gradient(worker, own.parameters)
-            return self._offered(worker, own, own.advance(gradients, push.weight))
+            clip = self.task.clip if isinstance(self.task, TrainingTask) else None
+            return self._offered(worker, own, own.advance(gradients, push.weight, clip))
         slots = self.store.layout.slots
         values = [self.store.parameter(worker, slot) for slot in slots]
         gradients = self.task.gradient(worker, values)

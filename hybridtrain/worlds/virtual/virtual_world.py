@@ -293,7 +293,7 @@ class VirtualWorld:
             return None
         if computed.loss is not None:
             self.curve.add(self.now_s, computed.loss)
-        return computed if self._source is None else self._source.told(computed, replicas)
+        return computed if self._source is None else self._source.told(computed)
 
     def _deliver(self, replies: Replies) -> None:
         for worker, reply in replies:

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import hybridtrain  # noqa: F401 (makes the strategies known)
+from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import make_exchange
 from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Clip
@@ -72,7 +74,7 @@ def virtual(
     )
 
 
-def trained(module: Toy, strategy: str, devices: int, epochs: int, **options: Any) -> list[Tensor]:
+def trained(module: Toy, strategy: Any, devices: int, epochs: int, **options: Any) -> list[Tensor]:
     pl.seed_everything(3, verbose=False)
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=devices, max_epochs=epochs, logger=False,
@@ -99,6 +101,22 @@ def test_hybrid_in_virtual_time_is_hybrid_in_processes_to_the_bit(
     real = trained(Toy(kind, interval), "hybrid", 2, 4, gradient_clip_val=clip)
     world = virtual("hybrid", Toy(kind, interval), clip=Clip("norm", clip) if clip else None)
     world.run(updates=4 * 3)
+    assert_same(world.parameters(), real)
+
+
+@pytest.mark.parametrize(
+    ("kind", "interval", "clip"), [("adam", None, None), ("sgd", "epoch", 0.05)]
+)
+def test_local_sgd_in_virtual_time_is_local_sgd_in_processes_to_the_bit(
+    kind: str, interval: str | None, clip: float | None
+) -> None:
+    """Three steps an epoch: a mean after two of them, and one where all meet."""
+    exchange = make_exchange({"name": "movement", "every": 2})
+    strategy = HybridStrategy("hybrid", exchange=exchange)
+    real = trained(Toy(kind, interval), strategy, 2, 4, gradient_clip_val=clip)
+    given = Clip("norm", clip) if clip else None
+    world = virtual("hybrid", Toy(kind, interval), clip=given, exchange=exchange)
+    world.run(updates=4 * 2)
     assert_same(world.parameters(), real)
 
 

@@ -16,7 +16,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.protocol.spans import dealt
 from tests.lightning.toys import Manual, Regression, make_trainer, regression_data
 
-SIZE, N = 4, 44  # of a mini-batch; the last global one is not whole
+SIZE, N = 4, 44  # of a mini-batch; of three workers the last one has fewer samples at the end
 
 
 def make() -> torch.nn.Module:
@@ -28,20 +28,22 @@ def loss_of(module: Any, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.mse_loss(module.net(batch[0]), batch[1])
 
 
-def fitted(workers: int, folder: Path, every: int, **rest: Any) -> tuple[Any, Any]:
+def fitted(
+    workers: int, folder: Path, every: int, samples: int = N, **rest: Any
+) -> tuple[Any, Any]:
     strategy = HybridStrategy(
         "hybrid", keep_order=True, exchange={"name": "movement", "every": every}
     )
     trainer = make_trainer(strategy, workers, default_root_dir=folder, **{"max_epochs": 2, **rest})
     module: Any = make()
-    loader = DataLoader(regression_data(N, torch.float64), SIZE)
+    loader = DataLoader(regression_data(samples, torch.float64), SIZE)
     trainer.fit(module, loader)
     return module, trainer
 
 
-def averaged(workers: int, every: int, epochs: int = 2) -> Any:
+def averaged(workers: int, every: int, epochs: int = 2, n_samples: int = N) -> Any:
     """What plain torch makes of it: own optimizers, and the mean by samples now and then."""
-    data = regression_data(N, torch.float64)
+    data = regression_data(n_samples, torch.float64)
     masters, own = make(), [make() for _ in range(workers)]
     optimizers: list[Any] = [module.configure_optimizers() for module in own]  # type: ignore
     samples = [0] * workers
@@ -58,9 +60,9 @@ def averaged(workers: int, every: int, epochs: int = 2) -> Any:
 
     for _ in range(epochs):
         since = 0
-        for begin in range(0, N, whole):
+        for begin in range(0, n_samples, whole):
             for worker, (module, optimizer) in enumerate(zip(own, optimizers, strict=True)):
-                chosen = [begin + place for place in places[worker] if begin + place < N]
+                chosen = [begin + place for place in places[worker] if begin + place < n_samples]
                 if chosen:
                     optimizer.zero_grad()
                     loss_of(module, data[chosen]).backward()
@@ -85,18 +87,21 @@ def check_equal(found: torch.nn.Module, wanted: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("workers", "every"),
+    ("workers", "every", "samples"),
     [
-        (2, 3),
-        pytest.param(3, 2, marks=pytest.mark.slow),
-        pytest.param(1, 4, marks=pytest.mark.slow),
-        pytest.param(3, 4, marks=pytest.mark.slow),  # the step that a worker sits out is due
+        (3, 2, N),
+        (3, 4, 38),  # worker 2 sits out the last step, which is due
+        pytest.param(3, 3, 38, marks=pytest.mark.slow),  # ... which is not
+        pytest.param(2, 3, N, marks=pytest.mark.slow),
+        pytest.param(1, 4, N, marks=pytest.mark.slow),
     ],
 )
-def test_local_sgd_is_what_plain_torch_does(workers: int, every: int, tmp_path: Path) -> None:
-    module, trainer = fitted(workers, tmp_path, every)
-    check_equal(module, averaged(workers, every))
-    assert trainer.global_step == 2 * -(-N // (SIZE * workers))  # a worker's own steps
+def test_local_sgd_is_what_plain_torch_does(
+    workers: int, every: int, samples: int, tmp_path: Path
+) -> None:
+    module, trainer = fitted(workers, tmp_path, every, samples)
+    check_equal(module, averaged(workers, every, n_samples=samples))
+    assert trainer.global_step == 2 * -(-samples // (SIZE * workers))  # a worker's own steps
 
 
 def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> None:
@@ -144,6 +149,27 @@ def test_a_checkpoint_is_an_ordinary_one_of_the_masters(tmp_path: Path) -> None:
     check.load_state_dict(saved["state_dict"])
     check_equal(check, averaged(2, 2, epochs=1))
     assert saved["optimizer_states"][0]["state"]  # the worker's own momentum
+
+
+def test_a_run_that_fails_leaves_the_masters_of_the_last_mean(tmp_path: Path) -> None:
+    class Failing(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            if self.global_rank == 0 and batch_idx == 4:
+                raise ValueError("on purpose")
+            return super().training_step(batch, batch_idx)
+
+    torch.manual_seed(5)
+    failing = Failing(lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9)).double()
+    strategy = HybridStrategy("hybrid", keep_order=True, exchange={"name": "movement", "every": 3})
+    trainer = make_trainer(
+        strategy, 2, max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=True
+    )
+    with pytest.raises(ValueError, match="on purpose"):
+        trainer.fit(failing, DataLoader(regression_data(N, torch.float64), SIZE))
+    (path,) = tmp_path.rglob("interrupted.ckpt")
+    left = make()
+    left.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+    check_equal(left, averaged(2, 3, epochs=1, n_samples=3 * 2 * SIZE))  # three steps of each
 
 
 NESTEROV = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
