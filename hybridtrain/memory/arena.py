@@ -73,6 +73,10 @@ class Arena:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
+    def words(self, offset_bytes: int, n: int) -> memoryview:
+        """(n,) int64 of the arena; each is read and written at once."""
+        return memoryview(self._map)[offset_bytes : offset_bytes + 8 * n].cast("q")
+
 
 def _reserve(fd: int, n_bytes: int) -> None:
     """Give the file its size, and its pages where the system can reserve them."""

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 import torch
 
-from hybridtrain.memory.arena import Arena, align
+from hybridtrain.memory.arena import ALIGNMENT_BYTES, Arena, align
 from hybridtrain.memory.dirty_rows import DirtyRows
 from hybridtrain.memory.layout import Layout, Slot
 from hybridtrain.memory.lending import SharedArenas
+from hybridtrain.memory.update_progress import N_WORDS, UpdateProgress
 
 
 class Store:
@@ -60,6 +61,7 @@ class Store:
         )  # W × dtype -> (P,), or nothing
         self.moves = DirtyRows(layout, self.masters, self.copies)
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
+        self.progress = UpdateProgress(self.arena.words(n_bytes - ALIGNMENT_BYTES, N_WORDS))
 
     def _place_buffers(self) -> int:
         end = 0
@@ -74,7 +76,7 @@ class Store:
                     end = align(end + size * self._stored(kind, row, dtype).itemsize)
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         self._state = end
-        return end + 2 * align(self.layout.state_bytes)
+        return end + 2 * align(self.layout.state_bytes) + ALIGNMENT_BYTES
 
     def _stored(self, kind: str, row: int, dtype: torch.dtype) -> torch.dtype:
         """What workers send may be narrower; sums and means are not."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -61,6 +62,8 @@ from hybridtrain.protocol.spans import Spans
 from hybridtrain.worker.connection import Connection
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
 
+_POLL_S = 2e-4
+
 
 class StopRequested(KeyboardInterrupt):
     """The server wants this worker to end. Not an ``Exception``, so user code lets it through."""
@@ -96,6 +99,8 @@ class Client:
         self.lost_at = 0  # updates when the last of them was lost
         self.on_change: Callable[[], object] = lambda: None  # somebody has gone, or is back
         self.tells: Callable[[], bytes] | None = None  # where training is
+        # Asked again and again while a release is waited for, until it returns ``False``.
+        self.meanwhile: Callable[[], bool] | None = None
         self._covers: list[DrawnBatch] = []
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
 
@@ -277,6 +282,9 @@ class Client:
         while True:
             if self._asked and in_step:
                 self._tell()
+            if in_step and self.meanwhile is not None:
+                while not self.line.ready() and self.meanwhile():
+                    time.sleep(_POLL_S)
             reply, fd = self.line.receive()
             match reply:
                 case Stop(now=True):

@@ -2,8 +2,9 @@
 
 The rows of shared memory are page-locked, so that the copies run beside the computation: gradients
 go out in buckets on a lane of their own as backward produces them, parameters come back on another
-before the next forward, or, if that is wanted, as it needs them. Nothing but copies between device
-and host is needed: no NCCL, no peer access.
+before the next forward: what the server has stepped already while it steps the rest, and what is
+left with the release. Nothing but copies between device and host is needed: no NCCL, no peer
+access.
 
 Whatever lets the server change what lies in host memory (a push, a bucket that is announced) comes
 after the last copy from there has been made: :meth:`CudaReplica.writes` waits for it.
@@ -13,6 +14,7 @@ Legend: N parameters, P elements of one dtype's buffer, W workers.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -21,8 +23,9 @@ from typing import Any
 import torch
 
 from hybridtrain.memory import Packed, Store, pack
+from hybridtrain.memory.layout import Slot
 from hybridtrain.protocol.messages import Writes
-from hybridtrain.worker.device import KINDS, Incoming, Lane, Outgoing, Streams
+from hybridtrain.worker.device import KINDS, Incoming, Lane, Outgoing, Streams, part_bytes
 from hybridtrain.worker.replica import (
     HostReplica,
     Replica,
@@ -82,8 +85,16 @@ class CudaReplica:
         self.adding = False
         self.announce: Announce | None = None
         self.finite: frozenset[int] = frozenset()
-        self._seen: set[int] = set()  # gradients that have arrived, and are finite
+        self.known_finite: set[int] = set()  # whose gradients lie in the row, finite
         self._eager, self._closed = eager, False
+        # Elsewhere the masters move while workers compute, or a copy follows them in the server.
+        self._progress = None if store.private_parameters or store.lock_free else store.progress
+        self._stops = [_stop_in_masters(slot) for slot in slots]
+        self._part_bytes = part_bytes(sum(p.nbytes for p in self._parameters))
+        self._taken: set[int] = set()  # copied before the release of the update ``_taken_of``
+        self._taken_of = self._whole_of = self._update_number()
+        if self._progress is not None and self._is_large:
+            self._progress.watch()
         self._watched: set[int] = set()
         for number in range(len(slots)):
             self._watch(number)
@@ -102,7 +113,7 @@ class CudaReplica:
                 return  # the indices of a sparse one would have to be waited for
             self._outgoing.add(number, gradient)
             self._sent.add(number)
-            self._seen.discard(number)
+            self.known_finite.discard(number)
             if self.announce is not None:
                 self._tell(wait=False)
 
@@ -111,7 +122,7 @@ class CudaReplica:
     def _tell(self, wait: bool) -> None:
         """What has arrived in the row, or with ``wait``, all that is on its way."""
         while (bucket := self._outgoing.arrived(wait)) is not None:
-            self._seen.update(self._outgoing.finite(bucket))
+            self.known_finite.update(self._outgoing.finite(bucket))
             if self.announce is not None:
                 self.announce(bucket.numbers)
 
@@ -128,7 +139,7 @@ class CudaReplica:
                 packed.append(pack(number, gradient.detach(), self._rows[number]))
             elif number not in self._sent or gradient.is_sparse or has_later_hooks(own[number]):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                self._seen.discard(number)
+                self.known_finite.discard(number)
                 self._outgoing.add(number, dense.detach())
         self._outgoing.close()
         self._tell(wait=True)
@@ -136,8 +147,8 @@ class CudaReplica:
             self.streams.synchronise(self.streams.record(Lane.COMPUTE))
         self._sent.clear()
         absent = tuple(n for n in numbers if own[n].grad is None)
-        self.finite, self.packed = frozenset(self._seen.difference(absent)), tuple(packed)
-        self._seen.clear()
+        self.finite, self.packed = frozenset(self.known_finite.difference(absent)), tuple(packed)
+        self.known_finite.clear()
         return absent
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:
@@ -151,7 +162,7 @@ class CudaReplica:
 
     def follow(self, numbers: Iterable[int]) -> None:
         self._following = sorted(numbers)
-        self.incoming.need_all()
+        self._taken.clear()
         self._take_fingerprints(self._following)
 
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
@@ -160,16 +171,51 @@ class CudaReplica:
         self._sparse = self._sparse | set(numbers) if sparse else self._sparse - set(numbers)
         new = sorted(set(numbers) - set(self._following))
         self._following = sorted([*self._following, *new])
-        self.incoming.need_all()
         self._take_fingerprints(new)  # what was changed so far of the others stays to be seen
 
     def refresh(self) -> None:
         """Queue the copies; what uses the parameters runs after them."""
         if self._closed:
             return
-        tells = self._tells_writes
-        note = self._take_fingerprints_on_the_way if tells else self._take_counts
-        self.incoming.start(self._following, note)
+        self._whole_of = self._update_number()
+        taken = self._taken if self._whole_of == self._taken_of else set()
+        self._copy([n for n in self._following if n not in taken])
+        self.incoming.hold_compute()
+        self._taken.clear()
+
+    def take_stepped(self) -> bool:
+        """Queue the copies of what the update under way has stepped so far, if they are many.
+
+        Only while this worker waits for its release, so that nothing reads its parameters. Returns
+        whether there may be more to take before the release.
+        """
+        if self._progress is None or self._closed or not self._is_large:
+            return False
+        number, elements = self._progress.read()
+        if number == self._whole_of:
+            return True  # it has not begun
+        if number != self._taken_of:
+            self._taken_of = number
+            self._taken.clear()
+        rest = [n for n in self._following if n not in self._taken]
+        new = [n for n in rest if self._stops[n] <= elements]
+        if sum(self._parameters[n].nbytes for n in new) >= self._part_bytes:
+            self._copy(new)
+            self._taken.update(new)
+        return len(new) < len(rest)
+
+    @property
+    def _is_large(self) -> bool:
+        """Whether an update takes long enough to take a part of it before its end."""
+        return sum(p.nbytes for p in self._parameters) >= 2 * self._part_bytes
+
+    def _update_number(self) -> int:
+        """Of the update that was begun last."""
+        return self._progress.read().number if self._progress is not None else 0
+
+    def _copy(self, numbers: list[int]) -> None:
+        note = self._take_fingerprints_on_the_way if self._tells_writes else self._take_counts
+        self.incoming.copy(numbers, note)
 
     def writes(self) -> Writes:
         """Seen by fingerprint: comparing with the host would take the bus for a whole pass."""
@@ -193,17 +239,17 @@ class CudaReplica:
         self._take_norms(numbers)
         self._take_counts(numbers)
 
-    def _take_fingerprints_on_the_way(self, numbers: list[int]) -> None:
+    def _take_fingerprints_on_the_way(self, numbers: Sequence[int]) -> None:
         """The same behind the copies; torch has counted these when they were queued."""
         self.streams.do(Lane.BACK, partial(self._take_norms, numbers))
         self._take_counts(numbers)
 
-    def _take_norms(self, numbers: list[int]) -> None:
+    def _take_norms(self, numbers: Sequence[int]) -> None:
         """They stay on the device: nothing waits for them here."""
         taken = _norms([self._parameters[number] for number in numbers])
         self._norms.update(zip(numbers, taken, strict=True))
 
-    def _take_counts(self, numbers: list[int]) -> None:
+    def _take_counts(self, numbers: Sequence[int]) -> None:
         for number in numbers:
             self._counts[number] = self._parameters[number]._version
 
@@ -220,6 +266,11 @@ class CudaReplica:
             self.streams.unlock(region)
         self._locked = []
         self._outgoing.release()
+
+
+def _stop_in_masters(slot: Slot) -> float:
+    """Where it ends in the float32 masters; never, if it is of another dtype."""
+    return slot.offset + slot.numel if slot.dtype == torch.float32 else math.inf
 
 
 def _lock(streams: Streams, store: Store, worker: int) -> list[torch.Tensor]:

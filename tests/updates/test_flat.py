@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
+from hybridtrain.memory.update_progress import ChunkProgress
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates import Contribution, build_update
 from hybridtrain.updates.flat import flat_update
@@ -343,3 +344,37 @@ def test_many_threads_get_longer_chunks_as_long_as_there_are_two_for_each(
     (plan,) = pair.update._plans.values()
     assert max(chunk.size for chunk in plan.chunks) == elements
     pair.assert_equal()
+
+
+# ---- how far it has come -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, Clip("norm", 0.1), Clip("value", 0.1)])
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_telling_how_far_it_has_come_changes_no_bit(lanes: int, clip: Clip | None) -> None:
+    def make(groups: Groups) -> torch.optim.Optimizer:
+        (all_,) = groups
+        kernels, biases = all_[::2], all_[1::2]  # groups lie between one another
+        return torch.optim.AdamW([{"params": kernels}, {"params": biases, "lr": 0.1}], lr=0.01)
+
+    shapes: list[list[tuple[int, ...]]] = [[(300_000,), (50,), (200_000,), (7,)]]
+    told, quiet = (make_pair(make, shapes, (0.5, 0.5), lanes=lanes) for _ in range(2))
+    told.store.progress.watch()
+    run(told, 3, clip)
+    run(quiet, 3, clip)
+    assert torch.equal(told.store.masters[torch.float32], quiet.store.masters[torch.float32])
+    last = told.store.layout.slots[-1]
+    number, elements = told.store.progress.read()
+    assert number == 3 and elements >= last.offset + last.numel
+    assert quiet.store.progress.read() == (0, 0), "nobody watches"
+
+
+def test_it_tells_of_what_is_stepped_and_no_more() -> None:
+    store = pair_of().store
+    chunks, told = ChunkProgress(store.progress, [10, 20, 30]), store.progress
+    ends = {1: (1, 0), 0: (1, 20), 2: (1, 30)}
+    for chunk, expected in ends.items():
+        chunks.ended(chunk)
+        assert told.read() == expected
+    ChunkProgress(store.progress, [10])
+    assert told.read() == (2, 0)

@@ -110,3 +110,31 @@ def test_a_note_needs_no_answer() -> None:
     speaker.note(Paused())
     assert line.sent == [Paused()]
     assert len(line.replies) == 1
+
+
+class Slow(Script):
+    """Its reply is there after so many looks."""
+
+    def __init__(self, looks: int, *replies: Reply) -> None:
+        super().__init__(*replies)
+        self.looks = looks
+
+    def ready(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+
+@pytest.mark.parametrize(("looks", "wants", "asked"), [(0, 9, 0), (3, 9, 3), (3, 1, 1)])
+def test_while_a_release_is_awaited_it_does_what_it_is_given(
+    looks: int, wants: int, asked: int
+) -> None:
+    times: list[int] = []
+
+    def meanwhile() -> bool:
+        times.append(len(times))
+        return len(times) < wants
+
+    speaker = Client(0, 2, Slow(looks, Released(7)))
+    speaker.meanwhile = meanwhile
+    assert speaker.push(Push(0, 4.0)) == Released(7)
+    assert len(times) == asked

@@ -6,8 +6,7 @@ For what that is see ``tests/standin``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any
 
@@ -17,9 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.worker.device import Incoming, Outgoing, incoming, outgoing
+from hybridtrain.worker.device import Incoming, Outgoing, outgoing
 from hybridtrain.worker.device.cuda import CudaStreams
-from hybridtrain.worker.device.incoming import ForwardWait, await_in_forward
 from hybridtrain.worker.replica_cuda import CudaReplica
 from tests.standin.device import name_it
 from tests.standin.state import NAME, SETTINGS, lazy_init, state
@@ -33,8 +31,7 @@ SEEDS = range(5)
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (incoming, outgoing):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
 
 
 def numbers(n: int) -> torch.Tensor:
@@ -158,19 +155,6 @@ NETS = [Attention, Tied, Recurrent, Deep, Unseen]
 X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(1))
 
 
-@contextmanager
-def lazily(net: nn.Module, coming: Incoming) -> Iterator[None]:
-    coming.lazily = True
-    hooks = await_in_forward(net, coming)
-    try:
-        with ForwardWait(coming):
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        coming.settle()  # or the parameters could be freed while they are written
-
-
 def coming_to(
     net: nn.Module, seed: int, eagerness: float = 0.3
 ) -> tuple[Incoming, list[torch.Tensor]]:
@@ -191,29 +175,24 @@ def as_it_should_be(kind: type[nn.Module], sources: list[torch.Tensor]) -> torch
 
 @pytest.mark.parametrize("kind", NETS)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_forward_waits_for_each_parameter_before_it_reads_it(
-    kind: type[nn.Module], seed: int
-) -> None:
+def test_forward_waits_for_all_copies(kind: type[nn.Module], seed: int) -> None:
     net, x = made_there(kind), X.to(HERE)
     coming, sources = coming_to(net, seed)
-    with lazily(net, coming):
-        for _ in range(3):
-            coming.start(range(len(sources)))
-            assert same(net(x), as_it_should_be(kind, sources))
-            coming.settle()
-            for source in sources:
-                source.mul_(0.9)
+    for _ in range(3):
+        coming.copy(range(0, len(sources), 2))
+        coming.copy(range(1, len(sources), 2))
+        coming.hold_compute()
+        assert same(net(x), as_it_should_be(kind, sources))
+        coming.settle()
+        for source in sources:
+            source.mul_(0.9)
 
 
 READERS: list[Callable[[nn.Linear], Any]] = [
     lambda net: net.weight.sum(),
-    lambda net: torch.stack([net.bias, net.bias]).sum(),
     lambda net: net.weight.data[1:].detach().clone().sum(),
     lambda net: torch.nn.utils.parameters_to_vector(net.parameters()).sum(),
-    lambda net: sum(value.sum() for value in net.state_dict().values()),
     lambda net: torch.tensor(net.bias.tolist()).sum(),
-    lambda net: torch._foreach_add([net.weight], 1.0)[0].sum(),
-    lambda net: torch.add(input=net.bias, other=0.0).sum(),
 ]
 
 
@@ -224,39 +203,20 @@ def test_whoever_reads_a_parameter_between_steps_waits_for_it(
     for seed in SEEDS:
         net = made_there(lambda: nn.Linear(4, 4))
         coming, sources = coming_to(net, seed)
-        with lazily(net, coming):
-            coming.start(range(2))
-            value = read(net)
+        coming.copy(range(2))
+        coming.hold_compute()
+        value = read(net)
         coming.settle()
         for parameter, source in zip(net.parameters(), sources, strict=True):
             parameter.data = source.to(HERE)
         assert same(value, read(net))
 
 
-def test_the_first_layer_does_not_wait_for_the_last_and_the_next_time_comes_first() -> None:
-    net, x = made_there(lambda: nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])), X.to(HERE)
-    net_in_use = nn.Sequential(*reversed(net))  # used in the other order than laid out
-    coming, _ = coming_to(net, 0, eagerness=0.0)
-    lanes = state().lanes
-    with lazily(net, coming):
-        coming.start(range(12))
-        net_in_use[0](x)
-        assert lanes.n_queued == 0, "it was laid out last"
-        net_in_use[1:](x)
-        coming.start(range(12))
-        net_in_use[0](x)
-        assert lanes.n_queued > 12, "now it has come first, and the others are still coming"
-        assert coming.pending
-        net_in_use[1:](x)
-        assert not coming.pending
-
-
 def test_sources_may_change_once_it_has_settled() -> None:
     for seed in SEEDS:
         net = made_there(Deep)
         coming, sources = coming_to(net, seed)
-        coming.lazily = True
-        coming.start(range(len(sources)))
+        coming.copy(range(len(sources)))
         values = [source.clone() for source in sources]
         coming.settle()
         for source in sources:
@@ -272,12 +232,101 @@ def test_after_a_push_a_worker_reads_what_it_had_though_the_masters_move() -> No
         masters = [store.master(slot) for slot in store.layout.slots]
         for master in masters:
             master.fill_(0.25)
-        with lazily(net, exchange.incoming):
-            exchange.refresh()
-            exchange.writes()  # part of every push; nothing has been used so far
-            for master in masters:
-                master.fill_(0.5)
-            assert all(bool((p == 0.25).all()) for p in net.parameters())
+        exchange.refresh()
+        exchange.writes()  # part of every push; nothing has been used so far
+        for master in masters:
+            master.fill_(0.5)
+        assert all(bool((p == 0.25).all()) for p in net.parameters())
+
+
+# ---- parameters that come while the update still runs -------------------------------------------
+
+
+class Update:
+    """A replica of four layers, and what the server does with the masters behind it."""
+
+    def __init__(self, seed: int, **shape: Any) -> None:
+        self.net = made_there(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]))
+        self.store = Store(Layout.of(self.net.named_parameters()), 2, **shape)
+        parameters = list(self.net.parameters())
+        self.replica = CudaReplica(parameters, self.store, 1, True, open_streams(seed, 0.0))
+        self.slots = self.store.layout.slots
+        self.stops = [slot.offset + slot.numel for slot in self.slots]
+
+    def step(self, value: float, upto: int, begins: bool = True) -> None:
+        """The masters of the first ``upto`` parameters are stepped."""
+        if begins:
+            self.store.progress.begin()
+        for slot in self.slots[:upto]:
+            self.store.master(slot).fill_(value)
+        self.store.progress.reach(self.stops[upto - 1] if upto else 0)
+
+    def copies(self, ask: Callable[[], Any]) -> int:
+        """To the device, that this queues."""
+        torch.standin.take_counts()
+        ask()
+        return torch.standin.take_counts().copies_to_device
+
+    def is_(self, value: float) -> bool:
+        return all(bool((p == value).all()) for p in self.net.parameters())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_parameter_comes_once_however_far_the_update_was(seed: int) -> None:
+    update = Update(seed, private_parameters=False)
+    replica = update.replica
+    assert replica.writes() == {}
+    for value in (0.5, 0.25):
+        assert update.copies(replica.take_stepped) == 0, "no update is under way"
+        update.step(value, 3)
+        assert update.copies(replica.take_stepped) == 3
+        assert update.copies(replica.take_stepped) == 0
+        update.step(value, 6, begins=False)
+        assert update.copies(replica.take_stepped) == 3
+        update.step(value, 8, begins=False)
+        assert update.copies(replica.refresh) == 2
+        assert update.is_(value)
+        assert replica.writes() == {}, "what has come was written by nobody"
+    replica.close()
+
+
+def test_it_says_whether_it_is_to_be_asked_again() -> None:
+    update = Update(0, private_parameters=False)
+    assert update.replica.take_stepped()
+    update.step(0.5, 4)
+    assert update.replica.take_stepped()
+    update.step(0.5, 8, begins=False)
+    assert not update.replica.take_stepped()
+    update.replica.close()
+    assert not update.replica.take_stepped()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_what_came_of_an_earlier_update_comes_again(seed: int) -> None:
+    update = Update(seed, private_parameters=False)
+    update.step(0.5, 8)
+    update.replica.take_stepped()
+    update.step(0.25, 8)  # that of another worker, whose turn it is
+    update.replica.refresh()
+    assert update.is_(0.25)
+    update.replica.close()
+
+
+def test_nothing_is_taken_where_masters_move_while_workers_compute() -> None:
+    for shape in ({"private_parameters": True}, {"private_parameters": False, "lock_free": True}):
+        update = Update(0, **shape)
+        update.step(0.5, 8)
+        assert not update.store.progress.watched
+        assert not update.replica.take_stepped()
+        update.replica.close()
+
+
+def test_a_small_model_does_not_wait_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outgoing, "LEAST_BYTES", 2**20)
+    update = Update(0, private_parameters=False)
+    assert not update.store.progress.watched
+    assert not update.replica.take_stepped()
+    update.replica.close()
 
 
 # ---- page-locked memory -------------------------------------------------------------------------
@@ -322,10 +371,9 @@ def test_where_memory_cannot_be_page_locked_it_is_said_and_works_all_the_same() 
 # ---- a worker's steps ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("set_to_none", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_many_steps_equal_those_of_one_process(seed: int, set_to_none: bool, lazy: bool) -> None:
+def test_many_steps_equal_those_of_one_process(seed: int, set_to_none: bool) -> None:
     torch.manual_seed(0)
     net, alone = made_there(Tied), Tied()
     alone.load_state_dict(net.state_dict())
@@ -354,9 +402,5 @@ def test_many_steps_equal_those_of_one_process(seed: int, set_to_none: bool, laz
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        if not lazy:
-            train()
-        else:
-            with lazily(net, exchange.incoming):
-                train()
+        train()
     exchange.close()

@@ -107,7 +107,10 @@ class Session:
         parameters, store, worker = self._parameters, self._store, self._client.worker
         if self._requirements.parameters == "own":
             return OwnReplica(parameters, store, worker)
-        return open_replica(parameters, store, worker, self.final)
+        made = open_replica(parameters, store, worker, self.final)
+        if isinstance(made, CudaReplica):
+            self._client.meanwhile = made.take_stepped
+        return made
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -134,8 +137,6 @@ class Session:
         self.replica.refresh()
         self.replica.follow(n for each in numbers for n in each)
         self.replica.keep_sparse(sparse_numbers(self._optimizers, numbers))
-        if self._overlap is not None:
-            self._overlap.begin()
 
     def _hand_over(self, version: int) -> list[tuple[int, ...]]:
         """Put remote controls into the optimizers; returns their slot numbers.
@@ -221,8 +222,7 @@ class Session:
         """Training is over: Lightning will move states to the CPU, which lie there already."""
         for step in self.steps:
             step.state.close()
-        if self._overlap is not None:
-            self._overlap.close()
+        self._client.meanwhile = None
         self.replica.close()
 
     def _replace(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:

@@ -1,6 +1,6 @@
-"""The update begins before backward ends, and the next forward before all parameters are there.
+"""The update begins before backward ends.
 
-Only where the user has asked for it (``overlap_update``), as neither can be taken back: if a later
+Only where the user has asked for it (``overlap_update``), as it cannot be taken back: if a later
 part of the same backward fails, the masters are those of no step, and can be saved by nobody. A
 worker announces a gradient once it lies in its row, finite, and nobody will change it any more.
 That rules out, and then the whole push is stepped as ever: mini-batches that only add up, code that
@@ -13,7 +13,6 @@ from __future__ import annotations
 from operator import is_
 from typing import Any
 
-import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
@@ -22,7 +21,6 @@ from hybridtrain.lightning.step.trained_parameters import parameters_of
 from hybridtrain.protocol.early_gradients import GradientsReady
 from hybridtrain.updates.optimizer_traits import calls_closure
 from hybridtrain.worker.client import Client
-from hybridtrain.worker.device.incoming import ForwardWait, await_in_forward
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.replica_cuda import CudaReplica
 
@@ -50,27 +48,6 @@ class Overlap:
         self._guard, self._module = guard, module
         self._step: RemoteOptimizer | None = None
         self._told = False
-        self._hooks: list[Any] = []
-        self._watch: ForwardWait | None = None
-
-    def begin(self) -> None:
-        """Training begins."""
-        if self._watch is not None or is_compiled(self._module):
-            return
-        self._exchange.incoming.lazily = True
-        self._hooks = await_in_forward(self._module, self._exchange.incoming)
-        self._watch = ForwardWait(self._exchange.incoming)
-        self._watch.__enter__()
-
-    def close(self) -> None:
-        """It has ended."""
-        self._exchange.incoming.lazily = False
-        self._exchange.incoming.need_all()
-        for hook in self._hooks:
-            hook.remove()
-        if self._watch is not None:
-            self._watch.__exit__(None, None, None)
-        self._hooks, self._watch = [], None
 
     def begin_backward(self, steps: list[RemoteOptimizer], final: bool) -> None:
         """``final``: what it makes is all, and nobody will look at it before it is pushed."""
@@ -97,20 +74,11 @@ class Overlap:
             return
         ours = set(step.numbers)
         numbers = tuple(n for n in numbers if n in ours)
-        if self._check.offender(numbers, ()) is not None:
+        known = self._exchange.known_finite
+        if self._check.offender(numbers, (), known=known) is not None:
             self._step = None  # the push will say so
         elif numbers:
             groups = None if self._told else step.hyper_parameters.changed(whole=False)
             self._exchange.incoming.settle()  # the masters will move now
             self._client.note(GradientsReady(step.number, numbers, step.weight, groups))
             self._told = True
-
-
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether parts of it run where arguments do not show."""
-    return any(
-        isinstance(each, torch.jit.ScriptModule)
-        or each._compiled_call_impl is not None
-        or type(each).__name__ == "OptimizedModule"
-        for each in module.modules()
-    )

@@ -39,11 +39,13 @@ class Chunk:
     """What one call of a kernel works on."""
 
     count_group: int  # which one of the plan's
+    start: int  # in the buffer
     size: int  # n
     parameter: torch.Tensor  # (n,) view of the masters
     state: tuple[torch.Tensor, ...]  # (n,) each
     rows: tuple[torch.Tensor, ...]  # of each worker, and the held one: (n,)
     present: Present
+    number: int = 0  # by place in the buffer
 
 
 @dataclass(slots=True)
@@ -54,6 +56,7 @@ class ChunkPlan:
     count_groups: list[StepCountGroup] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     backwards: list[Chunk] = field(default_factory=list)
+    stops: list[int] = field(default_factory=list)  # where each chunk ends in the buffer
     size: int = 0  # elements of all chunks
     pieces: list[NormPiece] = field(default_factory=list)  # for a norm, once one is asked for
 
@@ -98,7 +101,7 @@ def make_plan(
     places: Sequence[tuple[int, StepCountGroup, Present]],  # as for stretches
     store: Store,
     state: dict[StepCountGroup, tuple[torch.Tensor, ...]],  # (P,) each
-    chunk: int,
+    longest: int,
 ) -> ChunkPlan:
     """Join what moves alike, and cut it into chunks of at most so many elements."""
     plan = ChunkPlan([(number, present) for number, _, present in places])
@@ -107,11 +110,16 @@ def make_plan(
     flats = [store.masters[dtype], *(row[dtype] for row in store.gradients)]
     for stretch in stretches(places, store):
         count_group = numbers.setdefault(stretch.count_group, len(numbers))
-        for start, stop in cut(stretch.start, stretch.stop, chunk):
+        for start, stop in cut(stretch.start, stretch.stop, longest):
             own = tuple([flat[start:stop] for flat in state[stretch.count_group]])
             parameter, *rows = [flat[start:stop] for flat in flats]
-            made = Chunk(count_group, stop - start, parameter, own, tuple(rows), stretch.present)
+            size, present = stop - start, stretch.present
+            made = Chunk(count_group, start, size, parameter, own, tuple(rows), present)
             plan.chunks.append(made)
+    plan.chunks.sort(key=lambda chunk: chunk.start)  # groups may lie between one another
+    for number, chunk in enumerate(plan.chunks):
+        chunk.number = number
     plan.count_groups, plan.backwards = list(numbers), plan.chunks[::-1]
+    plan.stops = [chunk.start + chunk.size for chunk in plan.chunks]
     plan.size = sum(made.size for made in plan.chunks)
     return plan

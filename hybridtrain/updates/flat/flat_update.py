@@ -26,6 +26,7 @@ import torch
 
 from hybridtrain.memory import Rows, Store
 from hybridtrain.memory.private import private
+from hybridtrain.memory.update_progress import ChunkProgress
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.base import clip_factor
 from hybridtrain.updates.contribution import Contribution
@@ -136,9 +137,11 @@ class FlatUpdate:
         transform = self._clipping(plan, mean, clip)
         with slowed(self._groups, rate) if rate != 1.0 else nullcontext():
             steps = [self._begin(count_group) for count_group in plan.count_groups]
-        work = partial(self._step_chunk, mean, transform, steps)
+        watched = self._store.progress.watched
+        told = ChunkProgress(self._store.progress, plan.stops) if watched else None
+        work = partial(self._step_chunk, mean, transform, steps, told)
         # The last chunks that a norm was taken of are still in the cache.
-        self._map(plan, work, plan.backwards if transform else plan.chunks)
+        self._map(plan, work, plan.backwards if transform and not watched else plan.chunks)
 
     def _map(self, plan: ChunkPlan, work: Callable[[int, T], R], tasks: list[T]) -> list[R]:
         """Waking a thread takes as long as stepping some ten thousand elements."""
@@ -164,6 +167,7 @@ class FlatUpdate:
         mean: _Mean,
         transform: Transform | None,
         steps: Sequence[StepChunk],
+        told: ChunkProgress | None,
         lane: int,
         chunk: Chunk,
     ) -> None:
@@ -172,6 +176,8 @@ class FlatUpdate:
         if transform is not None:
             gradient = transform(gradient, scratch[0])
         steps[chunk.count_group](chunk.parameter, gradient, chunk.state, scratch[1:])
+        if told is not None:
+            told.ended(chunk.number)
 
     def _scratch_of(self, lane: int, size: int) -> tuple[torch.Tensor, ...]:
         """Temporaries of a lane, (n,) each; the first is for the merged gradient."""

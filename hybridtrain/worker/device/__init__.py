@@ -10,10 +10,10 @@ import torch
 
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.device.incoming import Incoming
-from hybridtrain.worker.device.outgoing import Outgoing
+from hybridtrain.worker.device.outgoing import Outgoing, part_bytes
 from hybridtrain.worker.device.streams import Lane, Streams
 
-__all__ = ["KINDS", "Incoming", "Lane", "Outgoing", "Streams"]
+__all__ = ["KINDS", "Incoming", "Lane", "Outgoing", "Streams", "part_bytes"]
 
 # Type of a device that workers compute on apart from the parameters -> its streams.
 KINDS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}

@@ -21,7 +21,14 @@ import torch
 
 from hybridtrain.worker.device.streams import Lane, Streams
 
-BUCKET_BYTES = 16 * 2**20  # a millisecond or less of the bus; some hundreds for 1.5 G parameters
+LEAST_BYTES = 16 * 2**20  # of a bucket: a third of a millisecond of the bus
+# Of a large model: each costs up to 0.4 ms of Python, and the way of the last is waited for.
+_BUCKETS = 12
+
+
+def part_bytes(n_bytes: int) -> int:
+    """Of a model's bytes, how many travel together."""
+    return max(LEAST_BYTES, n_bytes // _BUCKETS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,7 @@ class Outgoing:
         self._sent: deque[Bucket] = deque()
         # What a row can hold: a gradient that is rounded to a narrower dtype may overflow there.
         self._limits = [_limit(row.dtype) for row in rows]
+        self._bucket_bytes = part_bytes(sum(row.nbytes for row in rows))
         self._landings: dict[int, torch.Tensor] = {}  # by address
         self._free: list[torch.Tensor] = []  # of these: those that nothing is on its way to
 
@@ -60,7 +68,7 @@ class Outgoing:
         self._filling.append((number, gradient))
         self._makers[self._streams.current()] = None
         self._filled_bytes += gradient.nbytes
-        if self._filled_bytes >= BUCKET_BYTES:
+        if self._filled_bytes >= self._bucket_bytes:
             self.close()
 
     def close(self) -> None:

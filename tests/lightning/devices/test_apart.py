@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +20,11 @@ from hybridtrain.lightning.data import prefetch as ahead_module
 from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.launcher import resolve_start_method
 from hybridtrain.memory import Layout, Store
-from hybridtrain.worker.device import KINDS, Incoming, incoming, outgoing
+from hybridtrain.memory.update_progress import ChunkProgress
+from hybridtrain.worker.device import KINDS, outgoing
 from hybridtrain.worker.device.cuda import CudaStreams
-from hybridtrain.worker.device.incoming import ForwardWait
 from hybridtrain.worker.replica_cuda import CudaReplica
-from tests.lightning.toys import Regression, flat
+from tests.lightning.toys import Regression, fit, flat
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
 from tests.standin.training import fit_apart
@@ -36,8 +38,7 @@ in_a_process_of_its_own = pytest.mark.own_process
 @pytest.fixture(autouse=True)
 def with_small_buckets_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, NAME, CudaStreams)
-    for module in (incoming, outgoing):
-        monkeypatch.setattr(module, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
 
 
 # ---- the end of fit ------------------------------------------------------------------------------
@@ -82,43 +83,6 @@ def test_a_fused_optimizer_unscales_as_any_other() -> None:
     plain, _ = fit_apart(2, 6, lambda: Regression(sgd(False)), **half_precision(), **two_steps)
     fused, _ = fit_apart(2, 6, lambda: Regression(sgd(True)), **half_precision(), **two_steps)
     assert torch.allclose(flat(fused), flat(plain), atol=1e-6)
-
-
-# ---- who needs a parameter -----------------------------------------------------------------------
-
-
-def per_sample(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return torch.vmap(net)(x)
-
-
-def derivative(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    weights = dict(net.named_parameters())
-    loss = lambda given: torch.func.functional_call(net, given, x).sum()  # noqa: E731
-    return torch.func.grad(loss)(weights)["weight"]
-
-
-def along(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return torch.func.jvp(net, (x,), (x,))[1]
-
-
-@pytest.mark.parametrize("transform", [per_sample, derivative, along])
-@in_a_process_of_its_own
-def test_transforms_wait_for_the_parameters_that_they_use(
-    transform: Callable[[nn.Module, torch.Tensor], torch.Tensor],
-) -> None:
-    state()
-    net, x = nn.Linear(4, 4).to(HERE), torch.ones(2, 4, device=HERE)
-    sources = [torch.full(p.shape, 0.5) for p in net.parameters()]
-    streams = CudaStreams(HERE)
-    for source in sources:
-        streams.lock(source)
-    coming = Incoming(streams, list(net.parameters()), sources)
-    coming.lazily = True
-    with ForwardWait(coming):
-        coming.start(range(2))
-        found = transform(net, x)
-    coming.settle()
-    assert torch.equal(found, transform(net, x)) and not found.isnan().any()
 
 
 # ---- mini-batches --------------------------------------------------------------------------------
@@ -265,19 +229,41 @@ def test_the_host_waits_for_no_more_means_where_there_are_more_parameters() -> N
     assert blocking(Deep(1), **half_precision()) == blocking(Deep(2), **half_precision())
 
 
-@in_a_process_of_its_own
-def test_of_weights_that_share_storage_the_first_does_not_wait_for_the_last() -> None:
-    flat = torch.zeros(64, device=HERE)  # as cuDNN wants an LSTM's
-    weights = [part.view(4, 4) for part in flat.split(16)]
-    sources = [torch.ones(4, 4) for _ in weights]
-    streams = CudaStreams(HERE)
-    for source in sources:
-        streams.lock(source)
-    coming = Incoming(streams, weights, sources)
-    coming.lazily = True
-    coming.start(range(4))
-    coming.need(weights[0])
-    assert coming.pending, "the others may still be on their way"
-    with ForwardWait(coming):
-        assert flat.sum().item() == 64, "whoever uses all of it waits for all"
-    assert not coming.pending
+# ---- parameters that come while the server still steps -------------------------------------------
+
+
+class Early(Regression):
+    """Large enough for several chunks; tells what had come before each release."""
+
+    def __init__(self) -> None:
+        super().__init__(partial(torch.optim.AdamW, lr=0.01))
+        self.net = nn.Sequential(nn.Linear(4, 2**16), nn.Linear(2**16, 8), nn.Linear(8, 1))
+        self.came: list[int] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.came = list(CAME)
+
+
+CAME: list[int] = []  # of this worker, parameters
+
+
+def test_what_is_stepped_comes_while_the_rest_is_and_changes_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    once = {"max_epochs": 1, "limit_train_batches": 3}
+    plain, _ = fit("hybrid", 2, 6, Early, **once)
+    refresh, ended = CudaReplica.refresh, ChunkProgress.ended
+
+    def counting(self: CudaReplica) -> None:
+        CAME.append(len(self._taken))
+        refresh(self)
+
+    def slow(self: ChunkProgress, chunk: int) -> None:
+        ended(self, chunk)
+        time.sleep(0.02)  # or it would be over before a worker looks
+
+    monkeypatch.setattr(CudaReplica, "refresh", counting)
+    monkeypatch.setattr(ChunkProgress, "ended", slow)
+    apart, _ = fit_apart(2, 6, Early, **once)
+    assert min(apart.came[-3:]) > 0
+    assert torch.equal(flat(apart), flat(plain))
