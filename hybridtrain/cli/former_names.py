@@ -19,6 +19,9 @@ _MODULES = {
     "hybridtrain.lightning.periodic": "hybridtrain.lightning.checkpointing.periodic",
 }
 
+# Options of strategies that are no more, and changed no bit.
+_GONE = ("overlap_update",)
+
 
 def present_name(name: str) -> str:
     """The name under which ``name`` is found in this version."""
@@ -35,10 +38,16 @@ def with_present_names(value: Any) -> Any:
                 if key == "_target_" and isinstance(each, str)
                 else with_present_names(each)
                 for key, each in value.items()
+                if key not in _GONE
             }
         case list():
-            return [with_present_names(each) for each in value]
+            return [with_present_names(each) for each in value if not _is_gone(each)]
         case str() if "_target_=" in value:
             key, _, name = value.partition("_target_=")
             return f"{key}_target_={present_name(name)}"
     return value
+
+
+def _is_gone(override: Any) -> bool:
+    name, _, _ = override.partition("=") if isinstance(override, str) else ("", "", "")
+    return name.removeprefix("strategy.") in _GONE

@@ -89,7 +89,6 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
         device_memory_fraction: of its GPU, for each worker, above 0 and up to 1; ``None``: an equal
             share where several workers have one, and no limit for one alone.
-        overlap_update: on GPUs, update what has arrived while backward still runs.
         checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
         on_failure: when a worker fails or dies: ``"stop"`` all, ``"continue"`` without it, or
             ``"restart"`` it.
@@ -140,7 +139,6 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         keep_order: bool = False,
         correction: CorrectionSpec = None,
         transport_dtype: str | None = None,
-        overlap_update: bool = False,
         record: str | Path | None = None,
         checkpoint: str = "blocking",
         on_failure: str = "stop",
@@ -163,7 +161,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.start_method, self.threads_per_worker = start_method, threads_per_worker
         self.device_memory = DeviceMemory.of(device_memory_fraction)
         self.stop_grace_s, self.on_fault = stop_grace_s, OnFault(on_nonfinite, on_oom)
-        self.transport = Transport.of(transport_dtype, overlap_update)
+        self.transport = Transport.of(transport_dtype)
         self.data_options = DataOptions.of(
             num_samples_key, batch_size_per_worker, iterable, keep_order
         )

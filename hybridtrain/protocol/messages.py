@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import GetState, SharedState, StepNumber
 from hybridtrain.memory.sparse_rows import Packed
-from hybridtrain.protocol.early_gradients import GradientsReady
 from hybridtrain.protocol.notices import (
     Back,
     Gone,
@@ -230,7 +229,7 @@ class Described:
     said: Mapping[str, Any]
 
 
-Note = Paused | Resumed | Stopped | Described | GradientsReady | Progress | Saved
+Note = Paused | Resumed | Stopped | Described | Progress | Saved
 
 # ---- replies ------------------------------------------------------------------------------------
 

@@ -41,7 +41,7 @@ _CRC = struct.Struct("<I")
 _PIECE_CRC = struct.Struct("<8xI")
 
 # What some kinds of events were called in records of earlier versions.
-_FORMER_KINDS = {"Borrow": "GetState", "Arrived": "GradientsReady", "Told": "Progress"}
+_FORMER_KINDS = {"Borrow": "GetState", "Told": "Progress"}
 
 
 def find_record(run: Path) -> Path:

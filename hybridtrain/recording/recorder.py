@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from hybridtrain.memory import Store
-from hybridtrain.protocol.early_gradients import GradientsReady
 from hybridtrain.protocol.messages import (
     Answer,
     Described,
@@ -123,8 +122,6 @@ class Recorder:
 
     def note(self, worker: int, note: Note) -> Replies:
         """See :class:`hybridtrain.server.server.Server`."""
-        if isinstance(note, GradientsReady):  # it changes when arithmetic is done, and no bit of it
-            return self.server.note(worker, note)
         now_s = self._tick()
         match note:
             case Paused():

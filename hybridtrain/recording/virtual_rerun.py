@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.protocol.early_gradients import GradientsReady
 from hybridtrain.protocol.messages import (
     Average,
     Described,
@@ -89,15 +88,7 @@ class Rehearsal:
         match said:
             case Ended(error):
                 self._end(worker, error)
-            case (
-                Paused()
-                | Resumed()
-                | Stopped()
-                | Described()
-                | GradientsReady()
-                | Progress()
-                | Saved()
-            ):
+            case Paused() | Resumed() | Stopped() | Described() | Progress() | Saved():
                 self._deliver(self._server.note(worker, said))
                 self._go_on(worker)
             case _:

@@ -22,7 +22,6 @@ from hybridtrain.exchanges import Exchange, combine, exchange_of
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import GetState
 from hybridtrain.policies import Policy
-from hybridtrain.protocol.early_gradients import GradientsReady
 from hybridtrain.protocol.messages import (
     Average,
     Begin,
@@ -153,8 +152,6 @@ class Server:
                 self.statistics.resume()
             case Stopped():
                 return self._wishes.answer() + self._stop_waiting_for(worker)
-            case GradientsReady() if not self._rounds.broken:
-                return self._guarded([], lambda: self._rounds.optimizers.arrived(worker, note))
         return []
 
     def finished(self, worker: int) -> Replies:

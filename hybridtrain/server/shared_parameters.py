@@ -53,6 +53,6 @@ def no_snapshot(failure: BaseException | None, optimizers: Optimizers) -> str | 
     """Why the parameters and states are not those of any version, if so."""
     if failure is not None:
         return f"an optimizer failed half-way through its step: {failure}"
-    if optimizers.under_way is not None or optimizers.early.stepped:
+    if optimizers.under_way is not None:
         return "an optimizer is in the middle of its step"
     return None

@@ -20,16 +20,14 @@ class Update(Protocol):
 
     ``name`` is that of its class, ``members`` who belongs to which of its groups, ``news`` which
     hyper-parameters its last step has changed by itself; ``under_way``: it waits for one more
-    evaluation to end its step. ``elementwise``: parameters may be stepped at different moments,
-    each once, as if it were one step; ``moved``: of which parameters, by slot number, its last step
-    has moved only these rows.
+    evaluation to end its step. ``moved``: of which parameters, by slot number, its last step has
+    moved only these rows.
     """
 
     name: str
     members: Members
     news: Groups | None
     under_way: bool
-    elementwise: bool
     moved: Mapping[int, Rows]
 
     def step(

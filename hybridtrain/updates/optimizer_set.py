@@ -12,14 +12,12 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import SharedState, StepNumber
 from hybridtrain.memory.scratch_file import fill
-from hybridtrain.protocol.early_gradients import GradientsReady
-from hybridtrain.protocol.messages import Push, Reply
+from hybridtrain.protocol.messages import Push
 from hybridtrain.updates.accumulator import Accumulator, check_held
 from hybridtrain.updates.base import Update
 from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.evaluation import Again, Evaluation
 from hybridtrain.updates.factory import for_sparse
-from hybridtrain.updates.flat.early import Early
 from hybridtrain.updates.groups import Groups, Members
 from hybridtrain.updates.regroup import States, regroup, with_state
 from hybridtrain.updates.shared_state import SharedStateOptimizer
@@ -65,7 +63,6 @@ class Optimizers:
         self._held: dict[int, Accumulator] = {}  # by optimizer
         self._usual: tuple[Update | None, dict[int, float], list[Contribution]] = (None, {}, [])
         self.late = LateGradients()
-        self.early = Early(store.n_workers if store is not None else 0)
 
     @property
     def updates(self) -> tuple[Update, ...]:
@@ -121,21 +118,6 @@ class Optimizers:
         """The optimizers for which something is put aside."""
         return tuple(self._held)
 
-    # ---- before the round -----------------------------------------------------------------------
-
-    def arrived(self, worker: int, arrived: GradientsReady) -> list[tuple[int, Reply]]:
-        """Step what has arrived of all, if the optimizer goes element by element; frees nobody."""
-        number = arrived.optimizer
-        with torch.no_grad(), self._naming(number):
-            update = self._updates[number]
-            if arrived.groups is not None:
-                update.set_groups(arrived.groups)
-            if update.elementwise and self._place is not None:
-                slots = self._place[0].layout.slots
-                for contributions in self.early.arrived(worker, arrived, update.members, slots):
-                    update.step(contributions, None)
-        return []
-
     # ---- one round ------------------------------------------------------------------------------
 
     def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
@@ -148,7 +130,7 @@ class Optimizers:
         number = next(iter(pushes.values())).optimizer if number is None else number
         vetoed = any(push.veto for push in pushes.values()) and self.under_way is None
         counted = {w: push for w, push in pushes.items() if push.weight > 0 and not vetoed}
-        with torch.no_grad(), self._naming(number), self.early.ending(pushes):
+        with torch.no_grad(), self._naming(number):
             for worker, push in pushes.items():
                 self._hear(worker, push)
             update = self._updates[number]
@@ -163,11 +145,9 @@ class Optimizers:
                 return Stepped(())
             if self._place is not None:
                 update = self._updates[number] = for_sparse(update, contributions, *self._place)
-            again = None
             with self.late.watch(contributions, update.members):
-                for portion in self.early.portions(contributions):
-                    again = update.step(portion, clip, evaluation_of(counted), rate)
-                    self._note_moves(update)
+                again = update.step(contributions, clip, evaluation_of(counted), rate)
+            self._note_moves(update)
         turn = (
             StepNumber(update.lent.generation) if isinstance(update, SharedStateOptimizer) else None
         )

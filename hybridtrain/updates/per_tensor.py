@@ -17,7 +17,7 @@ from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.evaluation import Again, Evaluation
 from hybridtrain.updates.flat.reduce import merge_mixed
 from hybridtrain.updates.groups import Groups, differences, members_of, plain, slowed
-from hybridtrain.updates.optimizer_traits import is_torchs, needs_closure
+from hybridtrain.updates.optimizer_traits import is_torchs
 from hybridtrain.updates.saved import Saved
 
 
@@ -48,8 +48,6 @@ class PerTensorUpdate:
         self.moved: Mapping[int, Rows] = {}
         self._means: dict[int, torch.Tensor] = {}
         self._keeps_figures_in_groups = not is_torchs(optimizer)
-        # A user's may keep figures of all parameters together; torch's, but for L-BFGS, of each.
-        self.elementwise = is_torchs(optimizer) and not needs_closure(optimizer)
 
     def step(
         self,

@@ -6,8 +6,8 @@ before the next forward: what the server has stepped already while it steps the 
 left with the release. Nothing but copies between device and host is needed: no NCCL, no peer
 access.
 
-Whatever lets the server change what lies in host memory (a push, a bucket that is announced) comes
-after the last copy from there has been made: :meth:`CudaReplica.writes` waits for it.
+Whatever lets the server change what lies in host memory (a push) comes after the last copy from
+there has been made: :meth:`CudaReplica.writes` waits for it.
 
 Legend: N parameters, P elements of one dtype's buffer, W workers.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,6 @@ from hybridtrain.worker.replica import (
     has_later_hooks,
     tells_writes,
 )
-
-Announce = Callable[[tuple[int, ...]], None]
 
 
 def open_replica(
@@ -83,9 +81,8 @@ class CudaReplica:
         self._sparse: set[int] = set()
         self.packed: tuple[Packed, ...] = ()
         self.adding = False
-        self.announce: Announce | None = None
         self.finite: frozenset[int] = frozenset()
-        self.known_finite: set[int] = set()  # whose gradients lie in the row, finite
+        self._known_finite: set[int] = set()  # whose gradients lie in the row, finite
         self._eager, self._closed = eager, False
         # Elsewhere the masters move while workers compute, or a copy follows them in the server.
         self._progress = None if store.private_parameters or store.lock_free else store.progress
@@ -113,18 +110,14 @@ class CudaReplica:
                 return  # the indices of a sparse one would have to be waited for
             self._outgoing.add(number, gradient)
             self._sent.add(number)
-            self.known_finite.discard(number)
-            if self.announce is not None:
-                self._tell(wait=False)
+            self._known_finite.discard(number)
 
         self._parameters[number].register_post_accumulate_grad_hook(note)
 
-    def _tell(self, wait: bool) -> None:
-        """What has arrived in the row, or with ``wait``, all that is on its way."""
-        while (bucket := self._outgoing.arrived(wait)) is not None:
-            self.known_finite.update(self._outgoing.finite(bucket))
-            if self.announce is not None:
-                self.announce(bucket.numbers)
+    def _settle_gradients(self) -> None:
+        """All that are on their way have arrived in the row."""
+        while (bucket := self._outgoing.arrived()) is not None:
+            self._known_finite.update(self._outgoing.finite(bucket))
 
     def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
         if self._means_taken is not None:  # what is pushed lets the server write other means
@@ -139,16 +132,16 @@ class CudaReplica:
                 packed.append(pack(number, gradient.detach(), self._rows[number]))
             elif number not in self._sent or gradient.is_sparse or has_later_hooks(own[number]):
                 dense = gradient.to_dense() if gradient.is_sparse else gradient
-                self.known_finite.discard(number)
+                self._known_finite.discard(number)
                 self._outgoing.add(number, dense.detach())
         self._outgoing.close()
-        self._tell(wait=True)
+        self._settle_gradients()
         if packed:
             self.streams.synchronise(self.streams.record(Lane.COMPUTE))
         self._sent.clear()
         absent = tuple(n for n in numbers if own[n].grad is None)
-        self.finite, self.packed = frozenset(self.known_finite.difference(absent)), tuple(packed)
-        self.known_finite.clear()
+        self.finite, self.packed = frozenset(self._known_finite.difference(absent)), tuple(packed)
+        self._known_finite.clear()
         return absent
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:
@@ -261,7 +254,7 @@ class CudaReplica:
         self._closed = True
         self.incoming.settle()
         self._outgoing.close()
-        self._tell(wait=True)
+        self._settle_gradients()
         for region in self._locked:
             self.streams.unlock(region)
         self._locked = []

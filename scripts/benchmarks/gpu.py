@@ -4,9 +4,7 @@ offload the optimizer as we do.
 Language models of 25 M, 170 M and 1.2 G parameters (where the host has the memory), float32
 parameters and bf16 arithmetic, except for DeepSpeed, whose parameters on the device are bf16. All
 may use all cores of the host. Before anything is timed it is shown that two workers on the GPU
-train to what one does with a doubled mini-batch. From the bus, the update and the model's own
-times, measured alone, follows the mini-batch from which on the update is hidden
-(:mod:`hybridtrain.simulate.crossover`).
+train to what one does with a doubled mini-batch.
 
 A step's bytes on the host, per parameter: masters 4, two moments 8, a row 4 (2 as bf16); on the
 device: parameter 4, gradient 4; plain AdamW 16 there. ``--only "170 M"`` measures one size.
@@ -23,9 +21,8 @@ from benchmarks.exchange import room_for
 from benchmarks.frame import Against, Frame
 from benchmarks.gpu_models import SIZES, TINY, parameters_of
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
-from benchmarks.runs import Job, RunFailed
+from benchmarks.runs import Job
 from hybridtrain.errors import UserError
-from hybridtrain.simulate.crossover import Costs, LinearFit, crossover
 
 SAMPLES = 8
 _HOST_BYTES = 4 * 4 + 4  # a parameter: masters, moments, a row; a copy while the model is made
@@ -48,17 +45,11 @@ def rows(frame: Frame) -> Iterator[Row | Skipped]:
             continue
         work = f"{name}, {SAMPLES} × {model['length']} tokens, 1 worker"
         yield from against_others(frame, model, work)
-        yield from hidden_from(frame, model, name)
 
 
 def is_right(frame: Frame) -> Iterator[Row | Skipped]:
     """The largest difference between parameters, after steps that should be the same."""
-    for workers, options in (
-        (1, {}),
-        (2, {}),
-        (2, {"overlap_update": True}),
-        (2, {"overlap_update": True, "transport_dtype": "bf16"}),
-    ):
+    for workers, options in ((1, {}), (2, {}), (2, {"transport_dtype": "bf16"})):
         label = " ".join(["hybrid", *(f"{k}={v}" for k, v in options.items())])
         work = f"difference from one process, {workers} worker{'s' * (workers > 1)} on the GPU"
         job = Job(
@@ -71,14 +62,8 @@ def against_others(frame: Frame, model: dict[str, int], work: str) -> Iterator[R
     """The same model and mini-batch, in the loop that each is made for."""
     ours = [
         _job("hybrid", "hybrid", model),
-        _job("hybrid, overlap_update", "hybrid", model, overlap_update=True),
-        _job(
-            "hybrid, overlap_update, bf16",
-            "hybrid",
-            model,
-            overlap_update=True,
-            transport_dtype="bf16",
-        ),
+        _job("hybrid, bf16 transport", "hybrid", model, transport_dtype="bf16"),
+        _job("hybrid, two workers", "hybrid", model, workers_per_device=2),
     ]
     against: list[Against] = [
         (_job("plain fused AdamW on the GPU", "plain", model), NOTHING_ASKED),
@@ -101,38 +86,3 @@ def _job(label: str, way: str, model: dict[str, int], **options: Any) -> Job:
     if way == "hybrid":
         arguments["options"] = options
     return Job(label, f"benchmarks.gpu_loops:{way}", arguments)
-
-
-def hidden_from(frame: Frame, model: dict[str, int], name: str) -> Iterator[Row | Skipped]:
-    """The mini-batch that hides the update, and what it is computed from."""
-    work = f"{name}: the update is hidden from"
-    if not frame.options.wants(work):
-        return
-    job = Job("measured alone", "benchmarks.gpu_costs:costs", {"model": model, "samples": SAMPLES})
-    try:
-        found = frame.run(job, work)
-    except (UserError, RunFailed) as error:
-        yield frame.skip(work, str(error))
-        return
-    for label, narrow in (("float32", 1.0), ("bf16", 0.5)):
-        yield _row(frame, work, label, costs_of(found, narrow))
-
-
-def costs_of(found: dict[str, Any], narrow: float) -> Costs:
-    """``narrow``: the share of its bytes that a gradient travels with."""
-    return Costs(
-        found["out_s"] * narrow,
-        found["update_s"],
-        found["back_s"],
-        LinearFit.through(found["forward"]),
-        LinearFit.through(found["backward"]),
-    )
-
-
-def _row(frame: Frame, work: str, label: str, costs: Costs) -> Row:
-    note = (
-        f"out {1e3 * costs.out_s:.0f} ms, update {1e3 * costs.update_s:.0f}, back "
-        f"{1e3 * costs.back_s:.0f}; of {SAMPLES} samples backward "
-        f"{1e3 * costs.backward.at(SAMPLES):.0f}, forward {1e3 * costs.forward.at(SAMPLES):.0f}"
-    )
-    return Row(frame.part, work, f"gradients as {label}", crossover(costs), "samples", note=note)

@@ -9,7 +9,7 @@ RUNS = (
     *("strategy.workers_per_device=0", "trainer.precision=33", "faults=[{kind:fly}]"),
     *("strategy.start_method=teleport", "strategy.on_failure=hope", "strategy.iterable=maybe"),
     *("strategy.correction=hope", "strategy=hogwild strategy.correction=dc_asgd"),
-    *("strategy.overlap_update=true trainer.devices=2", "-m seed=1,2 strategy=hybird"),
+    *("strategy=hogwild strategy.transport_dtype=bf16", "-m seed=1,2 strategy=hybird"),
     *("trainer.devices", "--frobnicate", "seed=lucky", "data.batch_size=0"),
 )
 OTHERS = (

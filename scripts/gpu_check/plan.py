@@ -13,7 +13,6 @@ SIZE = "170 M"
 WAYS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ("plain AdamW on the GPU", "plain", None),
     ("hybrid", "hybrid", {}),
-    ("hybrid, overlap_update", "hybrid", {"overlap_update": True}),
     ("hybrid, bf16 transport", "hybrid", {"transport_dtype": "bf16"}),
     ("hybrid, threads_per_worker=1", "hybrid", {"threads_per_worker": 1}),
     ("hybrid, two workers", "hybrid", {"workers_per_device": 2}),
@@ -30,10 +29,7 @@ def checks(size: str = SIZE) -> Iterator[Check]:
     yield _tests("tests on the GPU", ["tests/lightning/preflight/test_devices.py"], "gpu", 120)
     yield from _timed(size)
     yield Check("fits", "gpu_check.fits:run", 180)
-    yield from (
-        Check(f"profile, {label}", "gpu_check.steps:profiled", 60, {"size": size, "options": given})
-        for label, given in (("default", {}), ("overlap_update", {"overlap_update": True}))
-    )
+    yield Check("profile", "gpu_check.steps:profiled", 60, {"size": size, "options": {}})
     apart = ["tests/lightning/devices/test_apart.py"]
     yield _tests("tests on the stand-in", apart, "not slow", 120, on_gpu=False)
     parity = ["tests/parity/test_traps.py", "tests/parity/test_parity.py"]
@@ -41,9 +37,9 @@ def checks(size: str = SIZE) -> Iterator[Check]:
 
 
 def _right() -> Iterator[Check]:
-    for workers, given in ((1, {}), (2, {}), (2, {"overlap_update": True})):
-        label = ", ".join([f"{workers} worker{'s' * (workers > 1)}", *given])
-        arguments = {"workers": workers, "options": given}
+    for workers in (1, 2):
+        label = f"{workers} worker{'s' * (workers > 1)}"
+        arguments = {"workers": workers, "options": {}}
         yield Check(f"equal to one process, {label}", "gpu_check.steps:difference", 60, arguments)
 
 
@@ -58,5 +54,5 @@ def _timed(size: str) -> Iterator[Check]:
 
 
 def _tests(name: str, files: list[str], only: str, limit_s: float, on_gpu: bool = True) -> Check:
-    arguments = {"files": files, "only": only}
+    arguments = {"files": files, "only": only, "sees_gpus": on_gpu}
     return Check(name, "gpu_check.testing:run", limit_s, arguments, PYTEST, on_gpu)

@@ -59,6 +59,13 @@ def test_overrides_of_an_older_run_have_present_names() -> None:
     assert with_present_names(overrides) == present
 
 
+def test_options_that_are_no_more_are_left_out_of_an_older_run() -> None:
+    assert with_present_names({"strategy": {"overlap_update": False, "lead": 2}}) == {
+        "strategy": {"lead": 2}
+    }
+    assert with_present_names(["strategy.overlap_update=true", "seed=1"]) == ["seed=1"]
+
+
 def test_a_former_name_that_is_typed_is_told_its_present_one() -> None:
     cfg = OmegaConf.create({"callbacks": {"slow": {"_target_": FORMER[5]}}})
     with pytest.raises(UserError, match=r"is called hybridtrain\.cli\.straggler\.Straggler"):

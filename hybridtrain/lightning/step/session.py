@@ -30,7 +30,6 @@ from hybridtrain.lightning.step.trained_parameters import (
     slot_numbers,
     sparse_numbers,
 )
-from hybridtrain.lightning.step.update_overlap import Overlap
 from hybridtrain.memory import Layout
 from hybridtrain.protocol.messages import Install
 from hybridtrain.server.shared_parameters import made_store
@@ -97,9 +96,6 @@ class Session:
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
         check = FiniteCheck(self._store, client.worker)
         self.guard = GradientGuard(on_fault, check, layout, module.trainer)
-        self._overlap: Overlap | None = None
-        if transport.overlap and isinstance(self.replica, CudaReplica):
-            self._overlap = Overlap(self.replica, client, check, self.guard, module)
         self._batch = Accumulation()
         self.steps: list[RemoteOptimizer] = []
 
@@ -365,8 +361,6 @@ class Session:
             step.loss = loss.detach()
         self.guard.see(loss)
         self.replica.adding = self.accumulates()
-        if self._overlap is not None:
-            self._overlap.begin_backward(self.steps, self.final and not self.replica.adding)
         try:
             return run()
         except Exception as error:

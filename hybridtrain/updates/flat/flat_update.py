@@ -63,7 +63,6 @@ class FlatUpdate:
     """
 
     under_way = False  # a step takes one round
-    elementwise = True
     news: Groups | None = None  # nor does it change hyper-parameters
     moved: Mapping[int, Rows] = MappingProxyType({})  # and it moves all rows
 

@@ -45,9 +45,6 @@ class CudaStreams:
     def synchronise(self, mark: Any) -> None:
         mark.synchronize()
 
-    def reached(self, mark: Any) -> bool:
-        return bool(mark.query())
-
     @torch.no_grad()
     def copy(
         self, lane: Lane, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]

@@ -108,17 +108,11 @@ class Outgoing:
             self._streams.unlock(each)
         self._landings, self._free = {}, []
 
-    def arrived(self, wait: bool = False) -> Bucket | None:
-        """The next bucket whose gradients lie in the row; with ``wait``, once they do.
-
-        ``None``: none has arrived, or with ``wait``, none is on its way any more.
-        """
+    def arrived(self) -> Bucket | None:
+        """The next bucket, once its gradients lie in the row; ``None``: none is on its way."""
         if not self._sent:
             return None
-        if wait:
-            self._streams.synchronise(self._sent[0].mark)
-        elif not self._streams.reached(self._sent[0].mark):
-            return None
+        self._streams.synchronise(self._sent[0].mark)
         return self._sent.popleft()
 
     def finite(self, bucket: Bucket) -> list[int]:

@@ -42,10 +42,6 @@ class Streams(Protocol):
         """The host waits for the mark."""
         ...
 
-    def reached(self, mark: Any) -> bool:
-        """Whether it would not have to."""
-        ...
-
     def copy(
         self, lane: Lane, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
     ) -> None:

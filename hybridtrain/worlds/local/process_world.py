@@ -21,7 +21,6 @@ from typing import Any
 
 from hybridtrain.monitoring.standstill import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
-from hybridtrain.protocol.early_gradients import GradientsReady
 from hybridtrain.protocol.messages import (
     Average,
     Begin,
@@ -217,7 +216,7 @@ class ProcessWorld:
             case Stopped():
                 self._do(roster.stopped(number), selector)
                 self._send(self.server.note(number, message))
-            case Paused() | Resumed() | Described() | GradientsReady():
+            case Paused() | Resumed() | Described():
                 self._send(self.server.note(number, message))
             case _:
                 worker.request = message

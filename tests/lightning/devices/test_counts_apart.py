@@ -70,11 +70,6 @@ def test_a_step_crosses_the_bus_once_each_way() -> None:
     assert counted() == (EACH, EACH)
 
 
-def test_overlapping_waits_once_more() -> None:
-    each = replace(EACH, synchronisations=6)
-    assert counted(strategy={"overlap_update": True}) == (each, each)
-
-
 def test_in_bf16_gradients_take_half_the_bytes() -> None:
     each = replace(EACH, bytes_to_host=PARAMETERS // 2 + looked_at(4), launches=30)
     assert counted(strategy={"transport_dtype": "bf16"}) == (each, each)

@@ -247,7 +247,6 @@ def test_an_optimizer_that_cannot_be_served_is_refused(
         ({"on_nonfinite": "drop"}, None, ["on_nonfinite=drop", "finite", "on_nonfinite=raise"]),
         ({"on_oom": "skip_step"}, None, ["on_oom=skip_step", "on_oom=raise"]),
         ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
-        ({"overlap_update": True}, None, ["overlap_update=true"]),
         ({"correction": "gap_aware"}, None, ["correction="]),
         ({}, "manual", ["automatic_optimization", "exchange=gradient"]),
     ],
