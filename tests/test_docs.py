@@ -86,6 +86,18 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link + anchor
 
 
+def test_the_tests_that_hold_faults_exist() -> None:
+    named = re.findall(
+        r"`(tests/[\w/]+\.py)::(test_\w+)`", (ROOT / "docs/faults/found.md").read_text()
+    )
+    missing = [
+        f"{path}::{test}"
+        for path, test in named
+        if not re.search(rf"^def {test}\(", (ROOT / path).read_text(), re.MULTILINE)
+    ]
+    assert len(named) > 90 and missing == []
+
+
 def test_the_readme_is_a_front_page() -> None:
     assert len(README.read_text().splitlines()) <= 200
     named = {(ROOT / link).resolve() for link, _ in _LINK.findall(README.read_text()) if link}

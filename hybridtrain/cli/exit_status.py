@@ -44,11 +44,11 @@ def guarded(action: Callable[[], CommandOutcome], overrides: list[str]) -> Comma
     except BrokenPipeError:  # the reader of our output went away, as in `... --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return interrupted(signal.SIGPIPE)
-    except Exception as error:
+    except BaseException as error:  # a GeneratorExit or a group of them, too
         return _failure(error, overrides)
 
 
-def _failure(error: Exception, overrides: list[str]) -> CommandOutcome:
+def _failure(error: BaseException, overrides: list[str]) -> CommandOutcome:
     line = explain(error, overrides)
     if line is None or os.environ.get("HYBRIDTRAIN_DEBUG") == "1":
         traceback.print_exc()

@@ -1,9 +1,10 @@
-"""``StopIteration`` out of a step or a hook is an error, as it is in a generator (PEP 479).
+"""``StopIteration`` out of a step, a hook or a data set is an error, as in a generator (PEP 479).
 
 Lightning's loops take it for the end of the epoch, wherever it comes from: a ``next()`` in a
-``training_step`` that finds nothing ends the epoch without a word. Of one worker among several that
-would be worse: it would leave the others' way. What is meant to end an epoch stays: the end of the
-data, also in ``training_step(dataloader_iter)``, and ``on_train_batch_start`` that returns -1.
+``training_step`` or a ``__getitem__`` that finds nothing ends the epoch without a word. Of one
+worker among several that would be worse: it would leave the others' way. What is meant to end an
+epoch stays: the end of the data, also in ``training_step(dataloader_iter)``, and
+``on_train_batch_start`` that returns -1.
 """
 
 from __future__ import annotations
@@ -19,27 +20,45 @@ from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.loops.prediction_loop import _PredictionLoop
 from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils.fetch import (
+    _BaseDatasetFetcher,
+    _IterableDatasetFetcher,
+    _MapDatasetFetcher,
+)
 
-_METHODS: tuple[tuple[type[Any], str], ...] = (
+_LOOPS: tuple[tuple[type[Any], str], ...] = (
     (_FitLoop, "on_advance_start"),
     (_FitLoop, "advance"),
     (_FitLoop, "on_advance_end"),
     (_TrainingEpochLoop, "advance"),
     (_TrainingEpochLoop, "on_advance_end"),
     (_EvaluationLoop, "_evaluation_step"),
+    (_EvaluationLoop, "_store_dataloader_outputs"),
     (_PredictionLoop, "_predict_step"),
 )
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def take_for_an_error() -> None:
-    """From now on, in this process."""
-    for loop, name in _METHODS:
-        method = getattr(loop, name)
-        if not hasattr(method, "__wrapped__"):
-            setattr(loop, name, _strict(method))
+    """From now on, in this process and in those that a DataLoader forks from it."""
+    for loop, name in _LOOPS:
+        _replace(loop, name, _strict_loop)
+    _replace(_MapDatasetFetcher, "fetch", _strict)
+    _replace(_IterableDatasetFetcher, "__init__", _strict)
+    _replace(_BaseDatasetFetcher, "__init__", _collating_strictly)
+    _replace(ExceptionWrapper, "reraise", _in_its_words)
 
 
-def _strict(method: Callable[..., Any]) -> Callable[..., Any]:
+def _replace(owner: type[Any], name: str, by: _Wrapper) -> None:
+    method = getattr(owner, name)
+    if not hasattr(method, "__wrapped__"):
+        setattr(owner, name, by(method))
+
+
+def _strict_loop(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The end of the data may leave it."""
+
     @wraps(method)
     def strict(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -50,6 +69,40 @@ def _strict(method: Callable[..., Any]) -> Callable[..., Any]:
             raise RuntimeError(_in_words(error)) from error
 
     return strict
+
+
+def _strict(function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def strict(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except StopIteration as error:
+            raise RuntimeError(_in_words(error)) from error
+
+    return strict
+
+
+def _collating_strictly(init: Callable[..., None]) -> Callable[..., None]:
+    """The data of a stream may end, but not where they are made into a mini-batch."""
+
+    @wraps(init)
+    def begin(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        self.collate_fn = _strict(self.collate_fn)
+
+    return begin
+
+
+def _in_its_words(reraise: Callable[[Any], None]) -> Callable[[Any], None]:
+    """What a process of a loader has raised, where torch would raise something that misleads."""
+
+    @wraps(reraise)
+    def again(self: Any) -> None:
+        if issubclass(self.exc_type, StopIteration | BaseExceptionGroup):
+            raise RuntimeError(f"Caught {self.exc_type.__name__} {self.where}.\n{self.exc_msg}")
+        reraise(self)
+
+    return again
 
 
 def _is_the_end(error: StopIteration, loop: CodeType) -> bool:
@@ -66,6 +119,6 @@ def _in_words(error: StopIteration) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     return (
         f"StopIteration was raised in {last.name} ({last.filename}, line {last.lineno}: "
-        f"{last.line}); Lightning would take it for the end of the epoch. Catch it where it is "
+        f"{last.line}); it would be taken for the end of the epoch. Catch it where it is "
         "raised, or give next() a default"
     )

@@ -121,6 +121,8 @@ class Judge:
         match self.chosen.choice:
             case _ if isinstance(error, UserError):
                 return End()  # it would happen again
+            case _ if isinstance(error, KeyboardInterrupt):
+                return End()  # of the user's code, as no signal makes one: so it is meant
             case "continue":
                 return self._go_on(left.workers)
             case "restart":

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from hybridtrain import HybridStrategy
 from tests.lightning.toys import Regression, make_trainer, regression_data
@@ -66,3 +68,97 @@ def test_the_worker_is_restarted_as_after_any_failure(
     assert mark.exists() and trainer.current_epoch == 3
     assert trainer.strategy.run_stats()["samples"] == 48  # type: ignore[attr-defined]
     assert "restart 1" in capfd.readouterr().err
+
+
+# ---- out of a data set --------------------------------------------------------------------------
+
+NAMED = r"StopIteration.*test_stop_iteration.py.*of the user"
+Batch = list[torch.Tensor]
+
+
+def take(sample: int) -> Batch:
+    if sample == 13:
+        raise StopIteration  # of the user
+    return [torch.full((4,), float(sample)), torch.ones(1)]
+
+
+class Samples(Dataset[Batch]):
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, sample: int) -> Batch:
+        return take(sample)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24))
+
+
+class NoStream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return next(iter(()))  # of the user
+
+
+def collate(samples: list[int]) -> Any:
+    if 13 in samples:
+        raise StopIteration  # of the user
+    return default_collate([take(sample) for sample in samples])
+
+
+def stop(number: int) -> None:
+    raise StopIteration  # of the user
+
+
+LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
+    "__getitem__": lambda n: DataLoader(Samples(), 4, num_workers=n),
+    "collate_fn": lambda n: DataLoader(range(24), 4, collate_fn=collate, num_workers=n),  # type: ignore[arg-type]
+    "without batches": lambda n: DataLoader(Samples(), None, num_workers=n),
+    "of a stream": lambda n: DataLoader(Stream(), 4, collate_fn=collate, num_workers=n),
+    "no stream": lambda n: DataLoader(NoStream(), 4, num_workers=n),
+    "worker_init_fn": lambda n: DataLoader(
+        Samples(), 4, num_workers=max(n, 1), worker_init_fn=stop
+    ),
+}
+
+
+class Predicting(Regression):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.as_tensor(self.net(batch[0]))
+
+
+def run(use: str, policy: str, workers: int, loader: DataLoader[Any]) -> None:
+    trainer = make_trainer(HybridStrategy(policy), workers, max_epochs=1)
+    if use == "fit":
+        trainer.fit(Regression(), loader)
+    elif use == "validation":
+        trainer.fit(Regression(), DataLoader(regression_data(8), 4), loader)
+    else:
+        getattr(trainer, use)(Predicting(), loader)
+
+
+@pytest.mark.parametrize(
+    ("kind", "use", "policy", "loaders"),
+    [
+        ("__getitem__", "fit", "hybrid", 0),
+        ("collate_fn", "fit", "async", 1),
+        ("of a stream", "validation", "hybrid", 0),
+        ("worker_init_fn", "predict", "hybrid", 1),
+    ],
+)
+def test_data_that_stop_are_no_end(kind: str, use: str, policy: str, loaders: int) -> None:
+    with pytest.raises(RuntimeError, match=f"(?s){NAMED}"):
+        run(use, policy, 2, LOADERS[kind](loaders))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loaders", [0, 1])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("use", ["fit", "validation", "predict"])
+@pytest.mark.parametrize("kind", LOADERS)
+def test_data_that_stop_are_no_end_anywhere(
+    kind: str, use: str, policy: str, workers: int, loaders: int
+) -> None:
+    with pytest.raises(RuntimeError, match=f"(?s){NAMED}"):
+        run(use, policy, workers, LOADERS[kind](loaders))

@@ -133,6 +133,11 @@ def test_before_training_there_is_nothing_to_go_on_from() -> None:
     assert isinstance(verdict, End) and "training had not begun" in verdict.reason
 
 
+def test_who_raises_a_keyboard_interrupt_wants_the_end_not_a_restart() -> None:
+    verdict = roster().failed(1, KeyboardInterrupt(), 0.0, training=True)
+    assert verdict == End()
+
+
 def test_a_restart_that_training_does_not_wait_for_is_called_off_aloud() -> None:
     made = roster()
     lose(made, 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -91,6 +92,31 @@ class Picky(ValueError):
         super().__init__(first + second)
 
 
+class Unreadable(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+class Pickled(Exception):
+    """What its pickle makes is up to ``make``."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        super().__init__("made here")
+        self._make = make
+
+    def __reduce__(self) -> tuple[Callable[[], object], tuple[()]]:
+        return self._make, ()
+
+
+class NoNotes(Exception):
+    def add_note(self, note: str) -> None:
+        raise TypeError("no notes, please")
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def fail(client: Client, kind: str) -> object:
     """Worker 1 fails in one of many ways; the others wait for it."""
     if client.worker != 1:
@@ -110,6 +136,22 @@ def fail(client: Client, kind: str) -> object:
             return lambda: None
         case "exit":
             raise SystemExit(0)
+        case "generator":
+            raise GeneratorExit("of the user")
+        case "group":
+            raise ExceptionGroup("several", [ValueError("one"), KeyError("two")])
+        case "local group":
+            raise ExceptionGroup("several", [Picky("a", "b")])
+        case "ctrl-c":
+            raise KeyboardInterrupt
+        case "unreadable":
+            raise Unreadable
+        case "interrupting":
+            raise Pickled(_interrupt)
+        case "no exception":
+            raise Pickled(list)
+        case "no notes":
+            raise NoNotes("made here")
         case "code 3":
             os._exit(3)
     raise AssertionError(kind)

@@ -131,7 +131,17 @@ def test_a_workers_exception_appears_with_its_type_number_and_traceback() -> Non
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("picky", "Picky: ab"), ("local", "LocalError: made here"), ("exit", "SystemExit: 0")],
+    [
+        ("picky", "Picky: ab"),
+        ("local", "LocalError: made here"),
+        ("exit", "SystemExit: 0"),
+        ("generator", "GeneratorExit: of the user"),
+        ("local group", "ExceptionGroup: several (1 sub-exception)"),
+        ("unreadable", "Unreadable: <exception str() failed>"),
+        ("interrupting", "Pickled: made here"),
+        ("no exception", "Pickled: made here"),
+        ("no notes", "NoNotes: made here"),
+    ],
 )
 def test_an_exception_that_cannot_travel_is_told_in_words(kind: str, words: str) -> None:
     error = failure(kind)
@@ -139,6 +149,21 @@ def test_an_exception_that_cannot_travel_is_told_in_words(kind: str, words: str)
     assert str(error).startswith("worker 1 failed: ")
     assert str(error).endswith(words)
     assert "bodies.py" in error.__notes__[0]
+
+
+def test_a_group_of_exceptions_arrives_whole() -> None:
+    error = failure("group")
+    assert isinstance(error, ExceptionGroup)
+    assert [type(each) for each in error.exceptions] == [ValueError, KeyError]
+
+
+def test_a_keyboard_interrupt_of_the_users_own_code_is_no_silent_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = failure("ctrl-c")
+    assert type(error) is KeyboardInterrupt
+    told = capsys.readouterr().err
+    assert "worker 1" in told and "bodies.py" in told and "KeyboardInterrupt" in told
 
 
 def test_a_result_that_cannot_travel_is_an_error_of_that_worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -24,7 +25,7 @@ _NO_GROUP = "Default process group has not been initialized"  # torch's words
 
 def advise(error: BaseException) -> None:
     """Say what to use instead of torch.distributed, where the user's code has asked for it."""
-    if _NO_GROUP in str(error):
+    if any(_NO_GROUP in line for line in traceback.format_exception_only(error)):
         error.add_note(
             "Workers of this strategy have no process group of torch.distributed. Use "
             "self.all_gather, trainer.strategy.reduce, .broadcast and .barrier, which work under "

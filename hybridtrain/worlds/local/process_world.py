@@ -275,6 +275,8 @@ class ProcessWorld:
     def _give_up(self, number: int, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
+            if isinstance(error, KeyboardInterrupt):  # which Lightning takes for Ctrl-C
+                to_stderr(in_words(error))
         self._end()
         self._send(self.server.note(number, Stopped(broke=True)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from dataclasses import dataclass
 from typing import Any
@@ -33,18 +34,24 @@ class Failed:
         text = "".join(traceback.format_exception(error)).rstrip()
         try:
             payload = pickle.dumps(error)
-            pickle.loads(payload)  # some exceptions pickle, and then cannot be rebuilt
-        except Exception:
+            str(pickle.loads(payload))  # some exceptions pickle, and then cannot be rebuilt or read
+        except BaseException:  # it is the user's code, and may raise anything
             payload = b""
         return cls(payload, text, where, waits)
 
     def rebuild(self, worker: int, place: str = "") -> BaseException:
         """The exception, with the worker's number and traceback attached as a note."""
-        error: BaseException | None = pickle.loads(self.exception) if self.exception else None
-        if error is None or isinstance(error, SystemExit):  # this process is not to exit quietly
-            error = WorkerError(f"worker {worker} failed: {self.text.splitlines()[-1]}")
         where = "".join(f", {each}" for each in (self.where, place and f"on {place}") if each)
-        error.add_note(f"This happened in worker {worker}{where}:\n{self.text}")
+        note = f"This happened in worker {worker}{where}:\n{self.text}"
+        try:
+            error = pickle.loads(self.exception)
+            error.add_note(note)
+        except Exception:  # there is none, or it is one of a module that only the worker has
+            error = None
+        # Raised here, the first two would end this process quietly or close a generator.
+        if isinstance(error, SystemExit | GeneratorExit) or not isinstance(error, BaseException):
+            error = WorkerError(f"worker {worker} failed: {_last_words(self.text)}")
+            error.add_note(note)
         return error
 
 
@@ -54,6 +61,12 @@ class WorkerError(RuntimeError):
 
 class WorkerDied(WorkerError):
     """A worker process ended without a word (killed, out of memory, crashed)."""
+
+
+def _last_words(text: str) -> str:
+    """The line of a traceback that says what was raised; that of a group has it at its side."""
+    of_a_group = re.search(r"^ {2}\| (\S.*)$", text, re.MULTILINE)
+    return of_a_group[1] if of_a_group else text.splitlines()[-1]
 
 
 def in_words(error: BaseException) -> str:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.failover.worker_end import advise
 from hybridtrain.worlds.local.process_spawner import ProcessSpawner
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
@@ -141,6 +142,14 @@ def test_calls_of_torch_distributed_are_told_what_to_use_instead(call: Any) -> N
         fit("hybrid", 1, 4, Raw)
     notes = "\n".join(caught.value.__notes__)
     assert "self.all_gather, trainer.strategy.reduce, .broadcast and .barrier" in notes
+
+
+def test_an_exception_that_cannot_be_shown_is_not_hidden_by_the_search_for_advice() -> None:
+    class Unreadable(Exception):
+        def __str__(self) -> str:
+            raise ValueError("of __str__")
+
+    advise(Unreadable())
 
 
 def test_a_distributed_sampler_is_told_to_be_needless() -> None:
