@@ -6,7 +6,7 @@ parameters and bf16 arithmetic, except for DeepSpeed, whose parameters on the de
 may use all cores of the host. Before anything is timed it is shown that two workers on the GPU
 train to what one does with a doubled mini-batch. From the bus, the update and the model's own
 times, measured alone, follows the mini-batch from which on the update is hidden
-(:mod:`hybridtrain.simulate.crossover`).
+(:mod:`benchmarks.crossover`).
 
 A step's bytes on the host, per parameter: masters 4, two moments 8, a row 4 (2 as bf16); on the
 device: parameter 4, gradient 4; plain AdamW 16 there. ``--only "170 M"`` measures one size.
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.crossover import Costs, LinearFit, crossover
 from benchmarks.exchange import room_for
 from benchmarks.frame import Against, Frame
 from benchmarks.gpu_models import SIZES, TINY, parameters_of
 from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
 from benchmarks.runs import Job, RunFailed
 from hybridtrain.errors import UserError
-from hybridtrain.simulate.crossover import Costs, LinearFit, crossover
 
 SAMPLES = 8
 _HOST_BYTES = 4 * 4 + 4  # a parameter: masters, moments, a row; a copy while the model is made

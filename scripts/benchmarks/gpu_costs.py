@@ -19,7 +19,7 @@ from hybridtrain.updates.thread_pool import Pool
 
 
 def costs(model: dict[str, int], samples: int, device: str = "cuda") -> dict[str, Any]:
-    """Seconds of each, alone: see :class:`hybridtrain.simulate.crossover.Costs`."""
+    """Seconds of each, alone: see :class:`benchmarks.crossover.Costs`."""
     net = Language(**model).to(device)
     n = sum(p.numel() for p in net.parameters())
     times = [_passes(net, model, size, device) for size in (samples // 2, samples)]

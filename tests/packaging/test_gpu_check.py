@@ -263,7 +263,7 @@ def test_what_else_is_done_on_a_gpu_can_be_done_on_a_cpu(tmp_path: Path) -> None
         done("gpu_check.steps:difference", workers=2, options={}, accelerator="cpu"),
         done("gpu_check.steps:profiled", options={}, **on_cpu),
         done("gpu_check.fits:run", device="cpu"),
-        done("gpu_check.testing:run", files=["tests/simulate/test_crossover.py"], only="not gpu"),
+        done("gpu_check.testing:run", files=["tests/packaging/test_crossover.py"], only="not gpu"),
     ):
         assert found.right == check.RIGHT, (found.found, found.lines)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-
-from hybridtrain.simulate.crossover import Costs, LinearFit, crossover
+from benchmarks.crossover import Costs, LinearFit, crossover
 
 FORWARD, BACKWARD = LinearFit(0.01, 0.01), LinearFit(0.02, 0.02)
 
