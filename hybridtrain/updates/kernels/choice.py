@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from hybridtrain.updates.kernels.fused import FusedAdagrad, FusedAdam, FusedSgd
+from hybridtrain.updates.kernels.fused import FusedAdam, FusedSgd
 from hybridtrain.updates.kernels.kernel import Kernel
 from hybridtrain.updates.kernels.public_class import KeptState, PublicClass
 from hybridtrain.updates.kernels.unfused import PlainAdagrad, PlainAdam, RmsProp
@@ -16,7 +16,6 @@ _ENGINES: Mapping[type, tuple[type[Kernel], tuple[str, ...]]] = {
     _OPTIM.Adam: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     _OPTIM.AdamW: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     _OPTIM.SGD: (FusedSgd, ("_fused_sgd_",)),
-    _OPTIM.Adagrad: (FusedAdagrad, ("_fused_adagrad_",)),
 }
 _PLAIN: Mapping[type, type[Kernel]] = {
     _OPTIM.Adam: PlainAdam,
@@ -62,6 +61,8 @@ def _is_plain(group: dict[str, object]) -> bool:
 
 
 def _fused(kind: type[torch.optim.Optimizer]) -> Kernel | None:
+    if kind is _OPTIM.Adagrad:
+        return PublicClass(PlainAdagrad(), kind, fused=True)
     if kind not in _ENGINES:
         return None
     kernel, functions = _ENGINES[kind]
