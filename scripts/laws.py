@@ -3,7 +3,7 @@
     python scripts/laws.py [updates=40000] [plot=laws.png]
 
 Prints, for each law, what its formula says and what the simulator does; the papers are named in
-hybridtrain/simulate/laws.py. Takes a few minutes; fewer updates are faster and less exact.
+scripts/theory.py. Takes a few minutes; fewer updates are faster and less exact.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import theory as laws
 from rich.console import Console
 from rich.table import Table
+from theory import Law
 
 from hybridtrain.errors import UserError
-from hybridtrain.simulate import laws
-from hybridtrain.simulate.laws import Law
 from hybridtrain.util.arguments import command
 
 

@@ -101,7 +101,7 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
     callbacks = _callbacks(cfg, loggers)
     if cfg.get("resume") is not None:
-        loggers = go_on(loggers, callbacks, step)
+        go_on(loggers, callbacks, step)
     trainer = _trainer(cfg, callbacks, loggers)
     if cfg.get("profile"):
         vars(trainer)["profiler"] = _profiler(cfg)

@@ -65,35 +65,24 @@ class WorkerCallback(pl.Callback):
         self._strategy.await_turn()  # before any other callback, which may look at parameters
         self._beat(Doing.STEP)
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def _end_batch(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.BETWEEN)
 
-    def on_validation_batch_start(self, *_: Any) -> None:
-        self._begin_evaluating()
+    on_train_batch_end = on_validation_batch_end = _end_batch
+    on_test_batch_end = on_predict_batch_end = _end_batch
 
-    def on_test_batch_start(self, *_: Any) -> None:
-        self._begin_evaluating()
-
-    def on_predict_batch_start(self, *_: Any) -> None:
-        self._begin_evaluating()
-
-    def _begin_evaluating(self) -> None:
+    def _begin_evaluating(self, *_: Any, **__: Any) -> None:
         self._client.check_stop()
         self._beat(Doing.EVALUATION)
 
-    def on_validation_batch_end(self, *_: Any) -> None:
-        self._beat(Doing.BETWEEN)
-
-    def on_test_batch_end(self, *_: Any) -> None:
-        self._beat(Doing.BETWEEN)
-
-    def on_predict_batch_end(self, *_: Any) -> None:
-        self._beat(Doing.BETWEEN)
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _begin_evaluating
 
     # ---- epochs ---------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def _turn_epoch(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.EPOCH)
+
+    on_train_epoch_start = on_validation_epoch_end = _turn_epoch
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._beat(Doing.EPOCH)
@@ -110,19 +99,12 @@ class WorkerCallback(pl.Callback):
         self._beat(Doing.EPOCH)
         self._strategy.align()
 
-    def on_validation_epoch_end(self, *_: Any) -> None:
-        self._beat(Doing.EPOCH)
-
     # ---- signs of life --------------------------------------------------------------------------
 
-    def on_train_end(self, *_: Any) -> None:
+    def _end(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.ENDING)
 
-    def teardown(self, *_: Any, **__: Any) -> None:
-        self._beat(Doing.ENDING)
-
-    def on_exception(self, *_: Any) -> None:
-        self._beat(Doing.ENDING)
+    on_train_end = teardown = on_exception = _end
 
     def _mark_checkpoints(self, trainer: Any) -> None:
         """Saving may take long, whoever asks for it."""

@@ -96,7 +96,11 @@ class PerTensorUpdate:
         for own, new in zip(self._optimizer.param_groups, groups, strict=True):
             own.update(new)
 
+    def settle(self) -> None:
+        """Bring the optimizer's state up to date, before it is looked at."""
+
     def state(self) -> Saved:
+        self.settle()
         whole = dict(self._optimizer.state_dict())
         groups = [
             {k: v for k, v in group.items() if k != "params"}
@@ -112,6 +116,7 @@ class PerTensorUpdate:
         )
 
     def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
+        self.settle()
         return self._optimizer, dict(zip(self._numbers, self._parameters, strict=True))
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.evaluation import Again, Evaluation
 from hybridtrain.updates.per_tensor import PerTensorUpdate
-from hybridtrain.updates.saved import Saved
 
 STEP = "step"  # what torch, and whoever follows it, calls the number of steps of a parameter
 _INSTEAD = "use SGD, Adam, AdamW, Adagrad or RMSprop, or strategy=async"
@@ -58,7 +57,7 @@ class SharedStateOptimizer(PerTensorUpdate):
         evaluation: Evaluation | None = None,
         rate: float = 1.0,
     ) -> Again | None:
-        self._write_counts()
+        self.settle()
         again = super().step(contributions, clip, evaluation, rate)
         if self.news is not None:
             raise UserError(
@@ -164,7 +163,7 @@ class SharedStateOptimizer(PerTensorUpdate):
             if state := self._optimizer.state.get(parameter):
                 yield number, state
 
-    def _write_counts(self) -> None:
+    def settle(self) -> None:
         """Tell the optimizer how many steps the workers have made."""
         for number, state in self._states():
             count = state.get(STEP)
@@ -172,13 +171,3 @@ class SharedStateOptimizer(PerTensorUpdate):
                 count.fill_(self._counts[number])
             elif count is not None:
                 state[STEP] = type(count)(self._counts[number])
-
-    # ---- state ----------------------------------------------------------------------------------
-
-    def state(self) -> Saved:
-        self._write_counts()
-        return super().state()
-
-    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
-        self._write_counts()
-        return super().hand_over()

@@ -36,7 +36,7 @@ DEFINED_IN = {
     "_data_fetcher": "pytorch_lightning.loops.fit_loop",
     "_every_n_train_steps": "pytorch_lightning.callbacks.model_checkpoint",
     "_find_last_checkpoints": "pytorch_lightning.callbacks.model_checkpoint",
-    "_flush_logs_every_n_steps": "lightning_fabric.loggers.csv_logs",
+    "_experiment": "lightning_fabric.loggers.csv_logs",
     "_generate_state_key": "pytorch_lightning.callbacks.callback",
     "_is_training_done": "pytorch_lightning.loops.training_epoch_loop",
     "_layer_sync": "pytorch_lightning.strategies.parallel",
@@ -71,10 +71,10 @@ OTHERS = {
     "_C", "_asdict", "_batch_sampler", "_clear", "_compiled_call_impl", "_exit",
     "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_", "_foreach_mul_",
     "_foreach_norm", "_foreach_sub",
-    "_forkserver", "_forkserver_address", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_",
+    "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",
     "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_kwargs", "_mode", "_nnz",
     "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_post_accumulate_grad_hooks",
-    "_prefix", "_resource_sharer", "_return_value", "_run_exitfuncs", "_stop", "_values",
+    "_resource_sharer", "_return_value", "_run_exitfuncs", "_stop", "_values",
     "_worker_loop",
 }  # fmt: skip
 # Imported from modules of Lightning's by their private names.

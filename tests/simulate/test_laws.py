@@ -1,4 +1,4 @@
-"""What theory knows of waiting and staleness holds in the simulator (hybridtrain/simulate/laws.py).
+"""What theory knows of waiting and staleness holds in the simulator (scripts/theory.py).
 
 Small sizes here, so tolerances are about three standard errors; `scripts/laws.py` prints more exact
 figures, and `-m slow` checks them.
@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import theory as laws
 import torch
+from theory import Law
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies import OnArrival
-from hybridtrain.simulate import laws
-from hybridtrain.simulate.laws import Law
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
 ROOT = Path(__file__).parents[2]

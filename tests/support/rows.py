@@ -10,6 +10,7 @@ import torch
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates import Contribution, Update, build_update
+from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.thread_pool import Pool
 
 Make = Callable[[list[list[torch.nn.Parameter]]], torch.optim.Optimizer]
@@ -35,7 +36,7 @@ class Pair:
             for _ in self.shares
         ]
 
-    def step(self, gradients: Gradients, clip: Clip | None = None) -> None:
+    def step(self, gradients: Gradients, clip: Clip | None = None, rate: float = 1.0) -> None:
         """One update of the masters, and one step of torch's optimizer on the mean gradient."""
         slots = self.store.layout.slots
         contributions = []
@@ -46,14 +47,15 @@ class Pair:
                 row.copy_(gradient) if gradient is not None else row.fill_(torch.nan)
             contributions.append(Contribution(worker, share, frozenset(absent)))
         with torch.no_grad():
-            self.update.step(contributions, clip)
+            self.update.step(contributions, clip, rate=rate)
         for number, parameter in enumerate(self.alone):
             parameter.grad = self.mean([row[number] for row in gradients])
         if clip is not None and clip.algorithm == "norm":
             torch.nn.utils.clip_grad_norm_(self.alone, clip.limit)
         elif clip is not None:
             torch.nn.utils.clip_grad_value_(self.alone, clip.limit)
-        self.optimizer.step()
+        with slowed(self.optimizer.param_groups, rate):
+            self.optimizer.step()
 
     def mean(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """Σ share · gradient in the order of the workers; those without one count as zeros."""

@@ -16,11 +16,10 @@ from hybridtrain.updates.flat import flat_update
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.groups import plain
 from hybridtrain.updates.kernels import kernel_for
-from hybridtrain.updates.kernels.adam_family import PlainAdam
-from hybridtrain.updates.kernels.fused import FusedAdagrad, FusedAdam, FusedSgd
+from hybridtrain.updates.kernels.fused import FusedAdam, FusedSgd
 from hybridtrain.updates.kernels.kernel import Kernel
 from hybridtrain.updates.kernels.public_class import PublicClass
-from hybridtrain.updates.kernels.unfused import PlainAdagrad
+from hybridtrain.updates.kernels.unfused import PlainAdagrad, PlainAdam
 from hybridtrain.updates.regroup import regroup
 from hybridtrain.updates.thread_pool import Pool
 from tests.support.rows import Gradients, Pair, make_pair
@@ -121,7 +120,7 @@ def test_odd_sizes_equal_torch_to_rounding(name: str) -> None:
 
 @EVERY
 def test_neither_chunks_nor_lanes_change_a_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (Kernel, FusedAdam, FusedSgd, FusedAdagrad):
+    for kind in (Kernel, FusedAdam, FusedSgd):
         monkeypatch.setattr(kind, "chunk", 32)
     monkeypatch.setattr(flat_update, "_ALONE", 0)
     pair, generator = pair_of(name, lanes=2), torch.Generator().manual_seed(0)
@@ -180,6 +179,15 @@ def test_new_hyper_parameters_take_effect_at_once(name: str) -> None:
         pair.update.set_groups(copy.deepcopy(plain(pair.optimizer)))
         pair.step(pair.gradients(generator))
         pair.step(pair.gradients(generator))
+    pair.assert_equal()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "NAdam decoupled", "ASGD", "RMSprop"])
+def test_a_step_at_a_part_of_the_learning_rate_is_torchs_with_that_rate(name: str) -> None:
+    """Weight decay that is decoupled goes with the rate, too."""
+    pair, generator = pair_of(name), torch.Generator().manual_seed(0)
+    for rate in (1.0, 0.5, 0.25, 1.0):
+        pair.step(pair.gradients(generator), rate=rate)
     pair.assert_equal()
 
 
@@ -294,7 +302,7 @@ def test_an_engine_or_precision_of_the_users_choice_is_kept(
 def test_adagrad_rounds_as_the_users_engine_does() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     assert type(kernel_for(OPTIM.Adagrad([parameter]))) is PlainAdagrad
-    assert type(kernel_for(OPTIM.Adagrad([parameter], fused=True))) is FusedAdagrad
+    assert type(kernel_for(OPTIM.Adagrad([parameter], fused=True))) is PublicClass
 
 
 def test_subclasses_and_what_needs_whole_parameters_are_served_as_they_are() -> None:

@@ -48,7 +48,7 @@ def expanded(overrides: Sequence[str], sweeps: bool) -> list[str]:
         return list(overrides)
     typed = dict(zip((x.key_or_group for x in parsed), overrides, strict=True))
     if resume is None:
-        return [*_without(typed, "ckpt"), _named("ckpt", _last(typed, values))]
+        return [*_but(typed, "ckpt").values(), _named("ckpt", _last(typed, values))]
     if sweeps:
         raise UserError(
             "resume was given with --multirun, but only one run at a time can go on; "
@@ -72,10 +72,6 @@ def _named(key: str, value: object) -> str:
     """An override, quoted for Hydra."""
     escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{escaped}'"
-
-
-def _without(typed: dict[str, str], *keys: str) -> list[str]:
-    return [text for key, text in typed.items() if key not in keys]
 
 
 # ---- which run ----------------------------------------------------------------------------------

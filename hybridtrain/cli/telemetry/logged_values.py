@@ -12,16 +12,16 @@ MOST_BINS = 60  # of a histogram; staleness is wide where many workers run freel
 
 def scalars(stats: RunStats) -> dict[str, float]:
     """One number for each name. What nobody has counted is left out."""
-    staleness = stats["staleness"]
-    found: dict[str, float] = {"samples_per_s": stats["samples_per_s"]}
+    staleness = stats.staleness
+    found: dict[str, float] = {"samples_per_s": stats.samples_per_s}
     found |= {f"staleness/{k}": staleness[k] for k in ("mean", "max") if k in staleness}
-    found |= {f"waiting/worker_{i}": x for i, x in enumerate(stats["waiting_share"])}
-    found |= {f"lead/worker_{i}": x for i, x in enumerate(stats["lead"].get("now", []))}
-    found |= {f"left_out/{fault}": sum(each) for fault, each in stats["left_out"].items()}
-    if stats["dropped"]:
-        found["dropped"] = sum(stats["dropped"])
-    if stats["effective_batch"] is not None:
-        found["effective_batch"] = stats["effective_batch"]
+    found |= {f"waiting/worker_{i}": x for i, x in enumerate(stats.waiting_share)}
+    found |= {f"lead/worker_{i}": x for i, x in enumerate(stats.lead.get("now", []))}
+    found |= {f"left_out/{fault}": sum(each) for fault, each in stats.left_out.items()}
+    if stats.dropped:
+        found["dropped"] = sum(stats.dropped)
+    if stats.effective_batch is not None:
+        found["effective_batch"] = stats.effective_batch
     return found
 
 

@@ -19,7 +19,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.cli.telemetry.logged_values import log_histogram, scalars
-from hybridtrain.cli.telemetry.run_stats import RunStats, counted, history_row, with_known
+from hybridtrain.cli.telemetry.run_stats import RunStats
 from hybridtrain.lightning.data.batch_size import samples_in
 from hybridtrain.report.history import History
 
@@ -80,7 +80,7 @@ class RunMonitor(pl.Callback):
         self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
         if self._history is not None and self.goes_on_at is not None:
             with self._disk():
-                self._history.go_on(self.goes_on_at, self.stats(trainer)["updates"])
+                self._history.go_on(self.goes_on_at, self.stats(trainer).updates)
         self._began = time.perf_counter()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -160,12 +160,9 @@ class RunMonitor(pl.Callback):
             self._train_s += max(0.0, known["training_s"] - self._elapsed_s())
             self._follows = False
         train_s = self._elapsed_s()
-        samples = self._samples * trainer.world_size
-        stats = counted(trainer.global_step, samples, trainer.world_size, train_s)
-        if known:
-            stats = with_known(stats, known)
-        stats["samples_per_s"] = stats["samples"] / train_s if train_s > 0 else 0.0
-        return stats
+        workers = trainer.world_size
+        counted = {"updates": trainer.global_step, "samples": self._samples * workers}
+        return RunStats.of(known, **counted, workers=workers, train_s=train_s)
 
     def _elapsed_s(self) -> float:
         now = 0.0 if self._began is None else time.perf_counter() - self._began
@@ -181,7 +178,7 @@ class RunMonitor(pl.Callback):
             return
         # As the rows of training that belong to it.
         metrics, step = scalars(stats), trainer.fit_loop.epoch_loop._batches_that_stepped
-        ages = stats["staleness"].get("histogram", {})
+        ages = stats.staleness.get("histogram", {})
         fresh = {age: n - self._ages.get(age, 0) for age, n in ages.items()}
         self._ages = dict(ages)
         for logger in trainer.loggers:
@@ -193,7 +190,7 @@ class RunMonitor(pl.Callback):
         if self.directory is not None and trainer.is_global_zero and self.directory.is_dir():
             with self._disk():
                 unfinished = self.directory / f"{STATS_FILE}.new"
-                unfinished.write_text(json.dumps(stats))
+                unfinished.write_text(json.dumps(vars(stats)))
                 unfinished.replace(self.directory / STATS_FILE)
 
     @contextmanager
@@ -235,7 +232,7 @@ class RunMonitor(pl.Callback):
         if not trainer.is_global_zero:  # it was, while another was away
             return
         row = {"wall_s": time.monotonic() - self._made, "epoch": trainer.current_epoch}
-        row |= history_row(stats)
+        row |= stats.in_history()
         if self._loss_sum is not None:
             row["train_loss"] = float(self._loss_sum) / self._n_losses
         self._loss_sum, self._n_losses = None, 0

@@ -54,14 +54,13 @@ class Rate:
 
 def _brief(stats: RunStats) -> dict[str, str]:
     """The few numbers there is room for; those that say nothing are left out."""
-    numbers = {"samples/s": f"{stats['samples_per_s']:.4g}", "workers": str(stats["workers"])}
-    if stats["waiting_share"]:
-        share = sum(stats["waiting_share"]) / len(stats["waiting_share"])
-        numbers["waiting"] = f"{100 * share:.0f} %"
-    if stats["staleness"].get("max"):
-        numbers["stale"] = f"{stats['staleness']['mean']:.1f}"
-    if sum(stats["dropped"]):
-        numbers["dropped"] = str(sum(stats["dropped"]))
+    numbers = {"samples/s": f"{stats.samples_per_s:.4g}", "workers": str(stats.workers)}
+    if stats.waiting is not None:
+        numbers["waiting"] = f"{100 * stats.waiting:.0f} %"
+    if stats.staleness.get("max"):
+        numbers["stale"] = f"{stats.staleness['mean']:.1f}"
+    if sum(stats.dropped):
+        numbers["dropped"] = str(sum(stats.dropped))
     return numbers
 
 

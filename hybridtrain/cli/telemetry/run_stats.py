@@ -3,67 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from dataclasses import dataclass, field
+from typing import Any
 
 
-class Staleness(TypedDict, total=False):
-    """In updates, counted per contribution; empty where nobody counts it."""
-
-    mean: float
-    max: float
-    histogram: dict[int, int]  # staleness -> contributions
-
-
-class RunStats(TypedDict):
+@dataclass
+class RunStats:
     """The numbers of a run so far. Lists have one entry for each worker; empty: nobody counts it.
 
     ``waiting_share``: 0 to 1; ``awaited_share``: of all waiting, that for this worker; ``step_s``:
-    seconds of a mini-batch. ``left_out``: contributions that a worker had to leave out, by the
-    kind of fault. ``dropped``: contributions that came too late to count, or were of a step that
-    was broken off. ``lead``: mini-batches that a worker is (``now``) or was at most (``max``) ahead
-    of the slowest. ``effective_batch``: samples per update.
+    seconds of a mini-batch. ``staleness``: ``mean`` and ``max`` in updates, counted per
+    contribution, and ``histogram``, staleness -> contributions. ``left_out``: contributions that a
+    worker had to leave out, by the kind of fault. ``dropped``: contributions that came too late to
+    count, or were of a step that was broken off. ``lead``: mini-batches that a worker is (``now``)
+    or was at most (``max``) ahead of the slowest. ``effective_batch``: samples per update.
     """
 
-    updates: int
-    samples: float
-    samples_per_s: float
-    waiting_share: list[float]
-    awaited_share: list[float]
-    step_s: list[float]
-    staleness: Staleness
-    left_out: dict[str, list[int]]
-    dropped: list[int]
-    lead: dict[str, list[int]]
-    effective_batch: float | None
-    workers: int
-    train_s: float
+    updates: int = 0
+    samples: float = 0.0
+    workers: int = 1
+    train_s: float = 0.0
+    samples_per_s: float = 0.0
+    waiting_share: list[float] = field(default_factory=list)
+    awaited_share: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    staleness: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, list[int]] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    lead: dict[str, list[int]] = field(default_factory=dict)
+    effective_batch: float | None = None
 
+    def __post_init__(self) -> None:
+        ages: dict[Any, int] = self.staleness.get("histogram", {})  # of text, where it was JSON
+        if ages:
+            self.staleness |= {"histogram": {int(age): n for age, n in ages.items()}}
+        self.samples_per_s = self.samples / self.train_s if self.train_s > 0 else 0.0
 
-def counted(updates: int, samples: float, workers: int, train_s: float) -> RunStats:
-    """What can be said of any strategy."""
-    return RunStats(
-        updates=updates,
-        samples=samples,
-        samples_per_s=0.0,
-        waiting_share=[],
-        awaited_share=[],
-        step_s=[],
-        staleness={},
-        left_out={},
-        dropped=[],
-        lead={},
-        effective_batch=None,
-        workers=workers,
-        train_s=train_s,
-    )
+    @classmethod
+    def of(cls, known: Mapping[str, Any], **others: Any) -> RunStats:
+        """What a strategy's ``run_stats()`` says, and ``others`` where it says nothing."""
+        names = cls.__dataclass_fields__
+        return cls(**{k: v for k, v in {**others, **known}.items() if k in names})
 
+    @property
+    def waiting(self) -> float | None:
+        """Mean over the workers, 0 to 1."""
+        shares = self.waiting_share
+        return sum(shares) / len(shares) if shares else None
 
-def with_known(stats: RunStats, known: Mapping[str, Any]) -> RunStats:
-    """With what a strategy knows better (its ``run_stats()``); further keys are no concern here."""
-    stats.update({k: v for k, v in known.items() if k in stats})  # type: ignore[typeddict-item]
-    ages = stats["staleness"].get("histogram", {})
-    stats["staleness"] |= {"histogram": {int(age): n for age, n in ages.items()}} if ages else {}
-    return stats
+    def in_history(self) -> dict[str, float]:
+        """What of it belongs in a row of ``history.csv`` (:mod:`hybridtrain.report.history`)."""
+        row = {
+            **{name: getattr(self, name) for name in ("train_s", "updates", "samples")},
+            "waiting_share": self.waiting,
+            **{f"staleness_{k}": self.staleness.get(k) for k in ("mean", "max")},
+            "effective_batch": self.effective_batch,
+            "dropped": sum(self.dropped) if self.dropped else None,
+            "lead_max": max(self.lead.get("max", ()), default=None),
+        }
+        return {name: value for name, value in row.items() if value is not None}
 
 
 def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
@@ -73,25 +71,6 @@ def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
         trainer: with the strategy that knows better, if one does.
     """
     known: Any = getattr(trainer.strategy, "run_stats", dict)()
-    if not known.get("updates") or (stats is not None and stats["updates"] == known["updates"]):
+    if not known.get("updates") or (stats is not None and stats.updates == known["updates"]):
         return stats
-    train_s = known["training_s"]
-    stats = with_known(counted(0, 0.0, trainer.world_size, train_s), known)
-    stats["samples_per_s"] = stats["samples"] / train_s if train_s > 0 else 0.0
-    return stats
-
-
-def history_row(stats: RunStats) -> dict[str, float]:
-    """What of it belongs in a row of ``history.csv`` (:mod:`hybridtrain.report.history`)."""
-    row: dict[str, float] = {name: stats[name] for name in ("train_s", "updates", "samples")}
-    if stats["waiting_share"]:
-        row["waiting_share"] = sum(stats["waiting_share"]) / len(stats["waiting_share"])
-    staleness = stats["staleness"]
-    row |= {f"staleness_{k}": staleness[k] for k in ("mean", "max") if k in staleness}
-    if stats["effective_batch"] is not None:
-        row["effective_batch"] = stats["effective_batch"]
-    if stats["dropped"]:
-        row["dropped"] = sum(stats["dropped"])
-    if stats["lead"].get("max"):
-        row["lead_max"] = max(stats["lead"]["max"])
-    return row
+    return RunStats.of(known, workers=trainer.world_size, train_s=known["training_s"])

@@ -9,14 +9,14 @@ import shlex
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from hybridtrain.cli.exit_status import FAILED
 from hybridtrain.cli.resume.kept_runs import SUMMARY_FILE
 from hybridtrain.cli.telemetry.monitor import STATS_FILE
-from hybridtrain.cli.telemetry.run_stats import RunStats, Staleness
+from hybridtrain.cli.telemetry.run_stats import RunStats
 from hybridtrain.monitoring.stragglers import Slow, slow_worker
 from hybridtrain.util.files import write_whole
 
@@ -50,32 +50,30 @@ class Summary:
 
     def take(self, stats: RunStats) -> None:
         """Fill in the numbers a strategy or the monitor has kept."""
-        self.updates = int(stats["updates"])
-        self.samples = round(stats["samples"])
-        self.samples_per_s = round(float(stats["samples_per_s"]), 3)
-        self.workers = int(stats["workers"])
-        known = [round(float(x), 4) for x in stats["waiting_share"]]
-        self.waiting_share = [*known] if known else [None] * self.workers
-        self.train_s = round(float(stats["train_s"]), 3)
-        batch = stats["effective_batch"]
-        self.effective_batch = None if batch is None else round(float(batch), 2)
-        slow = slow_worker(stats, stats["train_s"])
+        known = _rounded(vars(stats))
+        for each in fields(self):
+            setattr(self, each.name, known.get(each.name, getattr(self, each.name)))
+        self.samples = round(stats.samples)
+        self.waiting_share = self.waiting_share or [None] * self.workers
+        slow = slow_worker(vars(stats), stats.train_s)
         self.slow = None if slow is None else _rounded(asdict(slow))
-        self.staleness = _rounded(stats["staleness"])
-        self.lead, self.dropped = dict(stats["lead"]), list(stats["dropped"])
-        self.left_out = dict(stats["left_out"])
 
 
-def _rounded(staleness: Staleness | dict[str, Any]) -> dict[str, Any]:
-    return {k: round(x, 4) if isinstance(x, float) else x for k, x in staleness.items()}
+def _rounded(value: Any) -> Any:
+    """A copy, to four digits behind the point."""
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_rounded(v) for v in value]
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def left_stats(directory: Path) -> RunStats | None:
     """Take up the numbers that the monitor left in the run directory, if it did."""
     path = directory / STATS_FILE
     try:
-        stats: RunStats = json.loads(path.read_text())
-    except (OSError, ValueError):
+        stats = RunStats(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
         return None
     with suppress(OSError):  # it is read-only by now, which what is written next will tell
         path.unlink(missing_ok=True)

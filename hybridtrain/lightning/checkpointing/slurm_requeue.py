@@ -78,19 +78,7 @@ class Requeue(pl.Callback):
     def __init__(self, warned: Warned) -> None:
         self._warned = warned
 
-    def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self._look(trainer)
-
-    def on_validation_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self._look(trainer)
-
-    def on_test_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self._look(trainer)
-
-    def on_predict_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        self._look(trainer)
-
-    def _look(self, trainer: Any) -> None:
+    def _look(self, trainer: Any, *_: Any, **__: Any) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run or not self._warned.heed():
             return
         together = trainer.save_checkpoint  # which waits for all workers
@@ -104,3 +92,6 @@ class Requeue(pl.Callback):
             trainer._signal_connector._slurm_sigusr_handler_fn(self._warned.number, None)
         finally:
             trainer.save_checkpoint, trainer.strategy.saves_alone = together, False
+
+    on_train_batch_end = on_validation_batch_end = _look
+    on_test_batch_end = on_predict_batch_end = _look

@@ -170,7 +170,7 @@ class Absence:
     def _tell_outcome(self) -> None:
         """The mini-batch has ended, for those who had one."""
         if _ENDED in self._to_come:
-            self._come_to(_ENDED, StepOutcome.of(self._trainer))
+            self._come_to(_ENDED, StepOutcome.of(self._trainer, checkpoints_of(self._trainer)))
 
     def _sit_out(self) -> None:
         """All that Lightning counts is counted, and nothing else happens."""
@@ -198,7 +198,7 @@ class Absence:
         self._schedule()
         outcomes = self._client.gather(_ENDED, None, patient=True)
         for outcome in [each for each in outcomes if each is not None][:1]:
-            outcome.give(self._trainer)
+            outcome.give(self._trainer, checkpoints_of(self._trainer))
         progress.increment_completed()
 
     @property
@@ -267,14 +267,17 @@ class Absence:
     def meet(self) -> None:
         """All are here: who has had nothing learns what the others have logged."""
         trainer, client = self._trainer, self._client
+        callbacks = checkpoints_of(trainer)
         if self._session is None or trainer.sanity_checking or client.n_workers == 1:
             return
         self.stopping.meet()
         if all(client.gather("who has had a mini-batch", self._has_had_some)):
             return
-        mine = (entries(trainer), StepOutcome.of(trainer)) if self._has_had_some else None
+        mine = (
+            (entries(trainer), StepOutcome.of(trainer, callbacks)) if self._has_had_some else None
+        )
         known: list[tuple[Entries, StepOutcome] | None] = client.gather("what is logged", mine)
         found = next((each for each in known if each is not None), None)
         if not self._has_had_some and found is not None:
             take_entries(trainer, found[0])
-            found[1].give(trainer)
+            found[1].give(trainer, callbacks)

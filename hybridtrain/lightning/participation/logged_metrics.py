@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.trainer.connectors.logger_connector.result import (
@@ -65,8 +67,13 @@ def _made(trainer: Any, entry: Entry) -> _ResultMetric:
     return made
 
 
-def metrics_of(trainer: Any) -> dict[str, dict[str, Any]]:
-    """What callbacks, loggers and the progress bar see now, in host memory."""
+def metrics_of(trainer: Any, collects: bool = False) -> dict[str, dict[str, Any]]:
+    """What callbacks, loggers and the progress bar see now, in host memory.
+
+    ``collects``: with what has been logged, but not reduced yet.
+    """
+    if collects:
+        _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
     connector = trainer._logger_connector
     metrics = {name: dict(getattr(connector, name)) for name in _METRICS}
     return tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), metrics)
@@ -80,24 +87,29 @@ def take_metrics(trainer: Any, metrics: dict[str, dict[str, Any]]) -> None:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a mini-batch has brought about in a worker that had one: metrics and decisions."""
+    """What a mini-batch, or an evaluation, has brought about in a worker that took part in it.
+
+    Metrics and decisions: the wish to stop, and what the callbacks that decide know.
+    """
 
     metrics: dict[str, dict[str, Any]]
     should_stop: bool
-    checkpoints: list[dict[str, Any]] = field(default_factory=list)
+    standings: list[dict[str, Any]]
 
     @classmethod
-    def of(cls, trainer: Any) -> StepOutcome:
-        """Of this worker."""
-        module = trainer.lightning_module
-        standing = [standing_of(each, module) for each in checkpoints_of(trainer)]
-        return cls(metrics_of(trainer), bool(trainer.should_stop), standing)
+    def of(
+        cls, trainer: Any, callbacks: Sequence[pl.Callback], collects: bool = False
+    ) -> StepOutcome:
+        """Of this worker; ``collects``: see :func:`metrics_of`."""
+        metrics = metrics_of(trainer, collects)
+        standings = [standing_of(each, trainer.lightning_module) for each in callbacks]
+        return cls(metrics, bool(trainer.should_stop), standings)
 
-    def give(self, trainer: Any) -> None:
+    def give(self, trainer: Any, callbacks: Sequence[pl.Callback]) -> None:
         """To this worker."""
         take_metrics(trainer, self.metrics)
         trainer.should_stop = self.should_stop
-        for callback, state in zip(checkpoints_of(trainer), self.checkpoints, strict=True):
+        for callback, state in zip(callbacks, self.standings, strict=True):
             give_state(callback, trainer.lightning_module, state)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.lightning.async_training.update_count import precede
-from hybridtrain.lightning.results.worker_result import export_eval_state, import_eval_state
+from hybridtrain.lightning.participation.logged_metrics import StepOutcome
 from hybridtrain.worker.client import Client
 
 
@@ -33,7 +33,8 @@ class UnevenEvaluation:
     def __init__(
         self, loop: Any, trainer: pl.Trainer, client: Client, begin: Callable[[], None]
     ) -> None:
-        self._loop, self._trainer, self._client = loop, trainer, client
+        self._loop, self._client = loop, client
+        self._trainer: Any = trainer
         self._begin = begin
         self._roll: list[str] | None = None  # what everybody did in the evaluation under way
         self.before: int | None = None  # mini-batches until it began, if it is not over
@@ -101,8 +102,11 @@ class UnevenEvaluation:
 
     def _share_outcome(self, rests: bool) -> None:
         """Those who have rested become as the first who has not (and is not lost on the way)."""
-        mine = None if rests else export_eval_state(self._trainer)
+        trainer = self._trainer
+        at_home = trainer.strategy.callbacks_at_home  # both sides have them; the module's own vary
+        callbacks = trainer.callbacks if at_home is None else at_home
+        mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)
         known = self._client.gather("end of an evaluation", mine, patient=True)
         outcome = next((each for each in known if each is not None), None)
         if rests and outcome is not None:
-            import_eval_state(self._trainer, outcome)
+            outcome.give(trainer, callbacks)

@@ -8,6 +8,7 @@ be possible to pickle and to find again.
 from __future__ import annotations
 
 import ast
+import functools
 import pickle
 import sys
 import types
@@ -22,8 +23,9 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.worker.device.cuda import forbids_fork
 
-# What only the parent's side needs, or what leads back to where one came from.
-_LEADS_BACK = frozenset({"_trainer", "_fabric", "trainer"})
+# What only the parent's side needs, or what leads back to where one came from; and what a module
+# has under other names.
+_NO_PARTS = frozenset({"_trainer", "_fabric", "trainer", "_parameters", "_buffers", "_modules"})
 
 
 @dataclass(slots=True)
@@ -211,20 +213,13 @@ def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f"[{index}]", value) for index, value in enumerate(obj))
         case types.MethodType():
             yield "", obj.__self__
-        case torch.nn.Module():
-            for kind in ("_parameters", "_buffers", "_modules"):
-                yield from ((f".{name}", part) for name, part in vars(obj)[kind].items())
-            yield from _attributes(obj, skip=("_parameters", "_buffers", "_modules"))
+        case functools.partial():
+            yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
         case _:
-            yield from _attributes(obj)
-
-
-def _attributes(obj: Any, skip: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    if callable(getattr(obj, "func", None)) and hasattr(obj, "keywords"):  # functools.partial
-        yield from ((".func", obj.func), (".args", obj.args), (".keywords", obj.keywords))
-    for name, value in getattr(obj, "__dict__", {}).items():
-        if name not in skip and name not in _LEADS_BACK:
-            yield f".{name}", value
+            own = dict(getattr(obj, "__dict__", {}))
+            if isinstance(obj, torch.nn.Module):  # it shows them as its own
+                own = own["_parameters"] | own["_buffers"] | own["_modules"] | own
+            yield from ((f".{k}", value) for k, value in own.items() if k not in _NO_PARTS)
 
 
 def _describe(obj: Any, reason: str) -> str:

@@ -21,13 +21,11 @@ from hybridtrain.lightning.data.predictions import Outputs, collect, in_order
 from hybridtrain.lightning.participation.logged_metrics import metrics_of, take_metrics
 from hybridtrain.lightning.results.callback_state import (
     CallbackState,
-    give_state,
     give_to_callback,
     give_to_module,
     of_callback,
     of_module,
     pairs,
-    standing_of,
 )
 from hybridtrain.lightning.results.configured_model import load_weights
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
@@ -67,7 +65,7 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
         returned=None if outputs is not None else returned,
         outputs=outputs,
         heavy=fill(room, {"weights": state_dict, "trained": trained}),
-        tensors=_save(_metrics(trainer)),
+        tensors=_save(metrics_of(trainer, collects=True)),
         trainer_state=trainer.state,
         progress=_progress(trainer),
         callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
@@ -113,12 +111,6 @@ def unpack(
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
 
 
-def _metrics(trainer: Any) -> dict[str, dict[str, Any]]:
-    """What callbacks, loggers and the progress bar see."""
-    _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # collects
-    return metrics_of(trainer)
-
-
 def _trained(trainer: Any) -> dict[str, Any]:
     """What a checkpoint would say of optimizers and schedulers now."""
     trainer.strategy.before_checkpoint()
@@ -147,12 +139,6 @@ def _all(trainer: Any) -> list[pl.Callback]:
     return [callback for callback in trainer.callbacks if not isinstance(callback, WorkerCallback)]
 
 
-def _users(trainer: Any) -> list[pl.Callback]:
-    """The callbacks that both sides have, in order. Others come from ``configure_callbacks``."""
-    at_home = trainer.strategy.callbacks_at_home
-    return trainer.callbacks if at_home is None else at_home
-
-
 # ---- the loops' counters ------------------------------------------------------------------------
 
 
@@ -179,23 +165,3 @@ def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) ->
         progress.load_state_dict(states[name])
     trainer.fit_loop.epoch_loop._batches_that_stepped = states["stepped"]["batches"]
     trainer.should_stop = states["stop"]["should_stop"]
-
-
-# ---- workers that have rested -------------------------------------------------------------------
-
-
-def export_eval_state(trainer: Any) -> dict[str, Any]:
-    """What an evaluation brings about in a worker that takes part."""
-    return {
-        "metrics": _metrics(trainer),
-        "should_stop": trainer.should_stop,
-        "callbacks": [standing_of(c, trainer.lightning_module) for c in _users(trainer)],
-    }
-
-
-def import_eval_state(trainer: Any, other: dict[str, Any]) -> None:
-    """Become as a worker that has taken part."""
-    take_metrics(trainer, other["metrics"])
-    trainer.should_stop = other["should_stop"]
-    for callback, state in zip(_users(trainer), other["callbacks"], strict=True):
-        give_state(callback, trainer.lightning_module, state)

@@ -6,30 +6,31 @@ from collections.abc import Mapping
 
 import torch
 
-from hybridtrain.updates.kernels.adam_family import Adamax, NAdam, PlainAdam, RAdam
-from hybridtrain.updates.kernels.fused import FusedAdagrad, FusedAdam, FusedSgd
+from hybridtrain.updates.kernels.fused import FusedAdam, FusedSgd
 from hybridtrain.updates.kernels.kernel import Kernel
-from hybridtrain.updates.kernels.public_class import PublicClass
-from hybridtrain.updates.kernels.unfused import Adadelta, Asgd, PlainAdagrad, RmsProp, Rprop
+from hybridtrain.updates.kernels.public_class import KeptState, PublicClass
+from hybridtrain.updates.kernels.unfused import PlainAdagrad, PlainAdam, RmsProp
 
 _OPTIM = torch.optim
 _ENGINES: Mapping[type, tuple[type[Kernel], tuple[str, ...]]] = {
     _OPTIM.Adam: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     _OPTIM.AdamW: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
     _OPTIM.SGD: (FusedSgd, ("_fused_sgd_",)),
-    _OPTIM.Adagrad: (FusedAdagrad, ("_fused_adagrad_",)),
 }
 _PLAIN: Mapping[type, type[Kernel]] = {
     _OPTIM.Adam: PlainAdam,
     _OPTIM.AdamW: PlainAdam,
     _OPTIM.Adagrad: PlainAdagrad,
     _OPTIM.RMSprop: RmsProp,
-    _OPTIM.NAdam: NAdam,
-    _OPTIM.RAdam: RAdam,
-    _OPTIM.Adamax: Adamax,
-    _OPTIM.Adadelta: Adadelta,
-    _OPTIM.ASGD: Asgd,
-    _OPTIM.Rprop: Rprop,
+}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_RARE: Mapping[type, KeptState] = {
+    _OPTIM.NAdam: KeptState(*_MOMENTS, figures=("mu_product",), start={"mu_product": 1.0}),
+    _OPTIM.RAdam: KeptState(*_MOMENTS),
+    _OPTIM.Adamax: KeptState("exp_avg", "exp_inf"),
+    _OPTIM.Adadelta: KeptState("square_avg", "acc_delta"),
+    _OPTIM.ASGD: KeptState("ax", figures=("eta", "mu"), start={"eta": None, "mu": 1.0}),
+    _OPTIM.Rprop: KeptState("prev", "step_size", start={"step_size": None}),
 }
 
 
@@ -47,6 +48,8 @@ def kernel_for(optimizer: torch.optim.Optimizer) -> Kernel | None:
     fused = engines.pop()
     if kind is _OPTIM.SGD or fused or (fused is None and kind in (_OPTIM.Adam, _OPTIM.AdamW)):
         return _fused(kind)
+    if kind in _RARE:
+        return PublicClass(_RARE[kind], kind)
     return _PLAIN[kind]() if kind in _PLAIN else None
 
 
@@ -58,6 +61,8 @@ def _is_plain(group: dict[str, object]) -> bool:
 
 
 def _fused(kind: type[torch.optim.Optimizer]) -> Kernel | None:
+    if kind is _OPTIM.Adagrad:
+        return PublicClass(PlainAdagrad(), kind, fused=True)
     if kind not in _ENGINES:
         return None
     kernel, functions = _ENGINES[kind]

@@ -1,4 +1,4 @@
-"""Optimizers for which torch has an engine that steps an element in one go: Adam, SGD, Adagrad.
+"""Optimizers for which torch has an engine that steps an element in one go: Adam and SGD.
 
 ``torch._fused_adam_`` and its likes are what ``fused=True`` runs on. They are private, so where one
 is missing :mod:`hybridtrain.updates.kernels.public_class` takes its place.
@@ -74,37 +74,6 @@ class FusedSgd(Kernel):
                 nesterov=nesterov,
                 maximize=maximize,
                 is_first_step=first,
-            )
-
-        return step
-
-
-class FusedAdagrad(Kernel):
-    """Adagrad with ``fused=True``, which rounds otherwise than Adagrad without."""
-
-    def names(self, group: Group) -> tuple[str, ...]:
-        return ("sum",)
-
-    def start(self, group: Group) -> dict[str, float]:
-        return {"sum": float(group["initial_accumulator_value"])}
-
-    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
-        engine, lr, lr_decay = torch._fused_adagrad_, float(group["lr"]), float(group["lr_decay"])
-        decay, eps, maximize = float(group["weight_decay"]), float(group["eps"]), group["maximize"]
-        figures["step"] += 1
-        steps = [figures["step"]]
-
-        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
-            engine(
-                [p],
-                [g],
-                [state[0]],
-                steps,
-                lr=lr,
-                lr_decay=lr_decay,
-                weight_decay=decay,
-                eps=eps,
-                maximize=maximize,
             )
 
         return step

@@ -23,14 +23,10 @@ Tensors = Sequence[torch.Tensor]  # (n,) each
 StepChunk = Callable[[torch.Tensor, torch.Tensor, Tensors, Tensors], None]
 
 
-class Kernel(ABC):
-    """One kind of optimizer; without state of its own, so one object serves all of a kind."""
+class Kept(ABC):
+    """What one kind of optimizer keeps."""
 
     figures: tuple[str, ...] = ("step",)
-    scratch = 0  # how many (n,) temporaries a step needs
-    # Elements. Smaller ones fit a core's own cache better, but the calls then cost more than that
-    # saves: measured from 16 Ki to 256 Ki, for engines that pass once and for torch's operations.
-    chunk = 128 * 1024
 
     @abstractmethod
     def names(self, group: Group) -> tuple[str, ...]:
@@ -43,6 +39,15 @@ class Kernel(ABC):
     def keeps(self, group: Group) -> bool:
         """Whether there is a state once a step has been made."""
         return True
+
+
+class Kernel(Kept):
+    """One kind of optimizer; without state of its own, so one object serves all of a kind."""
+
+    scratch = 0  # how many (n,) temporaries a step needs
+    # Elements. Smaller ones fit a core's own cache better, but the calls then cost more than that
+    # saves: measured from 16 Ki to 256 Ki, for engines that pass once and for torch's operations.
+    chunk = 128 * 1024
 
     @abstractmethod
     def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:

@@ -1,27 +1,66 @@
-"""Any elementwise optimizer through its public class: where torch's private engines are missing."""
+"""Any elementwise optimizer through its public class.
+
+For optimizers that are rarely used, and where torch's private engines are missing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from hybridtrain.updates.kernels.kernel import Figures, Group, Kernel, StepChunk, Tensors
+from hybridtrain.updates.kernels.kernel import (
+    Figures,
+    Group,
+    Kept,
+    Kernel,
+    StepChunk,
+    Tensors,
+    number,
+)
 from hybridtrain.updates.optimizer_traits import look_for_no_device
+
+
+class KeptState(Kept):
+    """What an optimizer keeps, whatever its hyper-parameters are.
+
+    Args:
+        names: the flat tensors.
+        figures: besides the number of steps.
+        start: what begins with another value than zero; ``None``: with the learning rate.
+    """
+
+    def __init__(
+        self,
+        *names: str,
+        figures: tuple[str, ...] = (),
+        start: Mapping[str, float | None] = MappingProxyType({}),
+    ) -> None:
+        self._names, self._start = names, start
+        self.figures = ("step", *figures)
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return self._names
+
+    def start(self, group: Group) -> dict[str, float]:
+        rate = number(group["lr"])
+        return {name: rate if value is None else value for name, value in self._start.items()}
 
 
 class PublicClass(Kernel):
     """Steps a chunk as if it were the only parameter of an optimizer of the class.
 
     Args:
-        like: the kernel that it stands in for.
+        like: what the class keeps.
         kind: the optimizer's class.
         fused: with its fused engine.
     """
 
-    def __init__(self, like: Kernel, kind: type[torch.optim.Optimizer], fused: bool) -> None:
+    def __init__(self, like: Kept, kind: type[torch.optim.Optimizer], fused: bool = False) -> None:
         self._like, self._kind = like, kind
-        self.figures, self.chunk = like.figures, like.chunk
+        self.figures = like.figures
         self._engine = {"fused": fused and self._has_engine(), "foreach": False}
 
     def _has_engine(self) -> bool:
@@ -46,7 +85,7 @@ class PublicClass(Kernel):
 
     def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
         before = {name: figure.clone() for name, figure in figures.items()}
-        names = self.names(group)
+        names, group = self.names(group), group | self._engine  # a slower step's rate is for now
         nothing = [torch.zeros(1) for _ in range(2 + len(names))]
         self._step(group, nothing, figures, names, first)  # counts
 
@@ -63,7 +102,7 @@ class PublicClass(Kernel):
         parameter.grad = tensors[1]
         optimizer = self._kind([parameter])  # type: ignore[call-arg]
         look_for_no_device(optimizer)
-        optimizer.param_groups[0].update(group | self._engine)
+        optimizer.param_groups[0].update(group)
         kept: dict[str, Any] = dict(zip(names, tensors[2:], strict=True))
         optimizer.state[parameter] = (
             {} if first and not figures else dict(figures) | kept  # SGD has nothing to begin with

@@ -1,7 +1,7 @@
-"""The other elementwise optimizers, in torch's own operations and their order.
+"""Adam, Adagrad and RMSprop in torch's own operations and their order.
 
 Each class follows the ``_single_tensor_...`` function of its module in ``torch.optim``, with
-scratch in place of temporaries, and so has the bits of ``foreach=False``.
+scratch in place of temporaries, and so has the bits of ``fused=False`` and ``foreach=False``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,37 @@ from hybridtrain.updates.kernels.kernel import (
     directed,
     number,
 )
+
+
+class PlainAdam(Kernel):
+    """Adam and AdamW with ``fused=False``."""
+
+    scratch = 2
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"])
+
+    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
+        beta1, beta2 = map(number, group["betas"])
+        lr, eps, amsgrad = number(group["lr"]), group["eps"], group["amsgrad"]
+        steps = count(figures)
+        size = lr / (1 - beta1**steps)
+        correction = (1 - beta2**steps) ** 0.5
+        decoupled, shrinks = group["decoupled_weight_decay"], bool(group["weight_decay"])
+        rest = 1 - lr * group["weight_decay"]
+
+        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
+            if decoupled and shrinks:
+                p.mul_(rest)
+            out = scratch[0]
+            g = directed(group, g, out) if decoupled else decayed(group, p, g, out)
+            state[0].lerp_(g, 1 - beta1)
+            state[1].mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            second = torch.maximum(state[2], state[1], out=state[2]) if amsgrad else state[1]
+            below = torch.sqrt(second, out=scratch[1]).div_(correction).add_(eps)
+            p.addcdiv_(state[0], below, value=-size)
+
+        return step
 
 
 class PlainAdagrad(Kernel):
@@ -69,85 +100,5 @@ class RmsProp(Kernel):
                 p.add_(state[1].mul_(momentum).addcdiv_(g, below), alpha=-lr)
             else:
                 p.addcdiv_(g, below, value=-lr)
-
-        return step
-
-
-class Adadelta(Kernel):
-    """Adadelta."""
-
-    scratch = 3
-
-    def names(self, group: Group) -> tuple[str, ...]:
-        return ("square_avg", "acc_delta")
-
-    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
-        lr, rho, eps = number(group["lr"]), group["rho"], group["eps"]
-        count(figures)
-
-        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
-            g = decayed(group, p, g, scratch[0])
-            state[0].mul_(rho).addcmul_(g, g, value=1 - rho)
-            below = torch.add(state[0], eps, out=scratch[1]).sqrt_()
-            delta = torch.add(state[1], eps, out=scratch[2]).sqrt_().div_(below).mul_(g)
-            state[1].mul_(rho).addcmul_(delta, delta, value=1 - rho)
-            p.add_(delta, alpha=-lr)
-
-        return step
-
-
-class Asgd(Kernel):
-    """Averaged SGD."""
-
-    figures = ("step", "eta", "mu")
-    scratch = 1
-
-    def names(self, group: Group) -> tuple[str, ...]:
-        return ("ax",)
-
-    def start(self, group: Group) -> dict[str, float]:
-        return {"eta": number(group["lr"]), "mu": 1.0}
-
-    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
-        steps, lr, fading = count(figures), number(group["lr"]), group["lambd"]
-        eta, mu, weight = figures["eta"].item(), figures["mu"].item(), figures["mu"].clone()
-        figures["eta"].fill_(lr / ((1 + fading * lr * steps) ** group["alpha"]))
-        figures["mu"].fill_(1 / max(1, steps - group["t0"]))
-
-        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
-            g = decayed(group, p, g, scratch[0])
-            p.mul_(1 - fading * eta)
-            p.add_(g, alpha=-eta)
-            if mu == 1:
-                state[0].copy_(p)
-            else:
-                state[0].add_(torch.sub(p, state[0], out=scratch[0]).mul_(weight))
-
-        return step
-
-
-class Rprop(Kernel):
-    """Resilient backpropagation: only the sign of a gradient counts."""
-
-    scratch = 3
-
-    def names(self, group: Group) -> tuple[str, ...]:
-        return ("prev", "step_size")
-
-    def start(self, group: Group) -> dict[str, float]:
-        return {"step_size": number(group["lr"])}
-
-    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
-        (lower, higher), (least, most) = group["etas"], group["step_sizes"]
-        count(figures)
-
-        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
-            g = directed(group, g, scratch[0])
-            before, size = state
-            sign = torch.mul(g, before, out=scratch[1]).sign_()
-            sign.masked_fill_(sign.gt(0), higher).masked_fill_(sign.lt(0), lower)
-            size.mul_(sign.masked_fill_(sign.eq(0), 1)).clamp_(least, most)
-            before.copy_(g).masked_fill_(sign.eq(lower), 0)
-            p.addcmul_(torch.sign(before, out=scratch[2]), size, value=-1)
 
         return step

@@ -27,7 +27,6 @@ from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.evaluation import Again, Evaluation
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.per_tensor import PerTensorUpdate, clip_gradients
-from hybridtrain.updates.saved import Saved
 from hybridtrain.updates.sparse.lazy_momentum import LazyMomentum, Scratch
 from hybridtrain.updates.sparse.row_kernels import RowKernel, State
 from hybridtrain.updates.sparse.touched_rows import Merger, RowPiece, Touched, pieces_of
@@ -226,17 +225,9 @@ class ByRow(PerTensorUpdate):
 
     # ---- state ----------------------------------------------------------------------------------
 
-    def _catch_up(self) -> None:
+    def settle(self) -> None:
         for lazy in self._lazy.values():
             lazy.catch_up()
-
-    def state(self) -> Saved:
-        self._catch_up()
-        return super().state()
-
-    def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
-        self._catch_up()
-        return super().hand_over()
 
 
 def _portion(like: torch.Tensor) -> int:
