@@ -16,6 +16,7 @@ from hybridtrain.policies.registry import POLICIES
 from hybridtrain.registration import SCHEMES
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.kernels import kernel_for
+from tests.picking import by_default
 from tests.support.served import Served
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def test_the_table_has_every_strategy_there_is() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize(("column", "n_workers", "optimizer"), COLUMNS)
+@pytest.mark.parametrize(("column", "n_workers", "optimizer"), by_default(COLUMNS, COLUMNS[-1]))
 def test_so_many_bytes_are_allocated(
     name: str, column: str, n_workers: int, optimizer: Callable[..., Any]
 ) -> None:

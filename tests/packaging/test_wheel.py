@@ -74,6 +74,7 @@ def test_the_wheel_runs_from_elsewhere(installed: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "here" / "summary.json").read_text())["workers"] == 2
 
 
+@pytest.mark.slow
 def test_the_command_of_the_wheel_finds_a_users_module_in_the_working_directory(
     installed: Path, tmp_path: Path
 ) -> None:

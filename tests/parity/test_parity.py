@@ -11,14 +11,33 @@ from tests.parity.case import Case
 from tests.parity.cases import CASES
 from tests.parity.harness import STRATEGIES, Harness, Job
 
+# Besides the wide ones: one of each kind of thing that no wide case has.
+BY_DEFAULT = {
+    *("optimizers/AdamW", "optimizers/LBFGS", "optimizers/larger than one chunk, Adam"),
+    *("steps/a hook after accumulation", "steps/data replaced", "manual/a closure"),
+    *("manual/accumulation by hand", "schedulers/per step while accumulating"),
+    *("callbacks/EarlyStopping on training", "callbacks/a callback's own state"),
+    *("callbacks/BasePredictionWriter", "callbacks/LearningRateFinder"),
+    *("callbacks/OnExceptionCheckpoint", "modules/tied parameters", "modules/complex parameters"),
+    *("modules/random numbers of three libraries", "modules/configure_model"),
+    *("precision/bf16-true", "loaders/a batch sampler", "loaders/45 samples, clipping"),
+    *("loaders/an IterableDataset, val_check_interval", "loaders/two loaders, max_size"),
+    *("logged/TensorBoardLogger", "loops/a hook stops the training", "loops/fast_dev_run"),
+    *("loops/fit twice on one trainer", "loops/max_time that is over"),
+}
+assert CASES.keys() >= BY_DEFAULT
+
 
 def _runs() -> list[Any]:
-    """Three workers for those cases that need them, two for others; among the slow tests both."""
+    """Three workers for those cases that need them, two for some; among the slow tests all."""
     return [
         pytest.param(case, strategy, workers, id=f"{case.id}-{strategy}-{workers}", marks=marks)
         for case in CASES.values()
         for strategy in STRATEGIES
-        for workers, marks in ((2, _marks(case, not case.wide)), (3, _marks(case, case.wide)))
+        for workers, marks in (
+            (2, _marks(case, case.id in BY_DEFAULT)),
+            (3, _marks(case, case.wide)),
+        )
     ]
 
 

@@ -49,6 +49,7 @@ def test_the_net_reads_the_test_digits(tmp_path: Any) -> None:
     assert accuracy(train(tmp_path, epochs=20)) >= 0.95
 
 
+@pytest.mark.slow
 def test_two_workers_reach_the_same_accuracy(tmp_path: Any) -> None:
     assert accuracy(train(tmp_path, epochs=20, strategy="hybrid", devices=2)) >= 0.95
 

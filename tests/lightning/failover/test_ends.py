@@ -213,7 +213,7 @@ def wait_until_empty(group: int, limit_s: float = 10.0) -> list[int]:
 @pytest.mark.parametrize(
     ("strategy", "phase"),
     [
-        ("hybrid", "training"),
+        pytest.param("hybrid", "training", marks=pytest.mark.slow),
         ("async", "validating"),
         pytest.param("hybrid", "validating", marks=pytest.mark.slow),
         pytest.param("async", "training", marks=pytest.mark.slow),
@@ -231,6 +231,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(
     assert {int(state["step"]) for state in states} == {checkpoint["global_step"]}
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_parent_alone_ends_with_143(tmp_path: Path) -> None:
     process = start("hybrid", tmp_path, "training")
     process.send_signal(signal.SIGTERM)

@@ -20,6 +20,7 @@ from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning import toys
 from tests.lightning.step.test_equality import OPTIMIZERS
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
+from tests.picking import by_default
 from tests.standin.state import NAME
 from tests.standin.training import fit_apart
 
@@ -64,7 +65,7 @@ IN_64 = {"precision": "64-true", "max_epochs": 3}
 
 
 @pytest.mark.parametrize("strategy", OVERLAP)
-@pytest.mark.parametrize("name", ["nesterov", "adamw"])
+@pytest.mark.parametrize("name", by_default(["nesterov", "adamw"], "adamw"))
 def test_two_workers_equal_one_with_a_doubled_batch(
     device: Fit, name: str, strategy: dict[str, Any], stepped_early: list[int]
 ) -> None:
@@ -119,7 +120,7 @@ NOT_EARLY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", NOT_EARLY)
+@pytest.mark.parametrize("name", by_default(NOT_EARLY, "clipped", "hooked"))
 def test_what_cannot_be_promised_is_stepped_as_a_whole(
     device: Fit, name: str, stepped_early: list[int]
 ) -> None:
@@ -205,7 +206,7 @@ class Transforms(CountsTaken):
         return [2 * batch[0], batch[1]]
 
 
-@pytest.mark.parametrize("module", [CountsTaken, Transforms])
+@pytest.mark.parametrize("module", by_default([CountsTaken, Transforms], Transforms))
 def test_the_next_mini_batch_is_on_the_device_before_the_step_has_ended(
     device: Fit, module: type[CountsTaken], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.local.process_spawner import ProcessSpawner
 from tests.lightning.toys import Regression, distance, fit, flat, make_trainer, regression_data
+from tests.picking import by_default
 
 # Arguments that other files are about.
 ELSEWHERE = {
@@ -114,7 +115,9 @@ def test_an_option_that_does_not_touch_the_arithmetic_changes_no_bit(
     assert torch.equal(flat(module), plain)
 
 
-@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize(
+    "name", by_default(HARMLESS, "detect_anomaly", "max_time", "reload", "Timer", "progress bar")
+)
 def test_it_runs_asynchronously_too(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,7 +296,7 @@ class Silent(Regression):
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 def test_a_compiled_module_may_be_given_to_fit(strategy: str) -> None:
     pl.seed_everything(7, verbose=False)
     inner = Silent()

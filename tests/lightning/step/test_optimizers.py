@@ -116,6 +116,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# The arithmetic of the others is compared in tests/updates, without processes.
+BY_DEFAULT = ("Adafactor", "AdamW", "Rprop", "SGD")
+
+
 def kinds() -> list[Any]:
     """All public optimizers that torch has, those of a later version too."""
     found = {
@@ -124,7 +128,12 @@ def kinds() -> list[Any]:
         if inspect.isclass(kind) and issubclass(kind, OPTIM.Optimizer) and name not in SEPARATE
     }
     return [
-        pytest.param(kind, options, id=f"{name}-{n}")
+        pytest.param(
+            kind,
+            options,
+            id=f"{name}-{n}",
+            marks=() if name in BY_DEFAULT and n == 0 else pytest.mark.slow,
+        )
         for name, kind in sorted(found.items())
         for n, options in enumerate(OPTIONS.get(name, [{"lr": 0.01}]))
     ]

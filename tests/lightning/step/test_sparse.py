@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from tests.lightning.checkpointing.test_checkpoints import saved
 from tests.lightning.step.test_optimizers import compare, fresh
 from tests.lightning.toys import distance, fit, flat
+from tests.picking import by_default
 
 OPTIM = torch.optim
 SGD = partial(torch.optim.SGD, lr=0.5)
@@ -111,7 +112,7 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
 @pytest.mark.parametrize("name", KINDS)
 def test_sparse_gradients_equal_one_process(name: str, workers: int, tmp_path: Path) -> None:
     compare(KINDS[name], tmp_path, 1e-5, workers, data=sentences())
