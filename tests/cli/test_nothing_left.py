@@ -41,7 +41,7 @@ def is_clean_after(end: str, run: Run, n_processes: int) -> None:
     assert run.left() == [], run.said()
 
 
-@pytest.mark.parametrize("end", by_default(["parent", "worker", "SIGTERM"], "worker", "SIGTERM"))
+@pytest.mark.parametrize("end", by_default(["parent", "worker", "SIGTERM"], "SIGTERM"))
 def test_nothing_is_left_of_a_run_with_data_loaders(
     end: str, zygote: Zygote, tmp_path: Path
 ) -> None:

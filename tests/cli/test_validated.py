@@ -101,6 +101,7 @@ def test_a_run_that_goes_on_knows_the_validation_of_its_best_checkpoint(command:
     assert summary("here")["metrics"]["my_val"] == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_and_returns_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     made = job_launcher._job_return

@@ -209,6 +209,7 @@ def test_the_language_models_with_dropout_equal_one_process(
     assert apart(module, reference) < 1e-7  # their learning rates let rounding grow fast
 
 
+@pytest.mark.slow
 def test_the_transformer_equals_one_process_on_the_union_of_the_batches(wikitext: int) -> None:
     def made() -> LightningTransformer:
         module = seeded(LightningTransformer, wikitext)

@@ -328,6 +328,7 @@ def test_a_worker_that_was_killed_is_gone_in_the_replay_as_well(
     with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
         run.record()
     record = read_record(find_record(tmp_path))
+    assert 1 in record.of_kind("Lost")["worker"]
     report = run.replay(record)
     assert report.equal and report.events == len(record.cells) and not report.errors
 

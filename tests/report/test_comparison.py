@@ -135,6 +135,7 @@ def test_one_run_and_runs_without_metric_or_history(tmp_path: Path) -> None:
     assert "What sets the runs apart" not in seen.texts
 
 
+@pytest.mark.slow
 def test_fifty_runs_share_the_colours_of_what_they_have_in_common(tmp_path: Path) -> None:
     for i in range(50):
         strategy, seed = ("hybrid", "async")[i % 2], i // 2

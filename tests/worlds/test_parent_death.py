@@ -45,9 +45,7 @@ def pid_after_kill_9(folder: Path, method: str) -> int:
     return pid
 
 
-@pytest.mark.parametrize(
-    "method", by_default(["fork", "spawn", "forkserver"], "fork", "forkserver")
-)
+@pytest.mark.parametrize("method", by_default(["fork", "spawn", "forkserver"], "fork"))
 def test_it_ends_with_its_owner(tmp_path: Path, method: str) -> None:
     pid = pid_after_kill_9(tmp_path, method)
     wait_until(lambda: gone(pid))

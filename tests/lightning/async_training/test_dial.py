@@ -42,12 +42,16 @@ def by(policy: Any, **options: Any) -> HybridStrategy:
 @pytest.mark.parametrize("optimizer", by_default([SGD, ADAM], ADAM))
 @pytest.mark.parametrize(
     "policy",
-    [
+    by_default(
+        [
+            {"name": "backup", "k": 3},
+            {"name": "k_async", "k": 3},
+            {"name": "ssp", "lead": 0},
+            {"name": "switch", "then": {"name": "ssp", "lead": 0}, "at_update": 5},
+        ],
         {"name": "backup", "k": 3},
-        {"name": "k_async", "k": 3},
-        {"name": "ssp", "lead": 0},
         {"name": "switch", "then": {"name": "ssp", "lead": 0}, "at_update": 5},
-    ],
+    ),
     ids=lambda policy: policy["name"],
 )
 def test_at_its_limit_a_policy_gives_the_same_bits_as_hybrid(policy: Any, optimizer: Any) -> None:

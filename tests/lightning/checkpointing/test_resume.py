@@ -100,7 +100,7 @@ def left_in(path: Path) -> set[int]:
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
 @pytest.mark.parametrize(
     ("workers", "batch_size"),
-    by_default([(3, 4), (2, 6), (1, 4), (4, 2), (5, 1)], (3, 4), (4, 2)),
+    by_default([(3, 4), (2, 6), (1, 4), (4, 2), (5, 1)], (3, 4)),
 )
 def test_each_sample_is_seen_once_over_both_halves_whoever_goes_on(
     policy: str, workers: int, batch_size: int, tmp_path: Path

@@ -162,7 +162,7 @@ BROKEN_OFF = [(*case, place) for n, case in enumerate(CASES) for place in rotate
 
 
 @pytest.mark.parametrize(
-    ("options", "schedule", "place"), but_slow(BROKEN_OFF, lambda _, number: number % 12 > 0)
+    ("options", "schedule", "place"), but_slow(BROKEN_OFF, lambda _, number: number % 19 > 0)
 )
 def test_who_goes_on_from_a_step_that_was_broken_off_does_it_again(
     options: str, schedule: str, place: str, tmp_path: Path

@@ -240,6 +240,7 @@ def test_sigterm_to_the_parent_alone_ends_with_143(tmp_path: Path) -> None:
     assert (tmp_path / "interrupted/interrupted.ckpt").is_file()
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_parent_leaves_no_worker(tmp_path: Path) -> None:
     process = start("hybrid", tmp_path, "training")
     assert len(members(process.pid)) == 4

@@ -101,6 +101,7 @@ def test_who_is_missing_in_a_meeting_is_named(policy: str, where: str, words: st
     assert words in obituary
 
 
+@pytest.mark.slow
 def test_a_first_step_that_takes_longer_than_the_limit_is_no_hang() -> None:
     class Compiling(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

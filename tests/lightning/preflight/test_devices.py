@@ -120,7 +120,7 @@ NOT_EARLY: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(NOT_EARLY, "clipped", "hooked"))
+@pytest.mark.parametrize("name", by_default(NOT_EARLY, "clipped"))
 def test_what_cannot_be_promised_is_stepped_as_a_whole(
     device: Fit, name: str, stepped_early: list[int]
 ) -> None:
