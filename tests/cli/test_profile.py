@@ -45,6 +45,7 @@ def test_what_makes_no_sense_is_refused(command: Command) -> None:
     assert done.code == 2 and "leave one of them out" in done.complaint
 
 
+@pytest.mark.slow
 def test_a_profiled_run_replays(command: Command) -> None:
     from hybridtrain.replay import main
 

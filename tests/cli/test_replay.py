@@ -53,6 +53,7 @@ def test_a_run_is_replayed_from_its_directory_which_stays_as_it_is(
     assert contents(Path("run")) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_in_its_own_directory_is_replayed_and_loses_no_file(
     command: Command, replay: Replay
 ) -> None:

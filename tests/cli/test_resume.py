@@ -152,6 +152,7 @@ def test_auto_leaves_alone_what_is_another_configuration_or_at_work(ended: Comma
     claim.release_all()
 
 
+@pytest.mark.slow
 def test_the_checksums_of_a_checkpoint_are_compared_once(
     ended: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

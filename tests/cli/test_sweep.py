@@ -130,6 +130,7 @@ def test_the_endings_of_jobs_are_json_whatever_their_errors_say() -> None:
     assert found["0"]["error"] == "the loss is NaN"
 
 
+@pytest.mark.slow
 def test_a_page_that_cannot_be_made_does_not_change_how_the_sweep_ends(
     command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,6 +93,7 @@ def test_without_a_monitor_they_are_those_of_the_last_validation(
     assert summary("here")["metrics"]["my_val"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_knows_the_validation_of_its_best_checkpoint(command: Command) -> None:
     options = [*OWN, "task.monitor=my_val"]
     assert command(*options).code == 0

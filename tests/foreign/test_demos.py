@@ -198,6 +198,7 @@ def wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     ("kind", "steps"),
     [(LightningTransformer, 3), pytest.param(LightningLSTM, 2, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_the_language_models_with_dropout_equal_one_process(
     kind: Any, steps: int, wikitext: int
 ) -> None:

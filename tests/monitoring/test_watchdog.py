@@ -135,6 +135,7 @@ def test_a_slow_reader_gets_all_of_a_large_answer() -> None:
     assert watched(2, []).run(body) == [6 << 20] * 2
 
 
+@pytest.mark.slow
 def test_a_worker_in_a_debugger_is_waited_for() -> None:
     reads, writes = os.pipe()
 
@@ -207,6 +208,7 @@ def test_what_a_waiting_worker_hears_unasked_leaves_it_waiting() -> None:
     theirs.close()
 
 
+@pytest.mark.slow
 def test_without_a_time_nobody_is_given_up() -> None:
     def body(client: Client) -> str:
         train(client)

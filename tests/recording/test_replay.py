@@ -170,7 +170,7 @@ class Forgetful(Regression):
                 state["momentum_buffer"] = state["momentum_buffer"] / 2
 
 
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("sparse", by_default([True, False], True))
 def test_sparse_gradients_clipping_and_states_changed_by_user_code_are_replayed(
     tmp_path: Path, sparse: bool
 ) -> None:
@@ -438,6 +438,7 @@ class Uncopyable(Rich):
         self.file = Path(os.devnull).open()  # noqa: SIM115
 
 
+@pytest.mark.slow
 def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, module=Uncopyable)
     with pytest.raises(UserError, match=r"cannot be copied.*TextIOWrapper"):

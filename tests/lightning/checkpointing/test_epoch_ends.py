@@ -78,7 +78,7 @@ TRAINED_ON: dict[str, dict[str, Any]] = {
 
 CASES = [(saving, options) for saving in SAVING for options in TRAINED_ON]
 CASES.remove(("after validations", "without validation"))
-ONE_OF_EACH = [("at the end of epochs", "limited"), ("after steps", "without validation")]
+ONE_OF_EACH = [("at the end of epochs", "limited")]
 
 
 @pytest.mark.parametrize(

@@ -210,15 +210,9 @@ def wait_until_empty(group: int, limit_s: float = 10.0) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize(
-    ("strategy", "phase"),
-    [
-        pytest.param("hybrid", "training", marks=pytest.mark.slow),
-        ("async", "validating"),
-        pytest.param("hybrid", "validating", marks=pytest.mark.slow),
-        pytest.param("async", "training", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["training", "validating"])
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(
     strategy: str, phase: str, tmp_path: Path
 ) -> None:

@@ -131,6 +131,7 @@ def test_what_cannot_be_promised_is_stepped_as_a_whole(
     assert sum(stepped_early) == 0
 
 
+@pytest.mark.slow
 def test_of_accumulated_mini_batches_the_last_is_announced(
     device: Fit, stepped_early: list[int]
 ) -> None:

@@ -202,6 +202,7 @@ def test_checkpoints_lie_under_default_root_dir_also_when_written_behind_the_bac
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_file_written_in_mid_training_behind_the_back_is_of_one_step(tmp_path: Path) -> None:
     """AsyncCheckpointIO clones before it goes on; views of shared memory are cloned like others."""
     files = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)

@@ -149,7 +149,6 @@ add(
     "StochasticWeightAveraging",
     lambda: plc.StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=2),
     trainer=four,
-    wide=True,
 )
 add(
     "StochasticWeightAveraging with BatchNorm",
@@ -209,7 +208,6 @@ add(
     "GradientAccumulationScheduler",
     lambda: plc.GradientAccumulationScheduler({0: 4, 1: 2, 2: 1}),
     trainer=four,
-    wide=True,
 )
 add(
     "ModelPruning",

@@ -28,7 +28,7 @@ add("limit_train_batches, a number", Net, trainer={"limit_train_batches": 3})
 add("limit_train_batches, a part", Net, trainer={"limit_train_batches": 0.5})
 add("limit_val_batches", Net, trainer={"limit_val_batches": 1})
 add("limit_val_batches=0", Net, trainer={"limit_val_batches": 0})
-add("overfit_batches, a number", Net, trainer={"overfit_batches": 2}, wide=True)
+add("overfit_batches, a number", Net, trainer={"overfit_batches": 2})
 add("overfit_batches, a part", Net, trainer={"overfit_batches": 0.5})
 add("fast_dev_run", Net, trainer={"fast_dev_run": True})
 add("fast_dev_run, three", Net, trainer={"fast_dev_run": 3})
@@ -119,7 +119,6 @@ add(
     # The metrics are of the last call alone, as on one device (tests/lightning/results); the forked
     # reference leaves those of the fit among them.
     facets=("returned*", "module.*", "*.hooks"),
-    wide=True,
 )
 
 
