@@ -137,7 +137,7 @@ class Counting(Regression):
     test_step = validation_step
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "hybrid"))
 @pytest.mark.parametrize("n", [40, 41, 7])
 def test_evaluation_counts_every_sample_exactly_once(strategy: str, n: int) -> None:
     data = regression_data(n)

@@ -71,7 +71,7 @@ def test_steps_that_end_in_mid_epoch(
     assert trainer.global_step >= max_steps and trainer.current_epoch == -(-max_steps // 12)
 
 
-@pytest.mark.parametrize("policy", FREE)
+@pytest.mark.parametrize("policy", by_default(FREE, "synchronous", "hogwild"))
 def test_fewer_mini_batches_than_workers(policy: str) -> None:
     module, trainer = fit(policy, 3, 4, Waiting, data=regression_data(8))
     assert (trainer.global_step, trainer.current_epoch) == (6, 3)

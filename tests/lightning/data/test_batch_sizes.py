@@ -149,7 +149,7 @@ class Sizes(Regression):
 
 
 @pytest.mark.parametrize("workers_of_the_loader", [0, 1])
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid"))
 def test_every_worker_gets_mini_batches_of_its_own_size(
     policy: str, workers_of_the_loader: int
 ) -> None:

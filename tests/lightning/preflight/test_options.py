@@ -412,7 +412,7 @@ def test_every_worker_writes_its_profilers_report_as_under_ddp(tmp_path: Path) -
     assert "run_training_batch" in (tmp_path / reports[0]).read_text()
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize("n", [48, 29])
 def test_reloaded_loaders_give_every_sample_exactly_once(strategy: str, n: int) -> None:
     """Lightning begins to iterate a reloaded loader twice; what it has fetched is not lost."""

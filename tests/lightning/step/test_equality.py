@@ -58,7 +58,7 @@ def test_hybrid_equals_ddp(name: str) -> None:
     assert distance(ours, theirs) < 1e-6
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
 def test_two_runs_give_the_same_bits(workers: int) -> None:
     module = partial(Regression, OPTIMIZERS["adam"])
     first, _ = fit("hybrid", workers, 4, module)
@@ -66,7 +66,7 @@ def test_two_runs_give_the_same_bits(workers: int) -> None:
     assert torch.equal(flat(first), flat(second))
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 37])
+@pytest.mark.parametrize("n", by_default([1, 2, 5, 37], 37, 2))
 def test_a_remainder_is_weighted_by_samples(n: int) -> None:
     data = regression_data(n)
     whole, _ = fit("hybrid", 1, 12, Regression, data)

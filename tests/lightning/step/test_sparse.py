@@ -137,7 +137,7 @@ class Watched(Mixed):
         assert self.made == []
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize("module", [Watched, partial(Watched, partial(OPTIM.Adagrad, lr=0.1))])
 def test_only_touched_rows_move_and_nothing_is_made_dense(module: Any, strategy: str) -> None:
     trained, _ = fit(strategy, 2, 6, module, sentences())
