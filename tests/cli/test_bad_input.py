@@ -91,9 +91,9 @@ CASES = [
 
 # One of each kind of check; the others go the same ways.
 BY_DEFAULT = [
-    *("strategy=backup strategy.policy.k=3 trainer.devices=2", "strategy=switch"),
-    *("strategy=hybird", "task=digit", "trainer.devces=2", "optimizer.lrr=1", "+optimizer.lrr=1"),
-    *("strategy.policy.k=3", "trainer.strategy=ddp", "trainer.devices=0", "trainer.devices"),
+    *("strategy=backup strategy.policy.k=3 trainer.devices=2", "strategy=hybird"),
+    *("trainer.devces=2", "+optimizer.lrr=1"),
+    *("strategy.policy.k=3", "trainer.strategy=ddp", "trainer.devices=0"),
     *("trainer.max_epochs=many", "trainer.precision=33", "optimizer.lr=-1", "seed=lucky"),
     *("model._target_=nowhere.Module", "model._target_=torch.nn.Linear", "ckpt=nowhere.ckpt"),
     *("strategy.workers_per_device=0", "--frobnicate"),

@@ -156,6 +156,7 @@ def test_nine_runs_with_nothing_in_common_leave_the_last_in_grey(tmp_path: Path)
     assert "the others" in text
 
 
+@pytest.mark.slow
 def test_different_tasks_are_not_drawn_on_the_same_axes(tmp_path: Path) -> None:
     for i, task in enumerate(["digits", "parabola"]):
         course(leave(tmp_path / str(i), task=task), 0.5, 0.6)
