@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -13,6 +13,19 @@ def but_slow(cases: Sequence[Any], is_slow: Callable[[Any, int], bool]) -> list[
     return [
         pytest.param(*case, marks=pytest.mark.slow if is_slow(case, number) else ())
         for number, case in enumerate(cases)
+    ]
+
+
+def by_default(values: Iterable[Any], *chosen: Any) -> list[Any]:
+    """All of them, those that were not chosen marked slow; tuples are for several names."""
+    values = list(values)
+    assert all(each in values for each in chosen), f"{chosen} are not all of {values}"
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in chosen else pytest.mark.slow,
+        )
+        for value in values
     ]
 
 

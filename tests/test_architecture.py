@@ -222,7 +222,7 @@ print(*sorted({'hybrid', 'async'} & set(StrategyRegistry.available_strategies())
 @pytest.mark.parametrize(
     "imports",
     [
-        "import pytorch_lightning, hybridtrain",
+        pytest.param("import pytorch_lightning, hybridtrain", marks=pytest.mark.slow),
         # Somebody only asks whether Lightning could be imported, as many libraries do.
         "import hybridtrain, importlib.util; importlib.util.find_spec('pytorch_lightning')",
     ],

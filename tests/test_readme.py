@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.picking import by_default
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text() for page in PAGES)
@@ -115,7 +117,13 @@ def test_the_python_blocks_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("arguments", [a for a in runs() if "-m" not in a], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    by_default(
+        [a for a in runs() if "-m" not in a], ["--help"], ["task=digits", "trainer.devices=2"]
+    ),
+    ids=" ".join,
+)
 def test_the_commands_run(arguments: list[str], tmp_path: Path, corpus: Path) -> None:
     done = run(arguments, tmp_path, corpus)
     assert done.returncode == 0, done.stdout + done.stderr

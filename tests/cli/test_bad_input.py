@@ -12,6 +12,7 @@ import torch
 
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY, TinyModule
+from tests.picking import by_default
 
 CASES = [
     ("strategy=backup strategy.policy.k=3 trainer.devices=2", ["k=3", "2 workers", "1 to 2"]),
@@ -88,7 +89,22 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("argument", "fragments"), CASES, ids=[x for x, _ in CASES])
+# One of each kind of check; the others go the same ways.
+BY_DEFAULT = [
+    *("strategy=backup strategy.policy.k=3 trainer.devices=2", "strategy=hybird"),
+    *("trainer.devces=2", "+optimizer.lrr=1"),
+    *("strategy.policy.k=3", "trainer.strategy=ddp", "trainer.devices=0"),
+    *("trainer.max_epochs=many", "trainer.precision=33", "optimizer.lr=-1", "seed=lucky"),
+    *("model._target_=nowhere.Module", "model._target_=torch.nn.Linear", "ckpt=nowhere.ckpt"),
+    *("strategy.workers_per_device=0", "--frobnicate"),
+]
+
+
+@pytest.mark.parametrize(
+    ("argument", "fragments"),
+    by_default(CASES, *(case for case in CASES if case[0] in BY_DEFAULT)),
+    ids=[x for x, _ in CASES],
+)
 def test_a_mistake_is_one_line_that_names_what_is_allowed(
     command: Command, argument: str, fragments: list[str]
 ) -> None:
@@ -100,7 +116,12 @@ def test_a_mistake_is_one_line_that_names_what_is_allowed(
     assert "Traceback" not in result.out
 
 
-@pytest.mark.parametrize("argument", ["task=own", "model=own task=digits", "-m task=own seed=1,2"])
+@pytest.mark.parametrize(
+    "argument",
+    by_default(
+        ["task=own", "model=own task=digits", "-m task=own seed=1,2"], "-m task=own seed=1,2"
+    ),
+)
 def test_own_without_a_class_says_how_to_name_it(command: Command, argument: str) -> None:
     result = command(*argument.split())
     assert result.code == 2
@@ -177,7 +198,10 @@ def test_a_checkpoint_with_code_is_refused_and_the_code_not_run(
     assert not (tmp_path / "exploded").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"no checkpoint at all", b"PK\x03\x04 cut short"])
+@pytest.mark.parametrize(
+    "content",
+    by_default([b"", b"no checkpoint at all", b"PK\x03\x04 cut short"], b"PK\x03\x04 cut short"),
+)
 def test_a_corrupt_checkpoint(command: Command, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "bad.ckpt").write_bytes(content)
     result = command(*TINY, "ckpt=bad.ckpt")

@@ -211,6 +211,7 @@ def test_a_fresh_run_in_a_directory_in_use_is_refused_and_writes_nothing(
         assert more or sorted(x.name for x in Path("here").iterdir()) == [".lock"]
 
 
+@pytest.mark.slow
 def test_a_sweep_leaves_directories_in_use_alone(command: Command) -> None:
     Path("jobs/1").mkdir(parents=True)
     with in_use("jobs"):

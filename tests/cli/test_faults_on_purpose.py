@@ -6,20 +6,26 @@ import pytest
 
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY
+from tests.picking import by_default
 
 HERE = [*TINY, "task=own", "trainer.devices=2", "hydra.run.dir=here", "test=false"]
 
 
 @pytest.mark.parametrize(
     ("faults", "complaint"),
-    [
+    by_default(
+        [
+            ("[{worker:1,step:2,kind:kil}]", "did you mean kill?"),
+            ("[{worker:1,step:2,kind:kill,phase:pul}]", "did you mean pull?"),
+            ("[{worker:2,step:2,kind:kill}]", "there is no worker 2; there are 0 to 1"),
+            ("[{worker:1,kind:kill}]", "without a step or a rate"),
+            ("{worker:1,step:2,kind:kill}", "must be a list"),
+            ("kill", "must be a list"),
+        ],
         ("[{worker:1,step:2,kind:kil}]", "did you mean kill?"),
-        ("[{worker:1,step:2,kind:kill,phase:pul}]", "did you mean pull?"),
         ("[{worker:2,step:2,kind:kill}]", "there is no worker 2; there are 0 to 1"),
-        ("[{worker:1,kind:kill}]", "without a step or a rate"),
-        ("{worker:1,step:2,kind:kill}", "must be a list"),
         ("kill", "must be a list"),
-    ],
+    ),
 )
 def test_bad_faults_are_one_line_before_anything_starts(
     command: Command, faults: str, complaint: str

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,29 +13,9 @@ import torch
 from hybridtrain.util.files import fault_of
 from tests.cli.conftest import summary
 from tests.cli.tiny import TINY
+from tests.cli.zygote import Zygote, wait_for
 
 ENDLESS = [*TINY, "trainer.max_epochs=100000", "model.sleep_s=0.01", "trainer.log_every_n_steps=1"]
-
-
-def _start(*arguments: str) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "hybridtrain", *arguments]
-    return subprocess.Popen(
-        line,
-        env=environment,
-        start_new_session=True,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-
-
-def _wait_for(path: Path, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists():
-        assert process.poll() is None, "the run ended by itself"
-        assert time.monotonic() < deadline, f"no {path} after a minute"
-        time.sleep(0.05)
 
 
 def _processes_of(session: int) -> list[int]:
@@ -68,16 +46,15 @@ def _none_left(session: int) -> bool:
     ],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_status(
-    strategy: str, signum: signal.Signals, to_group: bool
+    zygote: Zygote, strategy: str, signum: signal.Signals, to_group: bool
 ) -> None:
-    run = _start(*ENDLESS, f"strategy={strategy}", "trainer.devices=2", "hydra.run.dir=here")
-    _wait_for(Path("here/.run_stats.json"), run)
-    _wait_for(Path("here/checkpoints/last.ckpt"), run)
-    if to_group:
-        os.killpg(run.pid, signum)
-    else:
-        run.send_signal(signum)
-    assert run.wait(timeout=30) == 128 + signum
+    run = zygote.start(
+        Path.cwd(), *ENDLESS, f"strategy={strategy}", "trainer.devices=2", "hydra.run.dir=here"
+    )
+    run.until("here/.run_stats.json")
+    run.until("here/checkpoints/last.ckpt")
+    (os.killpg if to_group else os.kill)(run.pid, signum)
+    assert run.status() == 128 + signum
     assert _none_left(run.pid)
     found = summary("here")
     assert found["exit"] == 128 + signum
@@ -92,34 +69,36 @@ def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_status(
         assert not [x for x in others if x.stat().st_mtime > path.stat().st_mtime]
 
 
-def test_a_second_signal_ends_a_run_at_once_though_its_workers_do_not_listen() -> None:
-    deaf = ["model.sleep_s=1000", "trainer.max_epochs=9", "trainer.devices=2"]
-    run = _start(*TINY, *deaf, "strategy.stop_grace_s=1000", "hydra.run.dir=here")
-    _wait_for(Path("here/record.bin"), run)
-    time.sleep(1.0)
-    run.send_signal(signal.SIGTERM)
+def test_a_second_signal_ends_a_run_at_once_though_its_workers_do_not_listen(
+    zygote: Zygote,
+) -> None:
+    Path("diary").mkdir()
+    deaf = ["model.sleep_s=1000", f"model.diary={Path('diary').absolute()}", "trainer.devices=2"]
+    run = zygote.start(Path.cwd(), *TINY, *deaf, "strategy.stop_grace_s=1000")
+    wait_for(lambda: len(list(Path("diary").iterdir())) == 2, run.said)  # both sleep in their step
+    os.kill(run.pid, signal.SIGTERM)
     time.sleep(1.5)  # sooner, it would be the same one again
-    assert run.poll() is None
-    run.send_signal(signal.SIGTERM)
-    assert run.wait(timeout=20) == 143
+    assert run.pid in run.processes()
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.status() == 143
     assert _none_left(run.pid)
 
 
-def test_ctrl_c_ends_a_sweep_and_the_job_saves_a_checkpoint() -> None:
+def test_ctrl_c_ends_a_sweep_and_the_job_saves_a_checkpoint(zygote: Zygote) -> None:
     options = ["strategy=hybrid,ddp", "trainer.devices=2", "hydra.sweep.dir=jobs"]
-    run = _start("-m", *ENDLESS, *options)
-    _wait_for(Path("jobs/0/.run_stats.json"), run)
-    _wait_for(Path("jobs/0/checkpoints/last.ckpt"), run)
+    run = zygote.start(Path.cwd(), "-m", *ENDLESS, *options)
+    run.until("jobs/0/.run_stats.json")
+    run.until("jobs/0/checkpoints/last.ckpt")
     os.killpg(run.pid, signal.SIGINT)
-    assert run.wait(timeout=30) == 130
+    assert run.status() == 130
     assert _none_left(run.pid)
     assert summary("jobs/0")["exit"] == 130
     assert not Path("jobs/1").exists()
 
 
-def test_a_killed_sweep_takes_its_job_along() -> None:
-    run = _start("-m", *ENDLESS, "trainer.devices=2,1", "hydra.sweep.dir=jobs")
-    _wait_for(Path("jobs/0/.run_stats.json"), run)
-    run.kill()
-    run.wait()
+def test_a_killed_sweep_takes_its_job_along(zygote: Zygote) -> None:
+    run = zygote.start(Path.cwd(), "-m", *ENDLESS, "trainer.devices=2,1", "hydra.sweep.dir=jobs")
+    run.until("jobs/0/.run_stats.json")
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.status() == -signal.SIGKILL
     assert _none_left(run.pid)

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cli.busy import BUSY
 from tests.cli.zygote import Run, Zygote
+from tests.picking import by_default
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks at /proc")
 pytestmark = LINUX
@@ -40,7 +41,7 @@ def is_clean_after(end: str, run: Run, n_processes: int) -> None:
     assert run.left() == [], run.said()
 
 
-@pytest.mark.parametrize("end", ["parent", "worker", "SIGTERM"])
+@pytest.mark.parametrize("end", by_default(["parent", "worker", "SIGTERM"], "SIGTERM"))
 def test_nothing_is_left_of_a_run_with_data_loaders(
     end: str, zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.cli.conftest import Command
 from tests.cli.tiny import TINY
 
@@ -27,6 +29,7 @@ def test_without_it_there_is_none(command: Command) -> None:
     assert not Path("here/profile.json").exists()
 
 
+@pytest.mark.slow
 def test_each_job_of_a_sweep_has_its_own_ddp_too(command: Command) -> None:
     done = command("-m", *RUN, "profile=true", "strategy=async,ddp", "hydra.sweep.dir=jobs")
     assert done.code == 0, done.err
@@ -42,6 +45,7 @@ def test_what_makes_no_sense_is_refused(command: Command) -> None:
     assert done.code == 2 and "leave one of them out" in done.complaint
 
 
+@pytest.mark.slow
 def test_a_profiled_run_replays(command: Command) -> None:
     from hybridtrain.replay import main
 

@@ -14,6 +14,7 @@ from hybridtrain.recording.record_file import CELL_BYTES
 from tests.cli.conftest import Command, Result
 from tests.cli.tiny import TINY
 from tests.lightning.toys import fit
+from tests.picking import by_default
 
 Replay = Callable[..., Result]
 TWO = [*TINY, "trainer.devices=2", "hydra.run.dir=run", "trainer.enable_progress_bar=false"]
@@ -40,7 +41,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 def test_a_run_is_replayed_from_its_directory_which_stays_as_it_is(
     command: Command, replay: Replay, strategy: str
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_run_is_replayed_from_its_directory_which_stays_as_it_is(
     assert contents(Path("run")) == before
 
 
+@pytest.mark.slow
 def test_a_run_that_went_on_in_its_own_directory_is_replayed_and_loses_no_file(
     command: Command, replay: Replay
 ) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import zipfile
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from hybridtrain.cli.resume import kept_runs
 from hybridtrain.cli.resume.resume_arguments import expanded
 from hybridtrain.util import files
 from tests.cli.conftest import Command, in_use, summary
-from tests.cli.test_interrupt import _none_left, _start, _wait_for
+from tests.cli.test_interrupt import _none_left
 from tests.cli.tiny import TINY
+from tests.cli.zygote import Zygote
 from tests.lightning.checkpointing.test_resume import same
+from tests.picking import by_default
 
 RUN = [*TINY, "trainer.devices=2", "logger=both", "trainer.log_every_n_steps=1"]
-SLOW = ["model.sleep_s=0.02", "trainer.max_epochs=12"]
+EPOCHS = 8
+SLOW = ["model.sleep_s=0.02", f"trainer.max_epochs={EPOCHS}"]
 
 
 def last(directory: str) -> dict[str, Any]:
@@ -43,42 +47,42 @@ def metrics(directory: str) -> list[dict[str, str]]:
         ]
 
 
-def killed(*arguments: str, at: str = "here/checkpoints/last.ckpt") -> None:
+def killed(zygote: Zygote, *arguments: str) -> None:
     """All processes of the run at once, as an out-of-memory killer or a power cut would."""
-    run = _start(*arguments)
-    _wait_for(Path(at), run)
+    run = zygote.start(Path.cwd(), *arguments)
+    run.until("here/checkpoints/last.ckpt")
     os.killpg(run.pid, signal.SIGKILL)
-    run.wait()
+    assert run.status() == -signal.SIGKILL
     assert _none_left(run.pid)
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_run_killed_with_all_its_processes_goes_on_to_the_same_bits(
-    command: Command, strategy: str
+    command: Command, zygote: Zygote, strategy: str
 ) -> None:
     arguments = [*RUN, *SLOW, f"strategy={strategy}"]
-    killed(*arguments, "hydra.run.dir=here")
+    killed(zygote, *arguments, "hydra.run.dir=here")
     assert not Path("here/summary.json").exists()
     before = last("here")["global_step"]
-    assert 0 < before < 72
+    assert 0 < before < 6 * EPOCHS
     again = command("resume=here")
     assert again.code == 0, again.err
     assert "here goes on from" in again.out and "resumed" in again.out
     assert command(*arguments, "hydra.run.dir=whole").code == 0
     one, other = last("here"), last("whole")
-    assert one["global_step"] == other["global_step"] == 72
+    assert one["global_step"] == other["global_step"] == 6 * EPOCHS
     assert same(one["state_dict"], other["state_dict"])
     assert same(one["optimizer_states"], other["optimizer_states"])
     assert summary("here")["metrics"] == summary("whole")["metrics"]
     assert summary("here")["resumed"].endswith(".ckpt")
-    assert len(rows(metrics("here"))) >= 12
+    assert len(rows(metrics("here"))) >= EPOCHS
     assert rows(metrics("here")) == rows(metrics("whole")), "the log was appended to"
     assert sorted(x.name for x in Path("here/checkpoints").iterdir()) == sorted(
         x.name for x in Path("whole/checkpoints").iterdir()
     )
     history = [float(row["updates"]) for row in table("here/history.csv")]
-    assert history == sorted(history) and history[-1] == 72
-    assert float(table("here/history.csv")[-1]["samples"]) == 12 * 24
+    assert history == sorted(history) and history[-1] == 6 * EPOCHS
+    assert float(table("here/history.csv")[-1]["samples"]) == EPOCHS * 24
 
 
 def rows(found: list[dict[str, str]]) -> list[tuple[tuple[str, str], ...]]:
@@ -93,10 +97,24 @@ def table(path: str) -> list[dict[str, str]]:
 # ---- what is resumed ----------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One run to its end."""
+    from hybridtrain.cli.entry import main
+
+    before = dict(os.environ)
+    with chdir(tmp_path_factory.mktemp("ended")):
+        assert main([*RUN, "test=false", "hydra.run.dir=old"]) == 0
+        directory = Path("old").absolute()
+    os.environ.clear()
+    os.environ.update(before)
+    return directory
+
+
 @pytest.fixture
-def ended(command: Command) -> Command:
+def ended(a_run: Path, command: Command) -> Command:
     """Two runs that ended early have left directories: ``old`` and, later, ``runs/1``."""
-    assert command(*RUN, "test=false", "hydra.run.dir=old").code == 0
+    shutil.copytree(a_run, "old")
     say_exit("old", 143)
     shutil.copytree("old", "runs/1")
     return command
@@ -134,6 +152,7 @@ def test_auto_leaves_alone_what_is_another_configuration_or_at_work(ended: Comma
     claim.release_all()
 
 
+@pytest.mark.slow
 def test_the_checksums_of_a_checkpoint_are_compared_once(
     ended: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,15 +214,20 @@ def test_options_that_differ_are_shown_and_can_be_insisted_on(ended: Command) ->
 
 @pytest.mark.parametrize(
     ("arguments", "fragments"),
-    [
-        ("resume=nowhere", ["resume=nowhere", "not the directory of a run"]),
+    by_default(
+        [
+            ("resume=nowhere", ["resume=nowhere", "not the directory of a run"]),
+            ("resume=runs", ["not the directory of a run", "below it: runs/1"]),
+            ("resume=old ckpt=some.ckpt", ["together with ckpt=some.ckpt", "leave ckpt out"]),
+            ("resume=old hydra.run.dir=new", ["together with hydra.run.dir=new"]),
+            ("-m resume=old,runs/1", ["one run at a time"]),
+            ("-m resume=old model.lr=1,2", ["one run at a time"]),
+            ("resume=old resume_override=maybe", ["resume_override=maybe", "true or false"]),
+        ],
         ("resume=runs", ["not the directory of a run", "below it: runs/1"]),
-        ("resume=old ckpt=some.ckpt", ["together with ckpt=some.ckpt", "leave ckpt out"]),
         ("resume=old hydra.run.dir=new", ["together with hydra.run.dir=new"]),
         ("-m resume=old,runs/1", ["one run at a time"]),
-        ("-m resume=old model.lr=1,2", ["one run at a time"]),
-        ("resume=old resume_override=maybe", ["resume_override=maybe", "true or false"]),
-    ],
+    ),
 )
 def test_what_cannot_be_resumed_is_one_line(
     command: Command, arguments: str, fragments: list[str]

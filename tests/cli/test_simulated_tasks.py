@@ -15,6 +15,7 @@ from hybridtrain.simulate import main
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_losses_of_several_strategies_against_virtual_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from hybridtrain.cli.straggler import Straggler
 from hybridtrain.errors import UserError
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY
+from tests.picking import by_default
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_straggler_that_would_be_faster_is_refused(command: Command) -> None:
     assert result.code == 2 and "times=0.5" in result.complaint
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 def test_training_stops_at_the_target_and_everybody_with_it(
     command: Command, strategy: str
 ) -> None:

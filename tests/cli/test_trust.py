@@ -22,6 +22,7 @@ from tests.cli.busy import BUSY
 from tests.cli.conftest import Command
 from tests.cli.tiny import TINY
 from tests.cli.zygote import Run, Zygote
+from tests.picking import by_default
 
 LINUX = pytest.mark.skipif(not Path("/proc/self/net").exists(), reason="looks at /proc")
 NOBODY = 65534
@@ -51,7 +52,7 @@ def sockets_of(run: Run) -> dict[str, str]:
 
 
 @LINUX
-@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize("loaders", by_default([0, 2], 2))
 def test_a_run_listens_to_nothing_but_what_its_processes_have_inherited(
     loaders: int, zygote: Zygote, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from hybridtrain.cli.sweep import job_launcher
 from hybridtrain.report.runs import read_run
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TinyData, TinyModule
+from tests.picking import by_default
 
 
 class Untested(pl.LightningModule):
@@ -64,7 +65,7 @@ OWN = ["model._target_=tests.cli.test_validated.Untested", "trainer.accelerator=
 OWN += ["trainer.max_epochs=4", "hydra.run.dir=here", "task.metric=my_val", "logger=none"]
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async", "ddp"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async", "ddp"], "hybrid"))
 def test_the_metrics_are_those_of_the_checkpoint_that_the_monitor_has_chosen(
     command: Command, strategy: str
 ) -> None:
@@ -79,7 +80,11 @@ def test_the_metrics_are_those_of_the_checkpoint_that_the_monitor_has_chosen(
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["callbacks.checkpoint=null", "callbacks.periodic=null"], ["callbacks=none"]]
+    "more",
+    by_default(
+        [[], ["callbacks.checkpoint=null", "callbacks.periodic=null"], ["callbacks=none"]],
+        ["callbacks=none"],
+    ),
 )
 def test_without_a_monitor_they_are_those_of_the_last_validation(
     command: Command, more: list[str]
@@ -88,6 +93,7 @@ def test_without_a_monitor_they_are_those_of_the_last_validation(
     assert summary("here")["metrics"]["my_val"] == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_knows_the_validation_of_its_best_checkpoint(command: Command) -> None:
     options = [*OWN, "task.monitor=my_val"]
     assert command(*options).code == 0
@@ -96,6 +102,7 @@ def test_a_run_that_goes_on_knows_the_validation_of_its_best_checkpoint(command:
     assert summary("here")["metrics"]["my_val"] == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_compares_and_returns_it(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     told = []
     made = job_launcher._job_return
@@ -112,11 +119,14 @@ def test_a_sweep_compares_and_returns_it(command: Command, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     "more",
-    [
-        ["callbacks.checkpoint=null"],
+    by_default(
+        [
+            ["callbacks.checkpoint=null"],
+            [],
+            ["callbacks.checkpoint=null", "callbacks.periodic=null"],
+        ],
         [],
-        ["callbacks.checkpoint=null", "callbacks.periodic=null"],
-    ],
+    ),
 )
 def test_the_best_of_a_users_own_checkpoints_is_tested(command: Command, more: list[str]) -> None:
     options = ["model._target_=tests.cli.test_validated.Tested", *OWN[1:], "model.own=true"]

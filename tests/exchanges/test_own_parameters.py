@@ -93,6 +93,24 @@ def test_local_sgd_is_what_plain_torch_does(workers: int, every: int, make: Any)
     assert made.now_s == 6 * every  # a second for each step
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("movement", {"every": 2}), ("accumulated", {"n_push": 2, "n_fetch": 2})]
+)
+def test_what_is_handed_over_weighs_the_samples_behind_it(
+    name: str, options: dict[str, int]
+) -> None:
+    exchange: Any = make_exchange({"name": name, **options})
+    local: Any = SimpleNamespace(
+        parameters=[torch.ones(2)], masters=[torch.zeros(2)], gradients=[torch.ones(2)]
+    )
+    local.step = lambda: None
+    weights = []
+    for local.samples in (3.0, 1.0, 5.0, 7.0):
+        offer = exchange.step(local)
+        weights += [offer.weight] if offer is not None else []
+    assert weights == ([4.0, 12.0] if name == "movement" else [3.0, 0.0, 6.0, 0.0])
+
+
 def test_one_step_of_plain_sgd_between_means_is_the_mean_gradient() -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)

@@ -29,6 +29,7 @@ from pytorch_lightning.demos.transformer import LightningTransformer, WikiText2
 from torch.utils.data import DataLoader
 
 from tests.foreign.strangers import alone, apart, same_bits, seeded, train, union
+from tests.picking import by_default
 
 
 def test_no_module_of_the_demos_is_forgotten() -> None:
@@ -63,7 +64,7 @@ def test_the_boring_modules_equal_one_process_on_the_union_of_the_batches(kind: 
     assert losses.fell()
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize("kind", [BoringModel, ManualOptimBoringModel])
 def test_the_boring_modules_own_loaders_and_steps_all_run(strategy: str, kind: Any) -> None:
     module = seeded(kind)
@@ -197,6 +198,7 @@ def wikitext(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     ("kind", "steps"),
     [(LightningTransformer, 3), pytest.param(LightningLSTM, 2, marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_the_language_models_with_dropout_equal_one_process(
     kind: Any, steps: int, wikitext: int
 ) -> None:
@@ -208,6 +210,7 @@ def test_the_language_models_with_dropout_equal_one_process(
     assert apart(module, reference) < 1e-7  # their learning rates let rounding grow fast
 
 
+@pytest.mark.slow
 def test_the_transformer_equals_one_process_on_the_union_of_the_batches(wikitext: int) -> None:
     def made() -> LightningTransformer:
         module = seeded(LightningTransformer, wikitext)

@@ -120,7 +120,10 @@ def gpt2() -> Any:
     )
 
 
-@pytest.mark.parametrize(("make", "data"), [(bert, Sentences()), (gpt2, Texts())])
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [pytest.param(bert, Sentences(), marks=pytest.mark.slow), (gpt2, Texts())],
+)
 def test_a_transformer_equals_one_process_on_the_union_of_the_batches(make: Any, data: Any) -> None:
     module, reference = seeded(lambda: Wrapped(make())), seeded(lambda: Wrapped(make()))
     options: dict[str, Any] = {"max_epochs": 4, "precision": "64-true"}

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from tests.lightning.toys import flat, make_trainer
+from tests.picking import by_default
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
     "1d": lambda: nn.Sequential(nn.Flatten(), nn.BatchNorm1d(32)),
@@ -59,8 +60,10 @@ def compare(one: Any, many: Any) -> None:
         torch.testing.assert_close(dict(many.named_buffers())[name], buffer, rtol=1e-7, atol=1e-9)
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("kind", ["1d", "2d", "cumulative", "plain"])
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
+@pytest.mark.parametrize(
+    "kind", by_default(["1d", "2d", "cumulative", "plain"], "2d", "cumulative")
+)
 def test_statistics_and_gradients_are_those_of_the_union(kind: str, workers: int) -> None:
     one, _ = train(1, 12, kind=kind)
     many, _ = train(workers, 12, kind=kind)
@@ -69,8 +72,8 @@ def test_statistics_and_gradients_are_those_of_the_union(kind: str, workers: int
     assert (flat(alone) - flat(one)).abs().max() > 1e-5, "it matters here"
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("n", [43, 37, 25])
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
+@pytest.mark.parametrize("n", by_default([43, 37, 25], 43, 25))
 def test_uneven_shares_and_empty_ones_count_by_their_samples(n: int, workers: int) -> None:
     """The last mini-batch has 7, 1 and 1 samples."""
     one, _ = train(1, 12, n=n)

@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, Model
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.lightning.toys import Regression, fit, flat, make_trainer, regression_data
+from tests.picking import by_default
 
 GLOBAL_BATCH = 12
 LIGHTNINGS = {
@@ -82,6 +83,9 @@ class Cycle(Regression):
         optimizer = torch.optim.Adam(self.parameters(), lr=0.01, amsgrad=True)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=40)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+KINDS = [Two, Plateau, Cycle]
 
 
 def callbacks(folder: Path, *more: str) -> list[pl.Callback]:
@@ -175,7 +179,7 @@ def assert_same(one: Any, other: Any, rtol: float, path: str = "") -> None:
         assert one == other, path
 
 
-@pytest.mark.parametrize("kind", [Two, Plateau, Cycle])
+@pytest.mark.parametrize("kind", by_default(KINDS, Two))
 def test_it_holds_what_one_process_would_have_written_and_one_key_more(
     kind: Any, tmp_path: Path
 ) -> None:
@@ -195,7 +199,7 @@ def test_it_holds_what_one_process_would_have_written_and_one_key_more(
             assert_same(ours["callbacks"][name][key], state[key], 1e-4, f"{name}[{key}]")
 
 
-@pytest.mark.parametrize("kind", [Two, Plateau, Cycle])
+@pytest.mark.parametrize("kind", by_default(KINDS, Two))
 @pytest.mark.parametrize(
     ("first", "second"), [("hybrid", "one"), ("one", "hybrid"), ("hybrid", "hybrid2")]
 )
@@ -216,6 +220,7 @@ def test_the_continued_run_equals_the_uninterrupted_one(
 @pytest.mark.parametrize(
     "kind", [Two, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Plateau, Cycle))]
 )
+@pytest.mark.slow
 def test_to_ddp_and_back(kind: Any, tmp_path: Path) -> None:
     run("hybrid", kind, tmp_path / "a", 2)
     run_ddp(kind, tmp_path / "b", 4, str(tmp_path / "a" / "last.ckpt"))
@@ -226,8 +231,10 @@ def test_to_ddp_and_back(kind: Any, tmp_path: Path) -> None:
         assert_same(load(tmp_path / "c")[part], theirs[part], 1e-4, part)
 
 
-@pytest.mark.parametrize("kind", [Two, Plateau, Cycle])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind", by_default(KINDS, Cycle))
+@pytest.mark.parametrize(
+    "precision", by_default(["32-true", "bf16-mixed", "bf16-true"], "bf16-true")
+)
 def test_with_the_same_workers_it_goes_on_to_the_bit(
     kind: Any, precision: str, tmp_path: Path
 ) -> None:
@@ -245,7 +252,7 @@ def test_with_the_same_workers_it_goes_on_to_the_bit(
     assert {tensor.dtype for tensor in ours["state_dict"].values()} == {expected}
 
 
-@pytest.mark.parametrize("kind", [Two, Plateau, Cycle])
+@pytest.mark.parametrize("kind", by_default(KINDS, Plateau))
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_the_caller_too_can_write_a_checkpoint_after_training(
     kind: Any, strategy: str, tmp_path: Path
@@ -278,6 +285,7 @@ def test_the_caller_too_can_write_a_checkpoint_after_training(
     assert "optimizer_states" not in content and "state_dict" in content
 
 
+@pytest.mark.slow
 def test_an_average_of_the_weights_goes_on_too(tmp_path: Path) -> None:
     ema = partial(callbacks, tmp_path / "a", "ema")
     run("hybrid", Cycle, tmp_path / "a", 2, callbacks=ema())

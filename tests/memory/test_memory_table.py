@@ -16,6 +16,7 @@ from hybridtrain.policies.registry import POLICIES
 from hybridtrain.registration import SCHEMES
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.kernels import kernel_for
+from tests.picking import by_default
 from tests.support.served import Served
 
 ROOT = Path(__file__).parents[2]
@@ -69,8 +70,11 @@ def test_the_table_has_every_strategy_there_is() -> None:
     assert table().keys() == names - {"ddp"} - own == POLICIES.keys()
 
 
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize(("column", "n_workers", "optimizer"), COLUMNS)
+@pytest.mark.parametrize(
+    "name",
+    by_default(POLICIES, "hybrid", "async", "backup", "k_batch_async", "hogwild", "synchronous"),
+)
+@pytest.mark.parametrize(("column", "n_workers", "optimizer"), by_default(COLUMNS, COLUMNS[-1]))
 def test_so_many_bytes_are_allocated(
     name: str, column: str, n_workers: int, optimizer: Callable[..., Any]
 ) -> None:

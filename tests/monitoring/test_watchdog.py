@@ -30,6 +30,7 @@ from hybridtrain.worlds.local.channel import Channel, channel_pair
 from hybridtrain.worlds.local.process_world import ProcessWorld
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from hybridtrain.worlds.local.worker_process import WorkerProcess
+from tests.picking import by_default
 from tests.worlds.test_world import wait_until
 
 LIMIT_S = 1.0
@@ -77,7 +78,12 @@ def death(how: Callable[[], None]) -> tuple[str, list[str]]:
     return str(caught.value), said
 
 
-@pytest.mark.parametrize("how", [oversleep, oversleep_with_the_interpreter_locked])
+@pytest.mark.parametrize(
+    "how",
+    by_default(
+        [oversleep, oversleep_with_the_interpreter_locked], oversleep_with_the_interpreter_locked
+    ),
+)
 def test_a_worker_that_hangs_is_named_shown_and_killed(how: Callable[[], None]) -> None:
     obituary, said = death(how)
     assert obituary.startswith("worker 1 (process ")
@@ -129,6 +135,7 @@ def test_a_slow_reader_gets_all_of_a_large_answer() -> None:
     assert watched(2, []).run(body) == [6 << 20] * 2
 
 
+@pytest.mark.slow
 def test_a_worker_in_a_debugger_is_waited_for() -> None:
     reads, writes = os.pipe()
 
@@ -201,6 +208,7 @@ def test_what_a_waiting_worker_hears_unasked_leaves_it_waiting() -> None:
     theirs.close()
 
 
+@pytest.mark.slow
 def test_without_a_time_nobody_is_given_up() -> None:
     def body(client: Client) -> str:
         train(client)

@@ -107,6 +107,7 @@ def test_bad_input_is_refused_before_anything_runs(
     assert code == 2 and fragment in err and out == ""
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_why_and_leaves_nothing() -> None:
     script = "sleep 97.25 & echo last words; exit 3"
     runner = runs.Runner(limit_s=60)

@@ -61,6 +61,7 @@ def test_the_base_image_has_a_python_that_the_package_admits() -> None:
     assert version is not None and version[1] in ("3.11", "3.12", "3.13")
 
 
+@pytest.mark.slow
 def test_memory_shared_by_the_workers_is_not_taken_from_dev_shm(tmp_path: Path) -> None:
     """Docker gives /dev/shm 64 MB; the parameters of a run may not lie there."""
     code = """

@@ -93,6 +93,7 @@ def test_random_faults_come_about_as_often_as_they_should() -> None:
     assert 1 / sum(fault["rate"] for fault in rates(200.0)) == pytest.approx(200.0)
 
 
+@pytest.mark.slow
 def test_a_short_soak_without_faults_uses_each_sample_once_an_epoch() -> None:
     run = soak("async", Wish(epochs=1))
     assert (run.outcome, run.missing, run.twice, run.left) == ("finished", 0, 0, [])

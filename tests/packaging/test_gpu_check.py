@@ -40,6 +40,7 @@ def test_without_a_gpu_it_says_so_and_runs_nothing(complete: Path) -> None:
     assert done.stdout == "" and set(complete.parent.iterdir()) == before
 
 
+@pytest.mark.slow
 def test_offline_it_takes_the_interpreter_that_is_there_and_leaves_one_file(
     complete: Path, tmp_path: Path
 ) -> None:
@@ -256,6 +257,7 @@ def test_without_a_gpu_the_part_is_left_out() -> None:
     assert isinstance(row, rows.Skipped) and "no CUDA device" in row.reason
 
 
+@pytest.mark.slow
 def test_its_ways_to_train_agree_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -66,6 +66,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_from_elsewhere(installed: Path, tmp_path: Path) -> None:
     where = shell(installed, "-c", "import hybridtrain; print(hybridtrain.__file__)", cwd=tmp_path)
     assert Path(where.strip()).is_relative_to(installed.parents[1])
@@ -74,6 +75,7 @@ def test_the_wheel_runs_from_elsewhere(installed: Path, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "here" / "summary.json").read_text())["workers"] == 2
 
 
+@pytest.mark.slow
 def test_the_command_of_the_wheel_finds_a_users_module_in_the_working_directory(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -55,7 +55,7 @@ class Case:
         facets: what is compared, as patterns of dotted names; all, unless said otherwise.
         ignore: what is not, also patterns.
         rtol: the largest relative difference that is called rounding.
-        wide: also run with three workers by default, not only among the slow tests.
+        wide: run by default, with three workers; the slow tests run all, with two and three.
         batch: mini-batch of one worker.
         gpu: needs CUDA.
         on_cpu: a CPU would compute the same, so that DDP on one is a reference for others.

@@ -11,14 +11,28 @@ from tests.parity.case import Case
 from tests.parity.cases import CASES
 from tests.parity.harness import STRATEGIES, Harness, Job
 
+# Besides the wide ones: one of each kind of thing that no wide case has.
+BY_DEFAULT = {
+    *("optimizers/LBFGS", "steps/a hook after accumulation", "manual/a closure"),
+    *("schedulers/per step while accumulating", "callbacks/a callback's own state"),
+    *("callbacks/BasePredictionWriter", "callbacks/LearningRateFinder", "modules/tied parameters"),
+    *("modules/random numbers of three libraries", "loaders/a batch sampler"),
+    *("loaders/an IterableDataset, val_check_interval", "logged/TensorBoardLogger"),
+    *("loops/a hook stops the training", "loops/fit twice on one trainer"),
+}
+assert CASES.keys() >= BY_DEFAULT
+
 
 def _runs() -> list[Any]:
-    """Three workers for those cases that need them, two for others; among the slow tests both."""
+    """Three workers for those cases that need them, two for some; among the slow tests all."""
     return [
         pytest.param(case, strategy, workers, id=f"{case.id}-{strategy}-{workers}", marks=marks)
         for case in CASES.values()
         for strategy in STRATEGIES
-        for workers, marks in ((2, _marks(case, not case.wide)), (3, _marks(case, case.wide)))
+        for workers, marks in (
+            (2, _marks(case, case.id in BY_DEFAULT)),
+            (3, _marks(case, case.wide)),
+        )
     ]
 
 

@@ -27,6 +27,7 @@ from hybridtrain.policies import POLICIES as EVERY
 from hybridtrain.recording import Record, find_record, read_record
 from hybridtrain.recording.replayer import Replayed
 from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.picking import by_default
 
 POLICIES = ["hybrid", "async"]
 
@@ -106,7 +107,12 @@ def check_equal(run: Run, record: Record) -> None:
     assert report.equal and run.differing() == []
 
 
-@pytest.mark.parametrize("name", sorted(EVERY.keys() - {"hybrid", "async"}))
+@pytest.mark.parametrize(
+    "name",
+    by_default(
+        sorted(EVERY.keys() - {"hybrid", "async"}), "backup", "k_async", "softsync", "switch"
+    ),
+)
 def test_every_policy_is_replayed_whose_order_is_known(tmp_path: Path, name: str) -> None:
     given = {"switch": {"name": "switch", "at_update": 5}}.get(name, name)
     if name == "hogwild":
@@ -134,7 +140,7 @@ def test_workers_that_train_on_their_own_are_replayed(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize("workers", by_default([2, 4], 4))
 def test_a_replay_comes_to_the_same_bits(tmp_path: Path, policy: Any, workers: int) -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     run = Run(tmp_path, policy, workers, trainer=options)
@@ -164,7 +170,7 @@ class Forgetful(Regression):
                 state["momentum_buffer"] = state["momentum_buffer"] / 2
 
 
-@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize("sparse", by_default([True, False], True))
 def test_sparse_gradients_clipping_and_states_changed_by_user_code_are_replayed(
     tmp_path: Path, sparse: bool
 ) -> None:
@@ -195,7 +201,7 @@ class Manual(Rich):
         return [one, other], [torch.optim.lr_scheduler.StepLR(one, 3)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default(POLICIES, "hybrid"))
 def test_manual_optimization_is_replayed(tmp_path: Path, policy: Any) -> None:
     run = Run(tmp_path, policy, module=Manual, trainer={"max_epochs": 2})
     check_equal(run, run.record())
@@ -217,7 +223,7 @@ def test_random_augmentation_in_processes_of_the_loader_is_replayed(tmp_path: Pa
     check_equal(run, run.record())
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default(POLICIES, "async"))
 def test_a_run_that_went_on_from_a_checkpoint_is_replayed(tmp_path: Path, policy: Any) -> None:
     before = Run(tmp_path / "before", policy, trainer={"max_steps": 8, "limit_val_batches": 0})
     before.record()
@@ -236,7 +242,9 @@ def test_a_run_of_processes_started_afresh_is_replayed(tmp_path: Path, method: s
     check_equal(run, run.record())
 
 
-@pytest.mark.parametrize("correction", ["dc_asgd_adaptive", "gap_aware"])
+@pytest.mark.parametrize(
+    "correction", by_default(["dc_asgd_adaptive", "gap_aware"], "dc_asgd_adaptive")
+)
 def test_corrections_of_late_gradients_are_replayed(tmp_path: Path, correction: str) -> None:
     options = {"correction": correction}
     run = Run(tmp_path, workers=4, strategy=options, trainer={"max_epochs": 2})
@@ -260,7 +268,7 @@ class Signals(Rich):
             time.sleep(0.3)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default(POLICIES, "hybrid"))
 def test_a_run_ended_by_ctrl_c_is_replayed_to_where_it_stopped(tmp_path: Path, policy: Any) -> None:
     run = Run(tmp_path, policy, module=lambda: Signals(signal.SIGINT, os.getpid()))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
@@ -301,7 +309,7 @@ class Fails(Rich):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default(POLICIES, "async"))
 def test_a_worker_that_fails_fails_again_in_the_replay(tmp_path: Path, policy: Any) -> None:
     run = Run(tmp_path, policy, module=Fails)
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -312,7 +320,7 @@ def test_a_worker_that_fails_fails_again_in_the_replay(tmp_path: Path, policy: A
     assert [str(error) for error in report.errors] == ["on purpose"]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default(POLICIES, "async"))
 def test_a_worker_that_was_killed_is_gone_in_the_replay_as_well(
     tmp_path: Path, policy: Any
 ) -> None:
@@ -320,6 +328,7 @@ def test_a_worker_that_was_killed_is_gone_in_the_replay_as_well(
     with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
         run.record()
     record = read_record(find_record(tmp_path))
+    assert 1 in record.of_kind("Lost")["worker"]
     report = run.replay(record)
     assert report.equal and report.events == len(record.cells) and not report.errors
 
@@ -348,7 +357,7 @@ class Flips(Rich):
             gradient[3, 2] = torch.nextafter(gradient[3, 2], torch.tensor(9.0))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", by_default(POLICIES, "hybrid"))
 def test_one_flipped_bit_is_named_at_its_event(
     tmp_path: Path, policy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -429,6 +438,7 @@ class Uncopyable(Rich):
         self.file = Path(os.devnull).open()  # noqa: SIM115
 
 
+@pytest.mark.slow
 def test_what_cannot_be_copied_is_named(tmp_path: Path) -> None:
     run = Run(tmp_path, module=Uncopyable)
     with pytest.raises(UserError, match=r"cannot be copied.*TextIOWrapper"):

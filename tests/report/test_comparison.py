@@ -135,6 +135,7 @@ def test_one_run_and_runs_without_metric_or_history(tmp_path: Path) -> None:
     assert "What sets the runs apart" not in seen.texts
 
 
+@pytest.mark.slow
 def test_fifty_runs_share_the_colours_of_what_they_have_in_common(tmp_path: Path) -> None:
     for i in range(50):
         strategy, seed = ("hybrid", "async")[i % 2], i // 2
@@ -155,6 +156,7 @@ def test_nine_runs_with_nothing_in_common_leave_the_last_in_grey(tmp_path: Path)
     assert "the others" in text
 
 
+@pytest.mark.slow
 def test_different_tasks_are_not_drawn_on_the_same_axes(tmp_path: Path) -> None:
     for i, task in enumerate(["digits", "parabola"]):
         course(leave(tmp_path / str(i), task=task), 0.5, 0.6)

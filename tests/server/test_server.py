@@ -387,6 +387,26 @@ def test_a_snapshot_is_what_torch_would_save_with_parameters_of_the_same_version
         torch.testing.assert_close(served.store.parameter(0, slot), parameter.detach())
 
 
+def test_who_is_released_reads_the_newest_and_nobody_else() -> None:
+    served = Served(2, OnArrival())
+    (slot,) = served.layout.slots
+    served.push(0, 1.0)
+    assert served.store.parameter(0, slot)[0] == -1.0
+    assert served.store.parameter(1, slot)[0] == 0.0
+    served.push(1, 1.0)
+    assert served.store.parameter(1, slot)[0] == -2.0
+    assert served.store.parameter(0, slot)[0] == -1.0
+
+
+def test_of_a_users_write_the_change_counts_where_the_masters_have_moved() -> None:
+    served = Served(2, OnArrival())
+    (slot,) = served.layout.slots
+    served.push(0, 1.0)
+    served.store.take(1, {0: torch.full((3,), 5.0).numpy().tobytes()})  # who has read 0
+    assert served.value() == 4.0
+    assert served.store.parameter(1, slot)[0] == 5.0, "with which it goes on computing"
+
+
 def test_pulling_brings_only_the_own_copy_up_to_date() -> None:
     served = Served(2, OnArrival())
     (slot,) = served.layout.slots

@@ -34,10 +34,12 @@ def test_times_per_update_of_the_four_schemes_are_order_statistics() -> None:
     check(found, tolerance=0.05)
 
 
+@pytest.mark.slow
 def test_backup_workers_cost_what_order_statistics_say() -> None:
     check(laws.backup_workers(updates=1200), tolerance=0.05)
 
 
+@pytest.mark.slow
 def test_softsync_is_as_stale_as_contributions_come_in_an_update() -> None:
     check(laws.softsync(updates=4000), tolerance=0.06)
 

@@ -118,6 +118,7 @@ def test_bad_input_is_one_line_on_standard_error(
     assert text in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_a_command() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hybridtrain.simulate", "--help"],

@@ -49,6 +49,7 @@ def test_the_net_reads_the_test_digits(tmp_path: Any) -> None:
     assert accuracy(train(tmp_path, epochs=20)) >= 0.95
 
 
+@pytest.mark.slow
 def test_two_workers_reach_the_same_accuracy(tmp_path: Any) -> None:
     assert accuracy(train(tmp_path, epochs=20, strategy="hybrid", devices=2)) >= 0.95
 
@@ -59,6 +60,7 @@ def test_two_workers_that_do_not_wait_come_close(tmp_path: Any) -> None:
     assert accuracy(train(tmp_path, epochs=20, strategy="async", devices=2)) >= 0.85
 
 
+@pytest.mark.slow
 def test_two_runs_are_bitwise_equal(tmp_path: Any) -> None:
     first, second = (train(tmp_path, epochs=1, strategy="hybrid", devices=2) for _ in range(2))
     assert first.lightning_module is not None and second.lightning_module is not None

@@ -42,22 +42,15 @@ def error(module: ParabolaModule) -> float:
     return float((module(x) - x.square()).square().mean())
 
 
-@pytest.fixture(scope="module")
-def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[ParabolaModule, Path]:
-    folder = tmp_path_factory.mktemp("parabola")
-    return train(folder, steps=2000, plot=True, directory=str(folder)), folder
-
-
 @pytest.mark.slow
-def test_two_thousand_steps_of_gradient_descent_fit_the_parabola(
-    fitted: tuple[ParabolaModule, Path],
-) -> None:
-    assert error(fitted[0]) < 0.1
+def test_two_thousand_steps_of_gradient_descent_fit_the_parabola(tmp_path: Path) -> None:
+    assert error(train(tmp_path, steps=2000)) < 0.1
 
 
-def test_the_fit_is_drawn(fitted: tuple[ParabolaModule, Path]) -> None:
+def test_the_fit_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    assert (fitted[1] / "fit.png").read_bytes().startswith(b"\x89PNG")
+    train(tmp_path, steps=2, plot=True, directory=str(tmp_path))
+    assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_path_is_that_of_gradient_descent_written_by_hand(tmp_path: Path) -> None:

@@ -51,6 +51,17 @@ def test_a_push_waits_for_its_release_and_brings_the_version() -> None:
     assert line.sent == [Push(0, 4.0, (1,))]
 
 
+def test_an_offer_waits_for_the_release_of_the_one_before() -> None:
+    speaker, line = client(Released(1), Released(2))
+    taken: list[Released] = []
+    speaker.offer(Push(0, 1.0), taken.append)
+    assert taken == [] and len(line.sent) == 1, "meanwhile the worker goes on"
+    speaker.offer(Push(0, 2.0), taken.append)
+    assert taken == [Released(1)], "its row was not its own before"
+    speaker.settle()
+    assert taken == [Released(1), Released(2)]
+
+
 def test_a_refusal_is_the_users_error() -> None:
     speaker, _ = client(Refused("two of a kind"))
     with pytest.raises(UserError, match="two of a kind"):

@@ -83,14 +83,33 @@ def test_one_that_exists_goes_with_what_is_in_it(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_sockets_are_put_into_it_and_not_into_one_that_stays() -> None:
+@pytest.fixture
+def no_folder_yet(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """What ``multiprocessing`` knows of this process, as if no test before had used its folder."""
+    config: dict[str, object] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    monkeypatch.delitem(config, "tempdir", raising=False)
+    return config
+
+
+def test_sockets_are_put_into_it_and_not_into_one_that_stays(
+    no_folder_yet: dict[str, object],
+) -> None:
     with vanishing_sockets():
         inside = get_temp_dir()
         with vanishing_sockets():
             assert get_temp_dir() == inside
         assert Path(inside).is_dir()
     assert not Path(inside).exists()
-    assert multiprocessing.current_process()._config.get("tempdir") != inside  # type: ignore[attr-defined]
+    assert "tempdir" not in no_folder_yet
+
+
+def test_a_folder_that_is_there_already_stays(
+    no_folder_yet: dict[str, object], tmp_path: Path
+) -> None:
+    no_folder_yet["tempdir"] = str(tmp_path)
+    with vanishing_sockets():
+        assert get_temp_dir() == str(tmp_path)
+    assert tmp_path.is_dir() and no_folder_yet.pop("tempdir") == str(tmp_path)
 
 
 TWICE = """

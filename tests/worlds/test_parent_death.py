@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.picking import by_default
 from tests.support.ends import gone, wait_until
 
 OWNER = """
@@ -44,7 +45,7 @@ def pid_after_kill_9(folder: Path, method: str) -> int:
     return pid
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", by_default(["fork", "spawn", "forkserver"], "fork"))
 def test_it_ends_with_its_owner(tmp_path: Path, method: str) -> None:
     pid = pid_after_kill_9(tmp_path, method)
     wait_until(lambda: gone(pid))

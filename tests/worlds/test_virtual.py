@@ -16,6 +16,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.policies import OnArrival, Policy, WaitForAll
 from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
+from tests.picking import by_default
 
 EXPONENTIAL = ServiceTimes("exponential")
 CONSTANT = ServiceTimes("constant")
@@ -34,7 +35,7 @@ def timed(policy: Policy, workers: int, updates: int, times: ServiceTimes = EXPO
 # ---- time only ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [2, 8, 32])
+@pytest.mark.parametrize("workers", by_default([2, 8, 32], 8))
 def test_waiting_for_all_takes_as_long_as_the_slowest(workers: int) -> None:
     """Dutta et al. 2018: E[T] = H_P for exponential service times of mean 1."""
     world = timed(WaitForAll(), workers, 4000)
@@ -46,7 +47,7 @@ def test_waiting_for_all_takes_as_long_as_the_slowest(workers: int) -> None:
     assert waiting == pytest.approx(1 - 1 / harmonic(workers), abs=0.02)
 
 
-@pytest.mark.parametrize("workers", [2, 8, 32])
+@pytest.mark.parametrize("workers", by_default([2, 8, 32], 8))
 def test_never_waiting_is_as_fast_as_all_together_and_p_minus_1_updates_stale(
     workers: int,
 ) -> None:

@@ -24,6 +24,7 @@ from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.process_world import ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted
 from hybridtrain.worlds.local.worker_exit import WorkerDied, WorkerError
+from tests.picking import by_default
 from tests.support import bodies
 from tests.support.ends import gone, wait_until
 
@@ -77,7 +78,9 @@ def test_gradients_in_shared_memory_move_parameters_in_shared_memory(policy: Any
     assert world(2).run(bodies.descend) == [w.tolist()] * 2
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "method", by_default(["fork", "spawn", "forkserver"], "fork", "forkserver")
+)
 def test_however_it_was_started_a_worker_hands_nothing_of_the_run_on(method: str) -> None:
     assert world(1, start_method=method).run(bodies.inheritable) == [[]]
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from tests.lightning.toys import Manual, Regression, fit, regression_data
-from tests.picking import but_slow, rotated
+from tests.picking import but_slow, by_default, rotated
 
 STATE = (
     "_last_global_step_saved",
@@ -86,7 +86,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("policy", "on_failure", "late", "how"), but_slow(CASES, lambda _, number: number % 3 > 0)
+    ("policy", "on_failure", "late", "how"), but_slow(CASES, lambda _, number: number % 9 > 0)
 )
 def test_all_know_what_was_saved_whichever_steps_they_saw(
     policy: str, on_failure: str, late: int, how: str, tmp_path: Path
@@ -110,8 +110,8 @@ def test_all_know_what_was_saved_whichever_steps_they_saw(
     assert Path(callback.last_model_path).exists()
 
 
-@pytest.mark.parametrize("checkpoint", ["blocking", "background"])
-@pytest.mark.parametrize("policy", ["async", "hybrid"])
+@pytest.mark.parametrize("checkpoint", by_default(["blocking", "background"], "background"))
+@pytest.mark.parametrize("policy", by_default(["async", "hybrid"], "hybrid"))
 def test_the_modules_own_callbacks_are_taken_care_of_too(
     policy: str, checkpoint: str, tmp_path: Path
 ) -> None:
@@ -175,7 +175,8 @@ STOPS = [
 
 
 @pytest.mark.parametrize(
-    ("policy", "on_failure", "who", "validation"), but_slow(STOPS, lambda _, number: number % 3 > 0)
+    ("policy", "on_failure", "who", "validation"),
+    but_slow(STOPS, lambda _, number: number % 14 > 0),
 )
 def test_one_that_wants_to_stop_stops_all(
     policy: str, on_failure: str, who: int, validation: int, tmp_path: Path
@@ -195,7 +196,10 @@ def test_one_that_wants_to_stop_stops_all(
     assert resumed.current_epoch == 3
 
 
-@pytest.mark.parametrize(("policy", "on_failure"), [*POLICIES, ("ssp", "continue")])
+@pytest.mark.parametrize(
+    ("policy", "on_failure"),
+    by_default([*POLICIES, ("ssp", "continue")], ("ssp", "continue")),
+)
 def test_time_is_over_for_all(policy: str, on_failure: str) -> None:
     _, trainer = fit(
         HybridStrategy(policy, on_failure=on_failure),
@@ -219,8 +223,11 @@ class Behind(Regression):
             time.sleep(0.3)
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize(("policy", "on_failure"), [("async", "restart"), ("hogwild", "stop")])
+@pytest.mark.parametrize("who", by_default([0, 1], 0))
+@pytest.mark.parametrize(
+    ("policy", "on_failure"),
+    by_default([("async", "restart"), ("hogwild", "stop")], ("async", "restart")),
+)
 def test_an_epoch_of_which_a_worker_has_had_nothing(
     policy: str, on_failure: str, who: int, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from hybridtrain.policies import (
     make_policy,
 )
 from tests.lightning.toys import Recorder, Regression, distance, fit, flat, regression_data
+from tests.picking import by_default
 
 SGD = partial(torch.optim.SGD, lr=0.02)
 ADAM = partial(torch.optim.Adam, lr=0.01)
@@ -38,15 +39,19 @@ def by(policy: Any, **options: Any) -> HybridStrategy:
 # ---- limits that are lock-step ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [SGD, ADAM])
+@pytest.mark.parametrize("optimizer", by_default([SGD, ADAM], ADAM))
 @pytest.mark.parametrize(
     "policy",
-    [
+    by_default(
+        [
+            {"name": "backup", "k": 3},
+            {"name": "k_async", "k": 3},
+            {"name": "ssp", "lead": 0},
+            {"name": "switch", "then": {"name": "ssp", "lead": 0}, "at_update": 5},
+        ],
         {"name": "backup", "k": 3},
-        {"name": "k_async", "k": 3},
-        {"name": "ssp", "lead": 0},
         {"name": "switch", "then": {"name": "ssp", "lead": 0}, "at_update": 5},
-    ],
+    ),
     ids=lambda policy: policy["name"],
 )
 def test_at_its_limit_a_policy_gives_the_same_bits_as_hybrid(policy: Any, optimizer: Any) -> None:
@@ -65,8 +70,8 @@ def decaying(optimizer: Any) -> Any:
     return {"scheduler": StepLR(optimizer, 4, 0.7), "interval": "step"}
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("accumulate", by_default([1, 2], 2))
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
 def test_synchronous_equals_one_worker_to_the_bit(workers: int, accumulate: int) -> None:
     module = partial(Regression, ADAM, decaying)
     data = regression_data(53)
@@ -83,15 +88,20 @@ def test_synchronous_equals_one_worker_to_the_bit(workers: int, accumulate: int)
 
 @pytest.mark.parametrize(
     "policy",
-    [
+    by_default(
+        [
+            "async",
+            "synchronous",
+            "backup",
+            "k_async",
+            "ssp",
+            "softsync",
+            {"name": "backup", "k": "auto"},
+        ],
         "async",
-        "synchronous",
-        "backup",
-        "k_async",
         "ssp",
-        "softsync",
         {"name": "backup", "k": "auto"},
-    ],
+    ),
     ids=str,
 )
 def test_with_one_worker_every_policy_is_plain_training(policy: Any) -> None:
@@ -189,7 +199,7 @@ POLICIES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", by_default([1, 2], 2))
 @pytest.mark.parametrize("name", POLICIES)
 def test_updates_are_conserved_and_every_sample_counts_once_an_epoch(
     name: str, accumulate: int
@@ -266,7 +276,9 @@ def test_schedules_in_steps_count_updates_whatever_is_held_or_dropped() -> None:
     assert rates == pytest.approx([0.02] * 3)
 
 
-@pytest.mark.parametrize("name", [*POLICIES])
+@pytest.mark.parametrize(
+    "name", by_default(POLICIES, "hybrid", "backup in time", "async", "k_batch_async", "switch")
+)
 def test_a_run_that_goes_on_in_mid_epoch_does_what_is_left_and_nothing_twice(
     name: str, tmp_path: Path
 ) -> None:

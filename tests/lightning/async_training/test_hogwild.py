@@ -23,6 +23,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
 from hybridtrain.lightning.step.in_place import InPlace
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
+from tests.picking import by_default
 
 Make = Callable[[Any], Any]
 OPTIM = torch.optim
@@ -120,7 +121,9 @@ MAKES: dict[str, Make] = {
 }
 
 
-@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize(
+    "name", by_default(MAKES, "sgd", "nesterov", "adamw", "rprop", "adafactor", "own")
+)
 def test_one_worker_is_plain_training_to_the_bit(name: str, tmp_path: Path) -> None:
     """Weights and the optimizer's state; the user's own optimizer object steps, as it is."""
     module = partial(Regression, MAKES[name])

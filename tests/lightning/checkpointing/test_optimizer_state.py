@@ -12,6 +12,7 @@ import torch
 
 from tests.lightning.step.test_optimizers import compare
 from tests.lightning.toys import Regression, fit
+from tests.picking import by_default
 
 OPTIM = torch.optim
 KINDS = {
@@ -86,7 +87,9 @@ class Meddling(Regression):
             self.meddle(self.optimizers().optimizer)
 
 
-@pytest.mark.parametrize("meddle", [halve, start_anew, forget_one, load_back])
+@pytest.mark.parametrize(
+    "meddle", by_default([halve, start_anew, forget_one, load_back], forget_one, load_back)
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_what_is_made_of_the_state_counts(name: str, meddle: Any, tmp_path: Path) -> None:
     compare(partial(Meddling, KINDS[name], meddle), tmp_path, max_epochs=3)

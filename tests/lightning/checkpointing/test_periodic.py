@@ -18,6 +18,7 @@ from hybridtrain.recording import read_record
 from hybridtrain.util.files import fault_of
 from tests.lightning.checkpointing.test_resume import regression
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
+from tests.picking import by_default
 
 
 def kept(folder: Path) -> list[int]:
@@ -92,7 +93,7 @@ class Now(Callback):
         periodic.time = type("Clock", (), {"monotonic": staticmethod(lambda: now)})  # type: ignore
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "async"))
 def test_a_replay_saves_where_the_clock_had_made_the_run_save(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain.lightning.checkpointing.slurm_requeue import Requeue
 from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.picking import by_default
 
 AT = 3  # the mini-batch in which the signal comes
 
@@ -73,7 +74,7 @@ def train(folder: Path, strategy: str, at: int | None, everybody: bool = True) -
     return trainer
 
 
-@pytest.mark.parametrize("everybody", [True, False])
+@pytest.mark.parametrize("everybody", by_default([True, False], False))
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_a_warning_saves_and_requeues_and_training_goes_on(
     strategy: str, everybody: bool, queue: Path, tmp_path: Path

@@ -29,6 +29,7 @@ from hybridtrain.lightning.data.epoch_order import Seeded
 from hybridtrain.lightning.data.samplers import EpochPlan
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
+from tests.picking import by_default
 
 N = 48
 
@@ -97,7 +98,10 @@ def left_in(path: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
-@pytest.mark.parametrize(("workers", "batch_size"), [(3, 4), (2, 6), (1, 4), (4, 2), (5, 1)])
+@pytest.mark.parametrize(
+    ("workers", "batch_size"),
+    by_default([(3, 4), (2, 6), (1, 4), (4, 2), (5, 1)], (3, 4)),
+)
 def test_each_sample_is_seen_once_over_both_halves_whoever_goes_on(
     policy: str, workers: int, batch_size: int, tmp_path: Path
 ) -> None:
@@ -172,22 +176,28 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize(
     "options",
-    [
+    by_default(
+        [
+            {},
+            {"num_workers": 1},
+            {"accumulate_grad_batches": 2},
+            {"accumulate_grad_batches": 4},
+            {"val_check_interval": 2},
+            {"max_epochs": -1, "max_steps": 15},
+            {"limit_train_batches": 5},
+            {"limit_train_batches": 0.8},
+            {"reload_dataloaders_every_n_epochs": 1},
+            {"gradient_clip_val": 0.1},
+            {"overfit_batches": 5},
+        ],
         {},
         {"num_workers": 1},
-        {"accumulate_grad_batches": 2},
         {"accumulate_grad_batches": 4},
-        {"val_check_interval": 2},
-        {"max_epochs": -1, "max_steps": 15},
-        {"limit_train_batches": 5},
         {"limit_train_batches": 0.8},
-        {"reload_dataloaders_every_n_epochs": 1},
-        {"gradient_clip_val": 0.1},
-        {"overfit_batches": 5},
-    ],
+    ),
     ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()) or "plain",
 )
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("epoch", by_default([0, 1], 1))
 def test_interrupted_and_resumed_equals_uninterrupted_to_the_bit(
     epoch: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -228,7 +238,7 @@ class Shuffled(Sampler[int]):
         return iter(torch.randperm(N).tolist())
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "async"))
 def test_the_rest_of_a_random_order_is_in_the_checkpoint(policy: str, tmp_path: Path) -> None:
     path, again = tmp_path / "half.ckpt", tmp_path / "again.ckpt"
     loader = DataLoader(numbers(), batch_size=4, sampler=Shuffled())
@@ -426,7 +436,7 @@ class Interrupting(Callback):
 
 
 @pytest.mark.parametrize("policy", ["hybrid", "async"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", by_default([1, 2], 2))
 def test_after_ctrl_c_each_sample_is_seen_once(
     policy: str, accumulate: int, tmp_path: Path
 ) -> None:

@@ -21,6 +21,7 @@ from hybridtrain.lightning.checkpointing.checkpoint_writing import may_come_late
 from hybridtrain.util.files import fault_of, write_whole
 from tests.lightning.test_profile import profile, spans
 from tests.lightning.toys import Regression, fit, regression_data
+from tests.picking import by_default
 
 STEPS = [0]  # of this process
 
@@ -130,7 +131,7 @@ def test_training_goes_on_while_a_file_is_written(
     assert list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("policy", ["async", "ssp", "hogwild"])
+@pytest.mark.parametrize("policy", by_default(["async", "ssp", "hogwild"], "async"))
 def test_free_running_workers_leave_whole_files_that_training_goes_on_from(
     policy: str, tmp_path: Path
 ) -> None:

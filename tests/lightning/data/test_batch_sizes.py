@@ -24,6 +24,7 @@ from hybridtrain.lightning.data.epoch_order import Begun, Seeded
 from hybridtrain.lightning.data.samplers import EpochPlan, ShareSampler, dealt
 from hybridtrain.worker.client import Client
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
+from tests.picking import by_default
 
 
 def shares(
@@ -122,8 +123,8 @@ def trained(
     return module
 
 
-@pytest.mark.parametrize("make", [SGD, ADAM], ids=["sgd", "adam"])
-@pytest.mark.parametrize("n", [48, 45, 41, 7])
+@pytest.mark.parametrize("make", by_default([SGD, ADAM], ADAM))
+@pytest.mark.parametrize("n", by_default([48, 45, 41, 7], 45, 7))
 def test_unequal_mini_batches_equal_one_worker_with_their_union(make: Any, n: int) -> None:
     data = regression_data(n, torch.float64)
     whole = trained(HybridStrategy(), 1, 8, make, data, precision="64-true")
@@ -148,7 +149,7 @@ class Sizes(Regression):
 
 
 @pytest.mark.parametrize("workers_of_the_loader", [0, 1])
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid"))
 def test_every_worker_gets_mini_batches_of_its_own_size(
     policy: str, workers_of_the_loader: int
 ) -> None:

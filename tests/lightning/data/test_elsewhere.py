@@ -186,15 +186,9 @@ def macos(folder: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("method", "strategy"),
-    [
-        ("fork", "hybrid"),
-        pytest.param("fork", "async", marks=pytest.mark.slow),
-        pytest.param("auto", "hybrid", marks=pytest.mark.slow),  # spawn, as on macOS
-        pytest.param("auto", "async", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("method", ["fork", "auto"])  # which is spawn, as on macOS
 def test_without_what_linux_has_whole_runs_work_and_leave_nothing(
     method: str, strategy: str, tmp_path: Path
 ) -> None:

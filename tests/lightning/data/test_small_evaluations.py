@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
+from tests.picking import by_default
 
 
 class Counting(Regression):
@@ -38,7 +39,7 @@ class Counting(Regression):
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "async"])
-@pytest.mark.parametrize("n", [1, 2, 3, 5, 9])
+@pytest.mark.parametrize("n", by_default([1, 2, 3, 5, 9], 1, 3))
 def test_every_sample_counts_once_however_few_there_are(strategy: str, n: int) -> None:
     data = Recorder(regression_data(n))
     truth = float(data.data.tensors[0].sum(1).mean())
@@ -61,7 +62,7 @@ def plateau(optimizer: Any) -> Any:
     return {"scheduler": scheduler, "monitor": "val/loss"}
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("n", by_default([1, 2, 3], 1))
 def test_training_with_a_tiny_validation_set_is_as_with_one_worker(n: int, tmp_path: Path) -> None:
     results = {}
     for workers, batch in ((1, 16), (4, 4)):

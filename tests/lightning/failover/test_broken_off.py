@@ -22,7 +22,7 @@ from hybridtrain.lightning.step.hyper_parameters import HyperParameters
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.checkpointing.test_resume import same
 from tests.lightning.toys import Regression, make_trainer, regression_data
-from tests.picking import but_slow, rotated
+from tests.picking import but_slow, by_default, rotated
 
 ADAM = partial(torch.optim.Adam, lr=0.01)
 BATCHES = 6  # of an epoch
@@ -162,7 +162,7 @@ BROKEN_OFF = [(*case, place) for n, case in enumerate(CASES) for place in rotate
 
 
 @pytest.mark.parametrize(
-    ("options", "schedule", "place"), but_slow(BROKEN_OFF, lambda _, number: number % 4 > 0)
+    ("options", "schedule", "place"), but_slow(BROKEN_OFF, lambda _, number: number % 19 > 0)
 )
 def test_who_goes_on_from_a_step_that_was_broken_off_does_it_again(
     options: str, schedule: str, place: str, tmp_path: Path
@@ -177,8 +177,10 @@ def test_who_goes_on_from_a_step_that_was_broken_off_does_it_again(
     assert_same(run(tmp_path / "resumed", make, path, **OPTIONS[options]), whole)
 
 
-@pytest.mark.parametrize(("who", "dies"), [(0, False), (0, True), (1, True)])
-@pytest.mark.parametrize("at", [3, 11])
+@pytest.mark.parametrize(
+    ("who", "dies"), by_default([(0, False), (0, True), (1, True)], (0, False), (1, True))
+)
+@pytest.mark.parametrize("at", by_default([3, 11], 11))
 def test_whoever_fails_and_whoever_saves_nothing_is_left_out(
     who: int, dies: bool, at: int, tmp_path: Path
 ) -> None:
@@ -212,7 +214,7 @@ class Interrupting(Dataset[Any]):
         return self.data[index]
 
 
-@pytest.mark.parametrize("after", [3, BATCHES])
+@pytest.mark.parametrize("after", by_default([3, BATCHES], BATCHES))
 def test_ctrl_c_while_one_worker_is_ahead_of_another_leaves_nothing_out(
     after: int, tmp_path: Path
 ) -> None:

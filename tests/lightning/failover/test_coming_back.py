@@ -20,6 +20,7 @@ from hybridtrain.cli.telemetry.monitor import RunMonitor
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.report.history import read_history
 from tests.lightning.toys import Manual, Regression, make_trainer, regression_data
+from tests.picking import by_default
 
 N, SIZE, EPOCHS = 48, 4, 3
 
@@ -55,7 +56,7 @@ class OverAlready(pl.Callback):
         trainer.should_stop = self.mark.exists()
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "async"))
 def test_a_worker_that_comes_back_does_not_decide_alone_to_end(tmp_path: Path, policy: str) -> None:
     killed = Killed(tmp_path, 1, 2)
     trainer = run(policy, "restart", killed, OverAlready(killed.mark))
@@ -64,7 +65,7 @@ def test_a_worker_that_comes_back_does_not_decide_alone_to_end(tmp_path: Path, p
 
 
 @pytest.mark.parametrize("on_failure", ["continue", "restart"])
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid"))
 def test_a_clock_is_looked_at_though_the_worker_that_has_it_is_away(
     tmp_path: Path, policy: str, on_failure: str
 ) -> None:
@@ -99,7 +100,7 @@ def test_all_take_the_same_though_only_some_know_of_the_loss() -> None:
     assert Collectives(client).broadcast("of 2", 0) == "of 1"  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("on_failure", ["continue", "restart"])
+@pytest.mark.parametrize("on_failure", by_default(["continue", "restart"], "restart"))
 def test_the_history_goes_on_whoever_writes_it(tmp_path: Path, on_failure: str) -> None:
     monitor = RunMonitor(tmp_path)
     run("hybrid", on_failure, monitor, Killed(tmp_path, 0, 5))  # in the second epoch
@@ -217,7 +218,7 @@ class Counting(pl.LightningModule):
         return torch.optim.SGD([self.w], lr=1.0)
 
 
-@pytest.mark.parametrize("policy", ["async", "synchronous"])
+@pytest.mark.parametrize("policy", by_default(["async", "synchronous"], "async"))
 def test_who_comes_back_after_a_checkpoint_in_the_epoch_knows_the_users_order(
     tmp_path: Path, policy: str
 ) -> None:

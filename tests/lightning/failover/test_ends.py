@@ -210,15 +210,9 @@ def wait_until_empty(group: int, limit_s: float = 10.0) -> list[int]:
     return left
 
 
-@pytest.mark.parametrize(
-    ("strategy", "phase"),
-    [
-        ("hybrid", "training"),
-        ("async", "validating"),
-        pytest.param("hybrid", "validating", marks=pytest.mark.slow),
-        pytest.param("async", "training", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["training", "validating"])
+@pytest.mark.parametrize("strategy", ["hybrid", "async"])
 def test_ctrl_c_leaves_a_checkpoint_and_no_process(
     strategy: str, phase: str, tmp_path: Path
 ) -> None:
@@ -231,6 +225,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(
     assert {int(state["step"]) for state in states} == {checkpoint["global_step"]}
 
 
+@pytest.mark.slow
 def test_sigterm_to_the_parent_alone_ends_with_143(tmp_path: Path) -> None:
     process = start("hybrid", tmp_path, "training")
     process.send_signal(signal.SIGTERM)
@@ -239,6 +234,7 @@ def test_sigterm_to_the_parent_alone_ends_with_143(tmp_path: Path) -> None:
     assert (tmp_path / "interrupted/interrupted.ckpt").is_file()
 
 
+@pytest.mark.slow
 def test_sigkill_of_the_parent_leaves_no_worker(tmp_path: Path) -> None:
     process = start("hybrid", tmp_path, "training")
     assert len(members(process.pid)) == 4

@@ -20,6 +20,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.epoch_order import Seeded
 from hybridtrain.lightning.step.gradient_guard import NotFinite, sample_ids
 from tests.lightning.toys import Manual, Regression, flat, make_trainer, regression_data
+from tests.picking import by_default
 
 SEED, EPOCHS, BATCH = 7, 2, 6  # mini-batch of each of two workers
 POISON = 17  # this sample is not a number
@@ -258,7 +259,7 @@ def test_by_default_running_out_of_memory_ends_the_run_with_advice(module: Any) 
 
 
 @pytest.mark.parametrize("choice", ["drop", "skip_step"])
-@pytest.mark.parametrize("module", [Hungry, HungryBackward])
+@pytest.mark.parametrize("module", by_default([Hungry, HungryBackward], HungryBackward))
 def test_the_worker_without_memory_or_the_step_is_left_out(module: Any, choice: str) -> None:
     ours, trainer = train(module, on_oom=choice)
     torch.testing.assert_close(flat(ours), flat(expected(choice)), rtol=1e-5, atol=1e-6)

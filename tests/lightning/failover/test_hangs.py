@@ -86,10 +86,11 @@ def test_a_worker_that_hangs_in_a_training_step_is_shown_with_the_line_it_hangs_
 @pytest.mark.parametrize(
     ("policy", "where", "words"),
     [
-        (
+        pytest.param(
             "async",
             "validation",
             "in an evaluation step (number 2); meanwhile worker 0 waits for all in ",
+            marks=pytest.mark.slow,
         ),
         ("hybrid", "epoch", "at the beginning or end of an epoch or of a validation; meanwhile "),
     ],
@@ -100,6 +101,7 @@ def test_who_is_missing_in_a_meeting_is_named(policy: str, where: str, words: st
     assert words in obituary
 
 
+@pytest.mark.slow
 def test_a_first_step_that_takes_longer_than_the_limit_is_no_hang() -> None:
     class Compiling(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

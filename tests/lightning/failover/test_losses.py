@@ -23,6 +23,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, distance, make_trainer
+from tests.picking import by_default
 
 N, EVEN, SIZE = 41, 48, 4  # EVEN: all mini-batches are equal
 
@@ -116,7 +117,7 @@ def each_once(n: int = N) -> dict[int, Counter[int]]:
 CASES = [("compute", 1, 1), ("end", 0, 3), ("validation", 2, 0)]
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize(("phase", "who", "when"), CASES)
 def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], policy: str, phase: str, who: int, when: int
@@ -128,7 +129,7 @@ def test_others_go_on_and_train_on_every_sample_of_the_epoch_once(
     assert ("missing from the metrics" in said) == (phase == "validation")
 
 
-@pytest.mark.parametrize(("phase", "who", "when"), CASES)
+@pytest.mark.parametrize(("phase", "who", "when"), by_default(CASES, CASES[0]))
 def test_in_lock_step_a_restarted_worker_leaves_no_trace_in_the_parameters(
     tmp_path: Path, phase: str, who: int, when: int
 ) -> None:
@@ -143,15 +144,18 @@ def test_in_lock_step_a_restarted_worker_leaves_no_trace_in_the_parameters(
 
 @pytest.mark.parametrize(
     ("phase", "who", "when", "n", "accumulate"),
-    [
-        ("compute", 2, 4, 47, 1),  # behind a shorter mini-batch
-        ("end", 2, 1, 47, 1),
-        ("end", 2, 4, 47, 1),
-        ("validation", 1, 0, 47, 1),
-        ("compute", 1, 2, EVEN, 2),  # the first mini-batch of the step
-        ("compute", 1, 3, EVEN, 2),  # the second
-        ("compute", 0, 2, 50, 3),
-    ],
+    by_default(
+        [
+            ("compute", 2, 4, 47, 1),  # behind a shorter mini-batch
+            ("end", 2, 1, 47, 1),
+            ("end", 2, 4, 47, 1),
+            ("validation", 1, 0, 47, 1),
+            ("compute", 1, 2, EVEN, 2),  # the first mini-batch of the step
+            ("compute", 1, 3, EVEN, 2),  # the second
+            ("compute", 0, 2, 50, 3),
+        ],
+        ("compute", 1, 3, EVEN, 2),
+    ),
 )
 def test_a_restarted_worker_draws_the_numbers_of_the_lost_one(
     tmp_path: Path, phase: str, who: int, when: int, n: int, accumulate: int
@@ -284,7 +288,7 @@ def test_what_makes_no_sense_is_refused_before_a_process_starts(
         trainer.fit(Regression(), DataLoader(Numbered(), SIZE))
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid"))
 def test_a_worker_that_was_alone_goes_on_from_where_training_had_come(
     tmp_path: Path, policy: str
 ) -> None:

@@ -22,6 +22,7 @@ from hybridtrain.recording import read_record
 from hybridtrain.testing.faults import PHASES
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
+from tests.picking import by_default
 
 STEP = 3
 
@@ -94,7 +95,7 @@ def test_losing_the_processes_that_read_data_is_what_it_would_be_for_torch() -> 
     assert told() == [("lose_data_loader", "compute", 1, 1)]
 
 
-@pytest.mark.parametrize("policy", ["hybrid", "async"])
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid"))
 def test_what_the_strategy_forgives_is_left_out(policy: str) -> None:
     faults = [{"step": 2, "kind": "nan"}, {"step": 4, "kind": "oom"}]
     module, _ = train(*faults, policy=policy, on_nonfinite="drop", on_oom="drop")

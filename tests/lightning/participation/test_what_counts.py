@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
 from tests.lightning.toys import Recorder, Regression, distance, make_trainer, regression_data
+from tests.picking import by_default
 
 EVERY_POLICY: list[Any] = [
     "hybrid",
@@ -182,8 +183,8 @@ def fitted(workers: int, n: int, size: int, module: pl.LightningModule, **option
     return trainer
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-@pytest.mark.parametrize("n", [14, 20])
+@pytest.mark.parametrize("accumulate", by_default([1, 2, 3], 1, 2))
+@pytest.mark.parametrize("n", by_default([14, 20], 14))
 def test_who_has_nothing_in_the_last_step_is_not_missed(n: int, accumulate: int) -> None:
     options: dict[str, Any] = {
         "max_epochs": 2,

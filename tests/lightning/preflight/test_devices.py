@@ -19,6 +19,7 @@ from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning import toys
 from tests.lightning.step.test_equality import OPTIMIZERS
 from tests.lightning.toys import Regression, distance, fit, regression_data
+from tests.picking import by_default
 from tests.standin.state import NAME
 from tests.standin.training import fit_apart
 
@@ -45,7 +46,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 IN_64 = {"precision": "64-true", "max_epochs": 3}
 
 
-@pytest.mark.parametrize("name", ["nesterov", "adamw"])
+@pytest.mark.parametrize("name", by_default(["nesterov", "adamw"], "adamw"))
 def test_two_workers_equal_one_with_a_doubled_batch(device: Fit, name: str) -> None:
     module, data = partial(Regression, OPTIMIZERS[name]), regression_data(48, torch.float64)
     whole, _ = fit("hybrid", 1, 12, module, data, **IN_64)
@@ -90,7 +91,7 @@ UNUSUAL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
+@pytest.mark.parametrize("name", by_default(UNUSUAL, "clipped"))
 def test_what_is_unusual_in_a_step_trains_as_on_a_cpu(device: Fit, name: str) -> None:
     module, options = UNUSUAL[name]
     plain, _ = fit("hybrid", 2, 6, module, **options)
@@ -144,7 +145,7 @@ class Transforms(CountsTaken):
         return [2 * batch[0], batch[1]]
 
 
-@pytest.mark.parametrize("module", [CountsTaken, Transforms])
+@pytest.mark.parametrize("module", by_default([CountsTaken, Transforms], Transforms))
 def test_the_next_mini_batch_is_on_the_device_before_the_step_has_ended(
     device: Fit, module: type[CountsTaken], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.local.process_spawner import ProcessSpawner
 from tests.lightning.toys import Regression, distance, fit, flat, make_trainer, regression_data
+from tests.picking import by_default
 
 # Arguments that other files are about.
 ELSEWHERE = {
@@ -103,7 +104,7 @@ def plain() -> torch.Tensor:
     return flat(trained()[0])
 
 
-@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize("name", by_default(HARMLESS, *list(HARMLESS)[::2]))
 def test_an_option_that_does_not_touch_the_arithmetic_changes_no_bit(
     name: str, plain: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +115,9 @@ def test_an_option_that_does_not_touch_the_arithmetic_changes_no_bit(
     assert torch.equal(flat(module), plain)
 
 
-@pytest.mark.parametrize("name", HARMLESS)
+@pytest.mark.parametrize(
+    "name", by_default(HARMLESS, "detect_anomaly", "max_time", "reload", "Timer", "progress bar")
+)
 def test_it_runs_asynchronously_too(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +202,7 @@ def test_checkpoints_lie_under_default_root_dir_also_when_written_behind_the_bac
     torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_a_file_written_in_mid_training_behind_the_back_is_of_one_step(tmp_path: Path) -> None:
     """AsyncCheckpointIO clones before it goes on; views of shared memory are cloned like others."""
     files = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
@@ -293,7 +297,7 @@ class Silent(Regression):
         return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 def test_a_compiled_module_may_be_given_to_fit(strategy: str) -> None:
     pl.seed_everything(7, verbose=False)
     inner = Silent()
@@ -408,7 +412,7 @@ def test_every_worker_writes_its_profilers_report_as_under_ddp(tmp_path: Path) -
     assert "run_training_batch" in (tmp_path / reports[0]).read_text()
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize("n", [48, 29])
 def test_reloaded_loaders_give_every_sample_exactly_once(strategy: str, n: int) -> None:
     """Lightning begins to iterate a reloaded loader twice; what it has fetched is not lost."""

@@ -150,7 +150,13 @@ def run(folder: Path, end: str, start_method: str, *how: str) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize("how", [(), ("-m", "script")], ids=["file", "module"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param((), id="file"),
+        pytest.param(("-m", "script"), id="module", marks=pytest.mark.slow),
+    ],
+)
 def test_a_script_without_a_guard_is_refused_under_spawn(how: Any, tmp_path: Path) -> None:
     done = run(tmp_path, "bare", "spawn", *how)
     assert done.returncode == 1
@@ -160,6 +166,7 @@ def test_a_script_without_a_guard_is_refused_under_spawn(how: Any, tmp_path: Pat
     assert "worker" not in done.stderr.replace(last, "")
 
 
+@pytest.mark.slow
 def test_under_fork_a_script_needs_no_guard(tmp_path: Path) -> None:
     done = run(tmp_path, "bare", "fork")
     assert "steps 4" in done.stdout, done.stderr

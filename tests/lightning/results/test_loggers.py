@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.lightning.toys import Regression, fit, regression_data
+from tests.picking import by_default
 
 
 class Logged(Regression):
@@ -102,7 +103,7 @@ def test_csv_has_the_same_rows_as_under_ddp(tmp_path: Path) -> None:
                 assert float(mine[name]) == pytest.approx(float(value), rel=1e-4), name
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 def test_several_loggers_versions_and_folders(strategy: str, tmp_path: Path) -> None:
     for version in range(2):
         loggers: list[Logger] = [
@@ -184,7 +185,7 @@ def test_a_logger_is_finalized_with_failure_where_the_run_fails(tmp_path: Path) 
     assert set(statuses) == {"failed"}
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "hybrid"))
 def test_a_logger_that_was_used_before_the_fork_goes_on(strategy: str, tmp_path: Path) -> None:
     """Its writer's thread is not in the worker; whoever waits for it waits for ever."""
     logger = TensorBoardLogger(tmp_path)

@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
+from tests.picking import by_default
 
 NESTEROV = partial(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True)
 
@@ -46,7 +47,7 @@ def seen(folder: Path) -> list[torch.Tensor]:
     return [torch.load(path) for path in sorted(folder.iterdir())]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("accumulate", by_default([1, 2], 2))
 def test_hooks_see_the_averaged_gradient_as_under_ddp(accumulate: int, tmp_path: Path) -> None:
     for strategy in ("hybrid", "ddp_fork"):
         module = partial(Looking, tmp_path / strategy)

@@ -16,13 +16,14 @@ from hybridtrain.errors import UserError
 from tests.lightning.checkpointing.test_checkpoints import saved
 from tests.lightning.step.test_optimizers import compare
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
+from tests.picking import by_default
 
 LBFGS = partial(torch.optim.LBFGS, lr=0.1, max_iter=6, history_size=5)
 WOLFE = partial(LBFGS, lr=1.0, line_search_fn="strong_wolfe")
 EXACT: dict[str, Any] = {"precision": "64-true", "data": regression_data(48, torch.float64)}
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
 @pytest.mark.parametrize("make", [LBFGS, WOLFE])
 def test_lbfgs_equals_one_process_on_the_union(make: Any, workers: int, tmp_path: Path) -> None:
     compare(partial(Regression, make), tmp_path, 1e-8, workers, max_epochs=1, **EXACT)

@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import BackboneFinetuning, BaseFinetuning, Mode
 from hybridtrain.errors import UserError
 from tests.lightning.step.test_optimizers import compare
 from tests.lightning.toys import Regression, distance, fit
+from tests.picking import by_default
 
 OPTIM = torch.optim
 KINDS = {
@@ -66,7 +67,7 @@ class Shrinking(Regression):
         return self.make_optimizer([{"params": list(layer.parameters())} for layer in layers])
 
 
-@pytest.mark.parametrize("name", ["flat", "whole"])
+@pytest.mark.parametrize("name", by_default(["flat", "whole"], "whole"))
 def test_what_leaves_an_optimizer_rests_and_comes_back_with_its_state(
     name: str, tmp_path: Path
 ) -> None:
@@ -139,7 +140,7 @@ class Restarting(Regression):
             self.trainer.strategy.optimizers = [OPTIM.NAdam(self.parameters(), lr=0.01)]
 
 
-@pytest.mark.parametrize("name", ["flat", "whole"])
+@pytest.mark.parametrize("name", by_default(["flat", "whole"], "whole"))
 def test_optimizers_replaced_in_mid_run_step_from_then_on(name: str, tmp_path: Path) -> None:
     compare(partial(Restarting, KINDS[name]), tmp_path, max_epochs=3)
     _, trainer = fit("hybrid", 2, 6, partial(Restarting, KINDS[name]))

@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 import torch
 
 from tests.lightning.toys import Regression, distance, fit, flat
+from tests.picking import by_default
 
 Make = Callable[[Any], Any]
 OPTIM = torch.optim
@@ -116,6 +117,10 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
+# The arithmetic of the others is compared in tests/updates, without processes.
+BY_DEFAULT = ("Adafactor", "AdamW", "Rprop", "SGD")
+
+
 def kinds() -> list[Any]:
     """All public optimizers that torch has, those of a later version too."""
     found = {
@@ -124,7 +129,12 @@ def kinds() -> list[Any]:
         if inspect.isclass(kind) and issubclass(kind, OPTIM.Optimizer) and name not in SEPARATE
     }
     return [
-        pytest.param(kind, options, id=f"{name}-{n}")
+        pytest.param(
+            kind,
+            options,
+            id=f"{name}-{n}",
+            marks=() if name in BY_DEFAULT and n == 0 else pytest.mark.slow,
+        )
         for name, kind in sorted(found.items())
         for n, options in enumerate(OPTIONS.get(name, [{"lr": 0.01}]))
     ]
@@ -289,7 +299,12 @@ def test_two_optimizers_may_share_a_parameter(tmp_path: Path) -> None:
     compare(Sharing, tmp_path)
 
 
-@pytest.mark.parametrize("schedule", [OPTIM.lr_scheduler.StepLR, OPTIM.lr_scheduler.ConstantLR])
+@pytest.mark.parametrize(
+    "schedule",
+    by_default(
+        [OPTIM.lr_scheduler.StepLR, OPTIM.lr_scheduler.ConstantLR], OPTIM.lr_scheduler.StepLR
+    ),
+)
 @pytest.mark.parametrize("kind", [OPTIM.Adam, OPTIM.SGD])
 def test_a_learning_rate_in_a_tensor_follows_its_schedule(
     kind: Any, schedule: Any, tmp_path: Path

@@ -55,6 +55,7 @@ def test_parabola_over_all_2000_steps() -> None:
         assert distance(parabola(workers, 2000), whole) < 1e-5
 
 
+@pytest.mark.slow
 def test_digits_with_any_number_of_workers_ends_in_the_same_place() -> None:
     whole = digits(1)
     for workers in (2, 3, 4):

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.lightning.toys import Regression, fit, flat, make_trainer, regression_data
+from tests.picking import by_default
 
 
 class Clamped(Regression):
@@ -96,7 +97,7 @@ def train(
     return made, trainer
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", by_default([2, 3], 3))
 @pytest.mark.parametrize("module", [Clamped, Decayed, DecayedBeforeTheStep, Teacher])
 def test_writes_to_parameters_happen_once_whatever_the_number_of_workers(
     module: Callable[[], Regression], workers: int
@@ -106,7 +107,7 @@ def test_writes_to_parameters_happen_once_whatever_the_number_of_workers(
     torch.testing.assert_close(flat(many), flat(one), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["hybrid", "async"])
+@pytest.mark.parametrize("strategy", by_default(["hybrid", "async"], "async"))
 @pytest.mark.parametrize("module", [Clamped, Decayed, DecayedBeforeTheStep, Teacher])
 def test_a_lone_worker_with_writes_equals_plain_training(module: Any, strategy: str) -> None:
     in_order = {"use_distributed_sampler": False}  # what a plain trainer does

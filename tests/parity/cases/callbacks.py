@@ -39,11 +39,11 @@ checkpointing = {"enable_checkpointing": True}
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
-saves("ModelCheckpoint", wide=True)
+saves("ModelCheckpoint")
 saves("ModelCheckpoint, the best two", monitor="val/loss", save_top_k=2, wide=True)
 saves("ModelCheckpoint, all, and the last", save_top_k=-1, save_last=True)
 saves("ModelCheckpoint, a link to the last", save_last="link", monitor="val/loss")
-saves("ModelCheckpoint, every four steps", every_n_train_steps=4, save_top_k=-1, wide=True)
+saves("ModelCheckpoint, every four steps", every_n_train_steps=4, save_top_k=-1)
 saves("ModelCheckpoint, every second epoch", every_n_epochs=2, save_top_k=-1)
 saves("ModelCheckpoint, weights only", save_weights_only=True, monitor="train/loss")
 saves("ModelCheckpoint, after training epochs", save_on_train_epoch_end=True, monitor="val/loss")
@@ -95,7 +95,7 @@ add(
 add("DeviceStatsMonitor", lambda: plc.DeviceStatsMonitor(cpu_stats=False))
 add("ModelSummary", lambda: plc.ModelSummary(max_depth=2), trainer={"enable_model_summary": True})
 add("RichModelSummary", plc.RichModelSummary, trainer={"enable_model_summary": True})
-add("RichProgressBar", plc.RichProgressBar, trainer={"enable_progress_bar": True}, wide=True)
+add("RichProgressBar", plc.RichProgressBar, trainer={"enable_progress_bar": True})
 add("TQDMProgressBar", plc.TQDMProgressBar, trainer={"enable_progress_bar": True})
 add(
     "ThroughputMonitor",
@@ -149,7 +149,6 @@ add(
     "StochasticWeightAveraging",
     lambda: plc.StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=2),
     trainer=four,
-    wide=True,
 )
 add(
     "StochasticWeightAveraging with BatchNorm",
@@ -160,7 +159,7 @@ add(
 add("EMAWeightAveraging", lambda: plc.EMAWeightAveraging(decay=0.7), trainer=four, wide=True)
 add("EMAWeightAveraging, saved", lambda: plc.EMAWeightAveraging(decay=0.7), trainer=saving)
 add("WeightAveraging per epoch", EveryEpoch, trainer=four)
-add("averaged weights by hand", OwnAverage, trainer=four, wide=True)
+add("averaged weights by hand", OwnAverage, trainer=four)
 add("averaged weights by hand, saved", OwnAverage, trainer=saving)
 
 
@@ -209,7 +208,6 @@ add(
     "GradientAccumulationScheduler",
     lambda: plc.GradientAccumulationScheduler({0: 4, 1: 2, 2: 1}),
     trainer=four,
-    wide=True,
 )
 add(
     "ModelPruning",

@@ -29,7 +29,7 @@ add = partial(THEME.add, expect=Grade.BITWISE)
 
 # ---- processes and samplers ---------------------------------------------------------------------
 
-add("one worker process", Net, data=partial(even, num_workers=1), wide=True)
+add("one worker process", Net, data=partial(even, num_workers=1))
 add(
     "two worker processes that stay",
     Net,

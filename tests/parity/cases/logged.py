@@ -134,7 +134,7 @@ def to_both(folder: Any) -> dict[str, Any]:
     return {"logger": [CSVLogger(folder), TensorBoardLogger(folder, name="board")]}
 
 
-add("CSVLogger", Variants, trainer=to_csv, wide=True)
+add("CSVLogger", Variants, trainer=to_csv)
 add("TensorBoardLogger", Variants, trainer=to_tensorboard)
 add("two loggers, hyper-parameters", Hyper, trainer=to_both)
 add("the default logger", Hyper, trainer={"logger": True, "enable_checkpointing": True})

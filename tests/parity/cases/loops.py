@@ -25,10 +25,10 @@ add("max_epochs=0", Net, trainer={"max_epochs": 0})
 add("max_time that suffices", Net, trainer={"max_time": "00:00:10:00"}, ignore=("*Timer*",))
 add("max_time that is over", Net, trainer={"max_time": {"seconds": 0}}, ignore=("*Timer*",))
 add("limit_train_batches, a number", Net, trainer={"limit_train_batches": 3})
-add("limit_train_batches, a part", Net, trainer={"limit_train_batches": 0.5}, wide=True)
+add("limit_train_batches, a part", Net, trainer={"limit_train_batches": 0.5})
 add("limit_val_batches", Net, trainer={"limit_val_batches": 1})
 add("limit_val_batches=0", Net, trainer={"limit_val_batches": 0})
-add("overfit_batches, a number", Net, trainer={"overfit_batches": 2}, wide=True)
+add("overfit_batches, a number", Net, trainer={"overfit_batches": 2})
 add("overfit_batches, a part", Net, trainer={"overfit_batches": 0.5})
 add("fast_dev_run", Net, trainer={"fast_dev_run": True})
 add("fast_dev_run, three", Net, trainer={"fast_dev_run": 3})
@@ -69,7 +69,7 @@ add(
     trainer={"val_check_interval": 4, "check_val_every_n_epoch": None},
 )
 add("check_val_every_n_epoch", Net, trainer={"check_val_every_n_epoch": 2, "max_epochs": 4})
-add("num_sanity_val_steps", Net, trainer={"num_sanity_val_steps": 2}, wide=True)
+add("num_sanity_val_steps", Net, trainer={"num_sanity_val_steps": 2})
 add("num_sanity_val_steps=-1", Net, trainer={"num_sanity_val_steps": -1})
 add("detect_anomaly", Net, trainer={"detect_anomaly": True})
 add("inference_mode=False", Net, trainer={"inference_mode": False})
@@ -99,7 +99,7 @@ def one_after_another(trainer: pl.Trainer, module: Any, data: Any) -> Any:
     return [act(trainer, module, data) for act in (validate, test)]
 
 
-add("validate", Net, act=validate, wide=True)
+add("validate", Net, act=validate)
 add("test", Net, act=test)
 add("predict", Net, act=predict, wide=True, ignore=("returned*",))  # nothing, under DDP
 add(
@@ -119,7 +119,6 @@ add(
     # The metrics are of the last call alone, as on one device (tests/lightning/results); the forked
     # reference leaves those of the fit among them.
     facets=("returned*", "module.*", "*.hooks"),
-    wide=True,
 )
 
 

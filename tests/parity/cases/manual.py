@@ -138,7 +138,7 @@ unused: dict[str, Any] = {"ddp": "ddp_fork_find_unused_parameters_true"}
 
 add("one optimizer", Manual, wide=True)
 add("a closure", Closure)
-add("clipping by hand", Clipped, wide=True)
+add("clipping by hand", Clipped)
 add("accumulation by hand", Accumulates)
 add("two backward passes, one step", TwoBackwards)
 add("two steps on one mini-batch", TwoSteps)

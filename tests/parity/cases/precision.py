@@ -19,7 +19,7 @@ add = partial(THEME.add, expect=Grade.BITWISE)
 HOME: dict[str, Any] = {"ignore": ("module.*",)}
 
 add("32-true", Net, trainer={"precision": "32-true"})
-add("64-true", Net, data=in_float64, trainer={"precision": "64-true"}, wide=True, **HOME)
+add("64-true", Net, data=in_float64, trainer={"precision": "64-true"}, **HOME)
 add(
     "64-true, Adam",
     partial(Net, adam),

@@ -76,7 +76,7 @@ class Total(Net):
 
 
 add("lr_scheduler_step overridden", OwnSchedule)
-add("estimated_stepping_batches", Total, wide=True)
+add("estimated_stepping_batches", Total)
 add("estimated_stepping_batches, accumulating", Total, trainer={"accumulate_grad_batches": 4})
 add(
     "per step while accumulating",

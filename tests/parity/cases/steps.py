@@ -45,7 +45,7 @@ class FirstLayerOnly(Net):
 
 add("configure_gradient_clipping overridden", OwnClipping, wide=True)
 add("clipping of one layer by hand", FirstLayerOnly, trainer=clip(0.05, "norm"))
-add("accumulation", Net, trainer={"accumulate_grad_batches": 2}, wide=True)
+add("accumulation", Net, trainer={"accumulate_grad_batches": 2})
 add("accumulation with an odd remainder", Net, trainer={"accumulate_grad_batches": 4}, wide=True)
 add("accumulation with clipping", Net, trainer=clip(0.05, "norm") | {"accumulate_grad_batches": 4})
 add("accumulation longer than an epoch", Net, trainer={"accumulate_grad_batches": 10})
@@ -152,7 +152,7 @@ class Reads(Net):
 
 
 add("on_after_backward reads gradients", LooksAfterBackward, wide=True)
-add("on_before_optimizer_step reads gradients", LooksBeforeStep, wide=True)
+add("on_before_optimizer_step reads gradients", LooksBeforeStep)
 add("on_before_zero_grad reads gradients", LooksBeforeZero)
 add("on_train_batch_end reads gradients", LooksAtBatchEnd)
 add("training_step reads gradients", LooksInStep)

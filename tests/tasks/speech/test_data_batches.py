@@ -152,6 +152,7 @@ def test_augmentation_depends_on_seed_epoch_and_utterance_only(manifest: str):
         assert not any(torch.equal(once[file], other[file]) for file in once)
 
 
+@pytest.mark.slow
 def test_loader_processes_give_the_same_bits_as_none(manifest: str):
     def epoch(workers: int, start: str | None = None) -> list[dict[str, Any]]:
         data = module(manifest, augment=Augment(), num_workers=workers)

@@ -16,21 +16,23 @@ from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.decoding.decode import BeamDecoder, DecoderOptions
 from hybridtrain.tasks.speech.module import SpeechModule
 from hybridtrain.tasks.speech.sentence_report import Sentence, as_text, select
+from tests.picking import by_default
 from tests.tasks.speech.speech_batches import FEATURES, Batches, batch_of, tiny_module, trainer
 
 KINDS = ["stt", "paper"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_default(KINDS, "stt"))
 def test_one_utterance_is_learnt_by_heart(kind: str) -> None:
-    data = Batches([batch_of(["she had your dark suit"])])
+    data = Batches([batch_of(["she had"])])
     module = tiny_module(kind, width=48, lr=0.005)
-    run = trainer(max_epochs=300, check_val_every_n_epoch=300)
+    epochs = {"stt": 150, "paper": 300}[kind]
+    run = trainer(max_epochs=epochs, check_val_every_n_epoch=epochs)
     run.fit(module, data)
     assert run.callback_metrics["train/loss"] < 1.0
     (result,) = run.test(module, data, verbose=False)
     assert result["test/wer"] == 0.0
-    assert module.test_report["best"][0]["heard"] == "she had your dark suit"
+    assert module.test_report["best"][0]["heard"] == "she had"
 
 
 def test_loss_is_a_sum_over_frames_and_a_mean_over_samples() -> None:
