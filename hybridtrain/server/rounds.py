@@ -192,6 +192,7 @@ class Rounds:
         """Bring the worker's own parameters up to date."""
         if self.store is not None:
             self.store.refresh(worker)
+        self.optimizers.read(worker)
         self._statistics.read(worker)
 
     def take(self, worker: int, writes: Writes) -> None:
@@ -299,6 +300,7 @@ class Rounds:
             self._averaging.back(worker)
         if self.store is not None and fetches:
             self.store.refresh(worker)
+            self.optimizers.read(worker)
         self._statistics.released(worker, fetches)
         stepped = self._outcome.pop(worker, _NOTHING)
         return worker, release(stepped, self._statistics.version, stepped is not _DROPPED)

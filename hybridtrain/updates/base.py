@@ -21,7 +21,7 @@ class Update(Protocol):
     ``name`` is that of its class, ``members`` who belongs to which of its groups, ``news`` which
     hyper-parameters its last step has changed by itself; ``under_way``: it waits for one more
     evaluation to end its step. ``moved``: of which parameters, by slot number, its last step has
-    moved only these rows.
+    moved only these rows; ``wants_staleness``: contributions are to tell theirs.
     """
 
     name: str
@@ -29,6 +29,11 @@ class Update(Protocol):
     news: Groups | None
     under_way: bool
     moved: Mapping[int, Rows]
+    wants_staleness: bool
+
+    def read(self, worker: int) -> None:
+        """The worker reads the masters as they are now; its next gradient is computed there."""
+        ...
 
     def step(
         self,

@@ -11,6 +11,7 @@ from hybridtrain.memory import Store
 from hybridtrain.updates.base import Update
 from hybridtrain.updates.closure import ClosureOptimizer
 from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.delay_tolerant import DelayTolerant, DelayTolerantUpdate
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.kernels import kernel_for
 from hybridtrain.updates.optimizer_traits import calls_closure, look_for_no_device, needs_closure
@@ -60,6 +61,8 @@ def build_update(
         if group.get("capturable"):
             group["capturable"] = False  # a matter of CUDA graphs; here is host memory
     look_for_no_device(optimizer)
+    if isinstance(optimizer, DelayTolerant) and not store.lock_free:
+        return DelayTolerantUpdate(optimizer, numbers, store)
     if store.lock_free and not needs_closure(optimizer):
         return SharedStateOptimizer(optimizer, numbers, store)
     if (kernel := kernel_for(optimizer)) is not None:

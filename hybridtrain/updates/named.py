@@ -11,6 +11,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange
+from hybridtrain.updates.delay_tolerant.optimizers import AdaDelay, AdaptiveRevision, AsyncAdaDA
 from hybridtrain.updates.groups import Groups
 from hybridtrain.util.named_choice import hint
 
@@ -24,7 +25,12 @@ def _evaluates_once(kind: type[torch.optim.Optimizer]) -> bool:
     return inspect.signature(inspect.unwrap(kind.step)).parameters["closure"].default is None
 
 
-KNOWN: dict[str, type[torch.optim.Optimizer]] = {
+OURS: dict[str, type[torch.optim.Optimizer]] = {
+    "adaptive_revision": AdaptiveRevision,
+    "async_ada_da": AsyncAdaDA,
+    "adadelay": AdaDelay,
+}
+KNOWN: dict[str, type[torch.optim.Optimizer]] = OURS | {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
     if inspect.isclass(kind)
@@ -37,7 +43,8 @@ KNOWN: dict[str, type[torch.optim.Optimizer]] = {
 @dataclass(frozen=True)
 class NamedUpdate:
     """How the masters move: ``"user"`` (by the module's own optimizer), ``"mean"`` (what is handed
-    over is subtracted), or an optimizer of ``torch.optim`` with its arguments.
+    over is subtracted), or an optimizer of ``torch.optim`` or of
+    :mod:`hybridtrain.updates.delay_tolerant` with its arguments.
 
     With ``inherits``, what is not given and the module's own optimizer has as well (the learning
     rate, and whatever a schedule changes) follows the module's own.
@@ -91,7 +98,7 @@ class NamedUpdate:
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"update={self.name} with {dict(self.options)} was given, but "
-                f"torch.optim.{self._kind.__name__} refuses that: {error}"
+                f"{self._kind.__name__} refuses that: {error}"
             ) from error
 
 
@@ -127,7 +134,8 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
     if name not in known:
         raise UserError(
             f"update={given!r} was given{hint(name, known)}; known are {USER} (the module's own "
-            f"optimizer), {MEAN}, and of torch.optim {', '.join(sorted(KNOWN))}"
+            f"optimizer), {MEAN}, {', '.join(OURS)}, and of torch.optim "
+            f"{', '.join(sorted(KNOWN.keys() - OURS))}"
         )
     takes = set(inspect.signature(KNOWN[name]).parameters) - {"params"} if name in KNOWN else set()
     for option in options:

@@ -215,7 +215,8 @@ class Optimizers:
         less. Shares sum to 1, so that an optimizer which does not care how long a gradient is
         makes a shorter step, too.
         """
-        if held is None and not self.late.active and all(map(is_usual, pushes.values())):
+        usual = held is None and not self.late.active and not update.wants_staleness
+        if usual and all(map(is_usual, pushes.values())):
             return self._usual_contributions(pushes, update), 1.0
         made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
         if pushes and all(push.averaged for push in pushes.values()):
@@ -244,7 +245,8 @@ class Optimizers:
 
     def _contribution(self, worker: int, push: Push, update: Update) -> Contribution:
         packed = {each.number: each for each in push.packed}
-        return Contribution(worker, 1.0, self._absent(worker, push, update), packed)
+        staleness = self.late.staleness(worker) if update.wants_staleness else 0
+        return Contribution(worker, 1.0, self._absent(worker, push, update), packed, staleness)
 
     def _absent(self, worker: int, push: Push, update: Update) -> frozenset[int]:
         """Also what the worker does not know yet that it belongs to the optimizer."""
@@ -252,6 +254,11 @@ class Optimizers:
         if known == update.members:
             return frozenset(push.absent)
         return frozenset(push.absent) | _numbers(update.members) - _numbers(known)
+
+    def read(self, worker: int) -> None:
+        """The worker reads the masters as they are now."""
+        for update in self._updates:
+            update.read(worker)
 
     # ---- state ----------------------------------------------------------------------------------
 

@@ -31,6 +31,7 @@ class PerTensorUpdate:
     """
 
     under_way = False  # a step takes one round
+    wants_staleness = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
@@ -48,6 +49,9 @@ class PerTensorUpdate:
         self.moved: Mapping[int, Rows] = {}
         self._means: dict[int, torch.Tensor] = {}
         self._keeps_figures_in_groups = not is_torchs(optimizer)
+
+    def read(self, worker: int) -> None:
+        """What a worker has read makes no difference."""
 
     def step(
         self,

@@ -63,6 +63,7 @@ class FlatUpdate:
     """
 
     under_way = False  # a step takes one round
+    wants_staleness = False
     news: Groups | None = None  # nor does it change hyper-parameters
     moved: Mapping[int, Rows] = MappingProxyType({})  # and it moves all rows
 
@@ -120,6 +121,9 @@ class FlatUpdate:
         return self._flats[name].as_strided(slot.shape, slot.stride, slot.offset)
 
     # ---- one update -----------------------------------------------------------------------------
+
+    def read(self, worker: int) -> None:
+        """What a worker has read makes no difference."""
 
     def step(
         self,

@@ -39,6 +39,10 @@ class LateGradients:
             self._store = store
         return self
 
+    def staleness(self, worker: int) -> int:
+        """Updates since the worker has read the parameters."""
+        return self._age(worker)
+
     @property
     def active(self) -> bool:
         """Whether contributions count for more or less than they weigh."""
