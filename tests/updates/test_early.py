@@ -13,6 +13,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.early_gradients import GradientsReady
 from hybridtrain.protocol.messages import Clip, OptimizerState, Push, Refused, Snapshot
+from hybridtrain.protocol.server_events import Received
 from hybridtrain.server.server import Server
 from hybridtrain.updates import Optimizers
 from hybridtrain.updates.thread_pool import Pool
@@ -168,14 +169,14 @@ def test_in_the_middle_of_a_step_there_is_nothing_to_save() -> None:
     fill(pair, 0)
 
     def answer() -> Any:
-        ((_, reply),) = server.handle(0, Snapshot(refresh=False))
+        ((_, reply),) = server.on(Received(0, Snapshot(refresh=False)))
         return reply
 
     assert isinstance(answer(), OptimizerState)
     for worker in (0, 1):
-        assert server.note(worker, GradientsReady(0, (0,), WEIGHTS[worker])) == []
+        assert server.on(Received(worker, GradientsReady(0, (0,), WEIGHTS[worker]))) == []
     assert isinstance(answer(), Refused)
     for worker, push in pushes().items():
-        server.handle(worker, push)
+        server.on(Received(worker, push))
     assert isinstance(answer(), OptimizerState)
     server.close()
