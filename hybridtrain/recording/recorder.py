@@ -23,6 +23,7 @@ from hybridtrain.protocol.messages import (
     Described,
     Done,
     Install,
+    Note,
     Paused,
     Push,
     ReadStats,
@@ -113,7 +114,10 @@ class RecordingServer(Server):
         if isinstance(message, _UNRECORDED):
             return super().on(event)
         now_s = self._stamp.at_s = self._real_clock()
-        self._write(event, now_s)
+        if isinstance(event, Received) and not isinstance(message, NOTES):
+            self._asked(event.worker, event.message, now_s)
+        else:
+            self._happened(event, now_s)
         replies = super().on(event)
         self._answered(replies)
         if isinstance(message, Install) and not self._begun and replies and self.store is not None:
@@ -135,25 +139,26 @@ class RecordingServer(Server):
 
     # ---- inside ---------------------------------------------------------------------------------
 
-    def _write(self, event: Event, now_s: float) -> None:
-        worker, seen, own_s, samples = getattr(event, "worker", NOBODY), 0, 0.0, 0.0
+    def _asked(self, worker: int, request: Request | Note, now_s: float) -> None:
+        own_s = self._own.stops(worker, now_s)
+        samples = samples_of(request) if isinstance(request, Push) else 0.0
+        seen = checksum_of(request, worker, self._seen())
+        self._writer.event(type(request).__name__, worker, seen, now_s, own_s, samples)
+
+    def _happened(self, event: Event, now_s: float) -> None:
         match event:
-            case Received(_, message) if not isinstance(message, NOTES):
-                own_s = self._own.stops(worker, now_s)
-                samples = samples_of(message) if isinstance(message, Push) else 0.0
-                seen = checksum_of(message, worker, self._seen())
             case Received(_, Paused()):
                 self._own.pause(now_s)
             case Received(_, Resumed()):
                 self._own.resume(now_s)
             case Received(_, Described(said)):
                 self._tell_of_data(said)
-            case Removed(returns=True):
+            case Removed(worker, returns=True):
                 self._end_record(f"worker {worker} was restarted; what follows cannot be replayed")
             case BrokenOff():
                 self._end_record("workers did not stop in time, and were broken off")
         if (kind := kind_of(event)) is not None:
-            self._writer.event(kind, worker, seen, now_s, own_s, samples)
+            self._writer.event(kind, getattr(event, "worker", NOBODY), 0, now_s, 0.0, 0.0)
 
     def _end_record(self, reason: str) -> None:
         if self._writer.refusal is None:

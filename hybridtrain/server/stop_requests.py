@@ -65,5 +65,7 @@ class StopRequests:
 
     def hears(self, message: Request | Note) -> Replies:
         """What a worker asks for that does not wish may show that it has gone on."""
+        if not self._payloads:  # nearly always
+            return []
         goes_on = isinstance(message, Push | Average | Begin | Gather | Share | Install)
         return self.answer() if goes_on else []

@@ -20,7 +20,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Begin, Gather, Gathered, Push, Released, Resumed
 from hybridtrain.protocol.notices import Gone
-from hybridtrain.protocol.server_events import Received
+from hybridtrain.protocol.server_events import Received, Removed
 from hybridtrain.recording import Record, find_record, read_record, service_times
 from hybridtrain.recording.record_file import CELL_BYTES, Writer
 from hybridtrain.recording.recorder import KINDS, OwnTime, RecordingServer
@@ -100,6 +100,17 @@ def test_an_optimizer_that_cannot_tell_its_state_ends_the_record_only(tmp_path: 
     server.adopt(None, cast(Any, secretive))
     with pytest.warns(UserWarning, match="incomplete: I shall not tell"):
         server.close()
+
+
+def test_a_restart_ends_the_record_and_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "record.bin"
+    server = RecordingServer(Writer(path, KINDS), make_policy("async"), 2)
+    server.on(Removed(1, announced=True, returns=True))
+    n_bytes = path.stat().st_size
+    server.on(Removed(0))
+    with pytest.warns(UserWarning, match="incomplete: worker 1 was restarted"):
+        server.close()
+    assert path.stat().st_size == n_bytes
 
 
 # ---- cut short ----------------------------------------------------------------------------------

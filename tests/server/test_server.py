@@ -32,7 +32,7 @@ from hybridtrain.protocol.messages import (
     Stopped,
     Ticket,
 )
-from hybridtrain.protocol.notices import Stop
+from hybridtrain.protocol.notices import Gone, Stop
 from hybridtrain.protocol.server_events import BrokenOff, Completed, Received, Removed
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
@@ -530,3 +530,13 @@ def test_late_in_the_end_nobody_is_waited_for(policy: Any) -> None:
             break
     assert run.server.on(BrokenOff()) == stopped(0)
     assert run.push(1, 1.0) == stopped(1) and run.gather(1) == stopped(1)
+
+
+def test_the_others_hear_of_a_removed_worker_where_that_is_announced() -> None:
+    def news(**how: bool) -> Replies:
+        return Served(3).server.on(Removed(1, **how))
+
+    assert news() == []
+    assert news(announced=True) == [(0, Gone(1, 0)), (2, Gone(1, 0))]
+    for_now = Gone(1, 0, for_now=True)
+    assert news(announced=True, returns=True) == [(0, for_now), (2, for_now)]
