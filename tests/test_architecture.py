@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -109,6 +110,12 @@ def test_hydra_is_known_to_the_command_line_alone() -> None:
 def test_decisions_start_no_process_and_open_no_socket() -> None:
     files = files_of("policies", "protocol", "server", "recovery", "updates")
     assert not offenders(files, "multiprocessing", "subprocess", "socket", "selectors", "signal")
+
+
+def test_worlds_and_replays_tell_the_server_what_happens_by_one_method() -> None:
+    files = files_of("worlds", "recording/replayer.py", "recording/virtual_rerun.py")
+    called = {name for f in files for name in re.findall(r"\b_?server\.(\w+)\(", f.read_text())}
+    assert called == {"on", "adopt", "close"}  # besides, its parts are made and taken down
 
 
 def test_tasks_are_ordinary_lightning_code_that_knows_no_strategy() -> None:

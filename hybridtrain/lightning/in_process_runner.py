@@ -18,7 +18,7 @@ from pytorch_lightning.loggers.logger import DummyLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.replay.run_record import Recording, server_maker
+from hybridtrain.lightning.replay.run_record import Recording, make_server
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorder import Stamp
@@ -62,7 +62,7 @@ class InProcessRunner(ABC, Generic[T]):
         try:
             bodies = [body(_copied(job)) for _ in range(self.record.n_workers)]
             stamp, threads = Stamp(), int(self.record.header["server_threads"])
-            server = server_maker(strategy, threads)(clock=stamp)
+            server = make_server(strategy, threads, partial(Server, clock=stamp))
             try:
                 with one_thread():
                     self.outcome, results = self.run(server, stamp, bodies)

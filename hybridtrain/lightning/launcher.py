@@ -46,6 +46,7 @@ from hybridtrain.monitoring.stragglers import SlowReport
 from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.recovery.failure_policy import Judge
+from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worker.device.cuda import forbids_fork
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
@@ -141,7 +142,7 @@ def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None
 
 
 def world_of(
-    strategy: HybridStrategy, server: Any, start_method: str, threads: int
+    strategy: HybridStrategy, server: Server, start_method: str, threads: int
 ) -> ProcessWorld:
     """Where workers run, with somebody who looks for those that hang, and for slow ones."""
     watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))

@@ -14,7 +14,7 @@ class ServerWatch:
     """Measures one server until the end of its run.
 
     Args:
-        server: it, or who stands before it (:class:`hybridtrain.recording.recorder.Recorder`).
+        server: it.
         limit: spans of each track's timeline.
     """
 
@@ -22,8 +22,8 @@ class ServerWatch:
         self._limit = limit
         self.track = Track("server", limit)
         self.lanes: dict[int, Track] = {}
-        self._server = getattr(server, "server", server)
-        self._measure_requests(server)
+        self._server = server
+        self._measure_events()
         follow(self._server.assembly, "adopt", self._adopted)
         pool = self._server._pool
         self._map = pool.map
@@ -34,25 +34,25 @@ class ServerWatch:
         """The server's own, then those of the threads that help with updates."""
         return [self.track, *(self.lanes[lane] for lane in sorted(self.lanes))]
 
-    def _measure_requests(self, server: Any) -> None:
-        track, original, statistics = self.track, server.handle, self._server.statistics
+    def _measure_events(self) -> None:
+        track, original, statistics = self.track, self._server.on, self._server.statistics
         kinds: dict[type, int] = {}
 
-        def handle(worker: int, request: Any) -> Any:
-            kind = kinds.get(type(request))
+        def on(event: Any) -> Any:
+            what = type(getattr(event, "message", event))
+            kind = kinds.get(what)
             if kind is None:
-                name = type(request).__name__.lower()
-                kind = kinds[type(request)] = track.kind_of(name, Phase.SERVE)
-            track.note = worker
+                kind = kinds[what] = track.kind_of(what.__name__.lower(), Phase.SERVE)
+            track.note = getattr(event, "worker", -1)
             if statistics.version != track.step:
                 track.next_step(statistics.version)
             track.begin(kind)
             try:
-                return original(worker, request)
+                return original(event)
             finally:
                 track.end()
 
-        server.handle = handle
+        self._server.on = on
 
     def _adopted(self) -> None:
         """Training begins: there is a store, and there are optimizers."""

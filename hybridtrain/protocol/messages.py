@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import GetState, SharedState, StepNumber
@@ -230,6 +230,7 @@ class Described:
 
 
 Note = Paused | Resumed | Stopped | Described | Progress | Saved
+NOTES: tuple[type[Note], ...] = get_args(Note)
 
 # ---- replies ------------------------------------------------------------------------------------
 

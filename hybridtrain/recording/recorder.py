@@ -1,13 +1,11 @@
-"""Writes down what the server is handed, as it is handed.
+"""Writes down what the server is told, as it is told.
 
-Theory of operation. All that happens in a run reaches the server through five doors: requests,
-notes, and the world's news that a worker has finished, that one is lost, or that it is late enough
-for a timer. Everything else is deterministic. So a record of who came through which door, in which
-order and at which time, is a record of the run. The server sees no other clock than the time that
-is written down.
+Theory of operation. All that happens in a run reaches the server as an event, and everything else
+is deterministic. So a record of the events, in their order and with their times, is a record of the
+run. The server sees no other clock than the time that is written down.
 
-What only asks for figures (``ReadStats``) is not written down: it changes nothing, and how often it
-is asked depends on the machine.
+One message is not written down: ``ReadStats`` changes nothing, and how often it is sent depends on
+the machine.
 """
 
 from __future__ import annotations
@@ -17,8 +15,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from hybridtrain.memory import Store
+from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import (
+    NOTES,
     Answer,
     Described,
     Done,
@@ -32,6 +31,14 @@ from hybridtrain.protocol.messages import (
     Resumed,
     Stopped,
 )
+from hybridtrain.protocol.server_events import (
+    BrokenOff,
+    Completed,
+    Event,
+    Received,
+    Removed,
+    TimerExpired,
+)
 from hybridtrain.recording.checksums import (
     GradientRows,
     checksum_of,
@@ -39,22 +46,29 @@ from hybridtrain.recording.checksums import (
     checksum_of_state,
 )
 from hybridtrain.recording.record_file import NOBODY, VERSION, WOKE, Writer
-from hybridtrain.server.membership import Membership
 from hybridtrain.server.pushes import samples_of
 from hybridtrain.server.rounds import Replies
-from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.server.server import Server
 
 FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
-_SAID = tuple(kind.__name__ for kind in (*get_args(Request), *get_args(Note)))
+_SAID = tuple(kind.__name__ for kind in (*get_args(Request), *NOTES))
 KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT)
 
 
-def kind_of(message: Request | Note) -> str:
-    """The name of a message's kind."""
-    if isinstance(message, Stopped) and message.broke:
-        return BROKEN
-    return type(message).__name__
+def kind_of(event: Event) -> str | None:
+    """The name of an event's kind in records; some cannot be replayed, and have none."""
+    match event:
+        case Received(_, Stopped(broke=True)):
+            return BROKEN
+        case Received(_, message):
+            return type(message).__name__
+        case Removed(returns=False):
+            return LEFT if event.announced else LOST
+        case Completed():
+            return FINISHED
+        case TimerExpired():
+            return WOKE
+    return None
 
 
 class Stamp:
@@ -67,131 +81,86 @@ class Stamp:
         return self.at_s
 
 
-class Recorder:
-    """Stands before a server.
+class RecordingServer(Server):
+    """A server that writes down each event before it has any effect.
 
     Args:
-        server: made with ``stamp`` as its clock.
-        stamp: to be set at each event.
         writer: of the record.
-        clock: seconds.
+        policy, n_workers, threads, options: as for :class:`~hybridtrain.server.server.Server`.
+        clock: seconds, read once for each event.
     """
 
     def __init__(
         self,
-        server: Server,
-        stamp: Stamp,
         writer: Writer,
+        policy: Policy,
+        n_workers: int,
+        threads: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        **options: Any,
     ) -> None:
-        self.server, self._stamp, self._writer, self._clock = server, stamp, writer, clock
-        self._own = OwnTime(server.statistics.n_workers)
+        self._stamp, self._writer, self._real_clock = Stamp(), writer, clock
+        super().__init__(policy, n_workers, threads, self._stamp, **options)
+        self._own = OwnTime(n_workers)
         self._rows: GradientRows | None = None
         self._begun = False
         self._told: set[str] = set()  # of the data
 
-    # ---- what a world needs of a server ---------------------------------------------------------
-
-    @property
-    def store(self) -> Store | None:
-        return self.server.store
-
-    @property
-    def statistics(self) -> RunStatistics:
-        return self.server.statistics
-
-    @property
-    def failure(self) -> BaseException | None:
-        return self.server.failure
-
-    def handle(self, worker: int, request: Request) -> Replies:
-        """See :class:`hybridtrain.server.server.Server`."""
-        if isinstance(request, ReadStats):
-            return self.server.handle(worker, request)
-        now_s = self._tick()
-        own_s = self._own.stops(worker, now_s)
-        samples = samples_of(request) if isinstance(request, Push) else 0.0
-        seen = checksum_of(request, worker, self._seen())
-        self._writer.event(kind_of(request), worker, seen, now_s, own_s, samples)
-        replies = self.server.handle(worker, request)
-        self._freed(replies)
-        if isinstance(request, Install) and not self._begun and replies and self.store is not None:
+    def on(self, event: Event) -> Replies:
+        """See :class:`~hybridtrain.server.server.Server`."""
+        message = event.message if isinstance(event, Received) else None
+        if isinstance(message, ReadStats):
+            return super().on(event)
+        now_s = self._stamp.at_s = self._real_clock()
+        if isinstance(event, Received) and not isinstance(message, NOTES):
+            self._asked(event.worker, event.message, now_s)
+        else:
+            self._happened(event, now_s)
+        replies = super().on(event)
+        self._answered(replies)
+        if isinstance(message, Install) and not self._begun and replies and self.store is not None:
             self._begun = True
             self._writer.tell({"begin": {"parameters": checksum_of_parameters(self.store)}})
         return replies
-
-    def note(self, worker: int, note: Note) -> Replies:
-        """See :class:`hybridtrain.server.server.Server`."""
-        now_s = self._tick()
-        match note:
-            case Paused():
-                self._own.pause(now_s)
-            case Resumed():
-                self._own.resume(now_s)
-            case Described(said):
-                self._tell_of_data(said)
-        self._writer.event(kind_of(note), worker, 0, now_s, 0.0, 0.0)
-        return self._freed(self.server.note(worker, note))
-
-    def finished(self, worker: int) -> Replies:
-        """See :class:`hybridtrain.server.server.Server`."""
-        self._writer.event(FINISHED, worker, 0, self._tick(), 0.0, 0.0)
-        return self._freed(self.server.finished(worker))
-
-    def lost(self, worker: int) -> Replies:
-        """See :class:`hybridtrain.server.server.Server`."""
-        self._writer.event(LOST, worker, 0, self._tick(), 0.0, 0.0)
-        return self._freed(self.server.lost(worker))
-
-    @property
-    def training(self) -> bool:
-        return self.server.training
-
-    def leave(self, worker: int) -> Replies:
-        """See :class:`hybridtrain.server.server.Server`."""
-        self._writer.event(LEFT, worker, 0, self._tick(), 0.0, 0.0)
-        return self._freed(self.server.leave(worker))
-
-    def miss(self, worker: int) -> Replies:
-        """See :class:`~hybridtrain.server.server.Server`. A new process cannot be replayed."""
-        self._tick()
-        self._refuse(f"worker {worker} was restarted, and what follows cannot be replayed")
-        return self._freed(self.server.miss(worker))
-
-    def break_off(self) -> Replies:
-        """See :class:`hybridtrain.server.server.Server`. Nobody goes on after it."""
-        self._tick()
-        self._refuse("workers did not stop in time, and were broken off")
-        return self._freed(self.server.break_off())
-
-    def _refuse(self, reason: str) -> None:
-        if self._writer.refusal is None:
-            self._writer.refusal = OSError(reason)
-
-    @property
-    def membership(self) -> Membership:
-        return self.server.membership
-
-    @property
-    def wake_at_s(self) -> float | None:
-        return self.server.wake_at_s
-
-    def wake(self) -> Replies:
-        """See :class:`hybridtrain.server.server.Server`."""
-        self._writer.event(WOKE, NOBODY, 0, self._tick(), 0.0, 0.0)
-        return self._freed(self.server.wake())
 
     def close(self) -> None:
         """The run is over: the last word."""
         problem: Exception | None = None
         try:
-            self._writer.tell({"end": ending(self.server)})
+            self._writer.tell({"end": ending(self)})
         except Exception as error:  # of a user's optimizer that cannot tell its state
             problem = error
         self._writer.close()
         if problem := problem or self._writer.refusal:
             warnings.warn(f"the record of this run is incomplete: {problem}", stacklevel=2)
-        self.server.close()
+        super().close()
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _asked(self, worker: int, request: Request | Note, now_s: float) -> None:
+        own_s = self._own.stops(worker, now_s)
+        samples = samples_of(request) if isinstance(request, Push) else 0.0
+        seen = checksum_of(request, worker, self._seen())
+        self._writer.event(type(request).__name__, worker, seen, now_s, own_s, samples)
+
+    def _happened(self, event: Event, now_s: float) -> None:
+        match event:
+            case Received(_, Paused()):
+                self._own.pause(now_s)
+            case Received(_, Resumed()):
+                self._own.resume(now_s)
+            case Received(_, Described(said)):
+                self._tell_of_data(said)
+            case Removed(worker, returns=True):
+                self._end_record(f"worker {worker} was restarted; what follows cannot be replayed")
+            case BrokenOff():
+                self._end_record("workers did not stop in time, and were broken off")
+        if (kind := kind_of(event)) is not None:
+            self._writer.event(kind, getattr(event, "worker", NOBODY), 0, now_s, 0.0, 0.0)
+
+    def _end_record(self, reason: str) -> None:
+        if self._writer.refusal is None:
+            self._writer.refusal = OSError(reason)
 
     def _tell_of_data(self, said: Mapping[str, Any]) -> None:
         """Each worker says the same; once is enough."""
@@ -199,25 +168,19 @@ class Recorder:
             self._told.update(fresh)
             self._writer.tell(fresh)
 
-    # ---- inside ---------------------------------------------------------------------------------
-
-    def _tick(self) -> float:
-        self._stamp.at_s = self._clock()
-        return self._stamp.at_s
-
     def _seen(self) -> GradientRows | None:
         store = self.store
         if store is not None and (self._rows is None or self._rows.store is not store):
             self._rows = GradientRows(store)
         return self._rows
 
-    def _freed(self, replies: Replies) -> Replies:
-        if replies:
-            now_s = self._clock()
-            for worker, reply in replies:
-                if isinstance(reply, Answer):  # news come to those who compute, or wait, too
-                    self._own.goes_on(worker, now_s, fresh=isinstance(reply, Released | Done))
-        return replies
+    def _answered(self, replies: Replies) -> None:
+        if not replies:
+            return
+        now_s = self._real_clock()
+        for worker, reply in replies:
+            if isinstance(reply, Answer):  # news come to those who compute, or wait, too
+                self._own.goes_on(worker, now_s, fresh=isinstance(reply, Released | Done))
 
 
 class OwnTime:

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridtrain.protocol.messages import Described, Install, Note, Request, Stopped
+from hybridtrain.protocol.server_events import Completed, Event, Received, Removed, TimerExpired
 from hybridtrain.recording.checksums import GradientRows, checksum_of, checksum_of_parameters
 from hybridtrain.recording.record_file import NOBODY, WOKE, Record, RecordEvent
 from hybridtrain.recording.recorder import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of
-from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended
 from hybridtrain.worlds.in_process import Body, Cell, Stuck, ThreadWorld
 
-_STOPPED = kind_of(Stopped())
+_STOPPED = Stopped.__name__
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,10 @@ class Replayer:
         try:
             for event in self._record.events():
                 self._stamp.at_s = event.at_s
-                self._world.answer(self._take(event))
+                replies = self._server.on(self._again(event))
+                self._world.answer(replies)
+                if replies and event.kind == Install.__name__:
+                    self._compare_beginnings(event)
                 self._due[event.worker].popleft()
                 done += 1
             parted = self._compare_ends()
@@ -106,30 +109,24 @@ class Replayer:
         due = self._due[worker]
         return bool(due) and due[0] == _STOPPED
 
-    def _take(self, event: RecordEvent) -> Replies:
+    def _again(self, event: RecordEvent) -> Event:
+        """What the server is to be told, now that the worker has come to it again."""
         worker = event.worker
+        if event.kind == WOKE:
+            return TimerExpired()
         if event.kind in (LOST, LEFT):
             self._world.abandon(worker)
-            left = event.kind == LEFT
-            return self._server.leave(worker) if left else self._server.lost(worker)
-        if event.kind == WOKE:
-            return self._server.wake()
+            return Removed(worker, announced=event.kind == LEFT)
         word = self._next(event)
-        match word:
-            case Ended(error):
-                return self._ended(event, error)
-            case _ if event.kind == BROKEN:  # something outside broke it (the machine's memory?)
-                self._world.abandon(worker)
-                return self._server.note(worker, Stopped(broke=True))
+        if isinstance(word, Ended):
+            return self._ended(event, word.error)
+        if event.kind == BROKEN:  # something outside broke it (the machine's memory?)
+            self._world.abandon(worker)
+            return Received(worker, Stopped(broke=True))
         self._compare(event, word)
-        if isinstance(word, Note):
-            if isinstance(word, Described):
-                self._check_data(word.said)
-            return self._server.note(worker, word)
-        replies = self._server.handle(worker, word)
-        if isinstance(word, Install) and replies:
-            self._compare_beginnings(event)
-        return replies
+        if isinstance(word, Described):
+            self._check_data(word.said)
+        return Received(worker, word)
 
     def _next(self, event: RecordEvent) -> Request | Note | Ended:
         try:
@@ -139,21 +136,21 @@ class Replayer:
                 f"{self._named(event)}: in the replay this worker still waits for an answer"
             ) from None
 
-    def _ended(self, event: RecordEvent, error: BaseException | None) -> Replies:
+    def _ended(self, event: RecordEvent, error: BaseException | None) -> Event:
         worker = event.worker
         if event.kind == FINISHED and error is None:
-            return self._server.finished(worker)
+            return Completed(worker)
         if event.kind == BROKEN and error is not None:
             self._errors.append(error)
-            return self._server.note(worker, Stopped(broke=True))
+            return Received(worker, Stopped(broke=True))
         if event.kind == _STOPPED:
-            return self._server.note(worker, Stopped())
+            return Received(worker, Stopped())
         if error is not None and not self._errors:
             raise error
         raise _Parted(f"{self._named(event)}: in the replay this worker has ended before")
 
     def _compare(self, event: RecordEvent, word: Request | Note) -> None:
-        kind = kind_of(word)
+        kind = kind_of(Received(event.worker, word))
         if kind != event.kind:
             raise _Parted(f"{self._named(event)}: in the replay the worker's next is a {kind}")
         store = self._server.store

@@ -16,19 +16,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.protocol.messages import (
-    Average,
-    Described,
-    Note,
-    Paused,
-    Push,
-    Request,
-    Resumed,
-    Stopped,
-)
-from hybridtrain.protocol.notices import Progress, Saved
+from hybridtrain.protocol.messages import NOTES, Average, Note, Push, Request
+from hybridtrain.protocol.server_events import Completed, Event, Received, Removed, TimerExpired
 from hybridtrain.recording.recorder import Stamp
-from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended
 from hybridtrain.worlds.in_process import Body, Cell, ThreadWorld
@@ -82,27 +72,27 @@ class Rehearsal:
         wake_at_s = self._server.wake_at_s
         if wake_at_s is not None and (not self._arriving or wake_at_s <= self._arriving[0][0]):
             self._stamp.at_s = max(self._stamp.at_s, wake_at_s)
-            self._deliver(self._server.wake())
+            self._on(TimerExpired())
             return
         self._stamp.at_s, worker, _, said = heapq.heappop(self._arriving)
         match said:
             case Ended(error):
                 self._end(worker, error)
-            case Paused() | Resumed() | Stopped() | Described() | Progress() | Saved():
-                self._deliver(self._server.note(worker, said))
-                self._go_on(worker)
             case _:
-                self._deliver(self._server.handle(worker, said))
+                self._on(Received(worker, said))
+                if isinstance(said, NOTES):  # it goes on without an answer
+                    self._go_on(worker)
 
     def _end(self, worker: int, error: BaseException | None) -> None:
         if self._server.failure is not None:
             raise self._server.failure
         if error is not None:
             raise error
-        self._deliver(self._server.finished(worker))
-        self._deliver(self._server.lost(worker))
+        self._on(Completed(worker))
+        self._on(Removed(worker))
 
-    def _deliver(self, replies: Replies) -> None:
+    def _on(self, event: Event) -> None:
+        replies = self._server.on(event)
         self._world.answer(replies)
         for worker, _ in replies:
             self._go_on(worker)

@@ -16,6 +16,7 @@ from typing import Any
 
 from hybridtrain.protocol.messages import Done, Install, Share, Shared
 from hybridtrain.protocol.notices import Back, Gone
+from hybridtrain.protocol.server_events import Removed
 from hybridtrain.server.barrier import Barrier
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.rounds import Replies, Rounds
@@ -45,26 +46,25 @@ class Membership:
 
     # ---- going ----------------------------------------------------------------------------------
 
-    def lost(self, worker: int) -> Replies:
+    def news_of(self, event: Removed) -> Replies:
+        """The others hear who is gone, if they are to, and what it may have had a part in."""
+        news = Gone(event.worker, self.statistics.version, for_now=event.returns)
+        return self._news(news) if event.announced else []
+
+    def remove(self, event: Removed) -> Replies:
         """The worker is gone, with whatever it had not pushed."""
+        worker = event.worker
+        if event.returns:
+            self._away(worker)
+            self.missing.add(worker)
+            return self.rounds.miss(worker)
         self.members.discard(worker)
         self._away(worker)
         return self.rounds.lost(worker)
 
-    def tell_of(self, worker: int) -> Replies:
-        """The others hear that it will not come back, and what it had a part in."""
-        return self._news(Gone(worker, self.statistics.version))
-
     def _news(self, news: Gone | Back) -> Replies:
         others = self.members - self.missing - {news.worker}
         return [(other, news) for other in sorted(others)]
-
-    def miss(self, worker: int) -> Replies:
-        """Its process has ended; another one will come."""
-        self._away(worker)
-        self.missing.add(worker)
-        news = self._news(Gone(worker, self.statistics.version, for_now=True))
-        return news + self.rounds.miss(worker)
 
     def _away(self, worker: int) -> None:
         self._forget(worker)

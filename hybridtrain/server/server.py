@@ -1,11 +1,12 @@
 """The one who decides.
 
-Theory of operation. The server is an actor: ``handle(worker, request)`` takes one request and
-returns the replies that follow from it, to this worker and to others. It owns the master
-parameters, the updates (the user's optimizers) and the version counter, and asks its policy when a
-contribution counts and who may go on. It neither sends nor receives: a *world* carries the messages
-between processes, or through virtual time. Nothing here blocks, so a worker that never comes back
-cannot stop the server; the world tells it with ``lost(worker)``.
+Theory of operation. The server is an actor: ``on(event)`` takes one event (a request of a worker,
+say) and returns the replies that follow from it, to this worker and to others. Nothing else changes
+its state once training has begun, so whoever records, measures or replays wraps this one method. It
+owns the master parameters, the updates (the user's optimizers) and the version counter, and asks
+its policy when a contribution counts and who may go on. It neither sends nor receives: a *world*
+carries the messages between processes, or through virtual time. Nothing here blocks, so a worker
+that never comes back cannot stop the server; the world tells it so (``Removed``).
 
 A worker that waits in a meeting (a barrier, a metric, the end of an epoch) is *parked*: rounds are
 completed without it. Where all workers take the same steps this never shows, because a meeting ends
@@ -44,6 +45,16 @@ from hybridtrain.protocol.messages import (
     Stopped,
 )
 from hybridtrain.protocol.notices import Stop
+from hybridtrain.protocol.server_events import (
+    Admitted,
+    BrokenOff,
+    Completed,
+    Event,
+    Received,
+    Removed,
+    Restarted,
+    TimerExpired,
+)
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.membership import Membership
@@ -112,40 +123,55 @@ class Server:
         """What steps the masters."""
         return self._rounds.optimizers
 
-    # ---- requests -------------------------------------------------------------------------------
+    # ---- events ---------------------------------------------------------------------------------
 
-    def handle(self, worker: int, request: Request) -> Replies:
-        """One request in, replies out."""
-        if isinstance(request, Gather) and request.wish:
+    def on(self, event: Event) -> Replies:
+        """It has happened; what follows for whom."""
+        if isinstance(event, Received):
+            return self._received(event.worker, event.message)
+        match event:
+            case Completed(worker):
+                return self._completed(worker)
+            case Removed():
+                return self._removed(event)
+            case Restarted(worker):
+                self.membership.back(worker)
+            case Admitted(worker):
+                return self.membership.admit(worker)
+            case TimerExpired():
+                return self._guarded([], self._rounds.wake) or self._free_the_stuck()
+            case BrokenOff():
+                self._rounds.broken = True
+                return self._wishes.answer() + self._dismiss(waits=True)
+        return []
+
+    def _received(self, worker: int, message: Request | Note) -> Replies:
+        if isinstance(message, Gather) and message.wish:
             others_wait = bool(self._rounds.waiting or self._meeting.n_waiting or self._stopped)
-            return self._wishes.take(worker, request, others_wait)
-        denied = self._wishes.hears(request)
-        return denied + (self._answer(worker, request) or self._free_the_stuck())
+            return self._wishes.take(worker, message, others_wait)
+        denied = self._wishes.hears(message)
+        return denied + (self._answer(worker, message) or self._free_the_stuck())
 
-    def _answer(self, worker: int, request: Request) -> Replies:
-        match request:
+    def _answer(self, worker: int, message: Request | Note) -> Replies:
+        match message:
             case Push() | Average() | Begin():
-                return self._round(worker, request)
+                return self._round(worker, message)
             case Share() | Install() if worker in self.membership.joining:
-                return self.membership.let_in(worker, request)
+                return self.membership.let_in(worker, message)
             case Gather() | Share() | Install():
-                return self._meet(worker, request)
+                return self._meet(worker, message)
             case Draw():
-                return [(worker, self._queue.draw(worker, request))]
+                return [(worker, self._queue.draw(worker, message))]
             case Pull(writes):
                 self._rounds.take(worker, writes)
                 self._rounds.refresh(worker)
                 return [(worker, Released(self.statistics.version))]
             case Snapshot():
-                return self._snapshot(worker, request)
+                return self._snapshot(worker, message)
             case GetState():
-                return [(worker, lend(self.store, self.optimizers, request))]
+                return [(worker, lend(self.store, self.optimizers, message))]
             case ReadStats():
                 return [(worker, Stats(self.statistics.stats()))]
-
-    def note(self, worker: int, note: Note) -> Replies:
-        """It may set others free."""
-        match note:
             case Paused():
                 self.statistics.pause()
             case Resumed():
@@ -154,20 +180,26 @@ class Server:
                 return self._wishes.answer() + self._stop_waiting_for(worker)
         return []
 
-    def finished(self, worker: int) -> Replies:
-        """The worker has done its job; a meeting that waits for it would wait for ever."""
+    def _completed(self, worker: int) -> Replies:
         self._finished.add(worker)
         waiting = self._meeting.waiting
         return self._refuse(waiting, missed(worker, waiting)) if waiting else []
 
+    def _removed(self, event: Removed) -> Replies:
+        news = self.membership.news_of(event)
+        freed = self._guarded([], lambda: self.membership.remove(event))
+        freed += self._close_meeting() + self._wishes.answer()
+        return news + (freed or self._free_the_stuck())
+
     @property
     def wake_at_s(self) -> float | None:
-        """When to call :meth:`wake`, if at all."""
+        """When a ``TimerExpired`` is wanted, if at all."""
         return self._rounds.wake_at_s
 
-    def wake(self) -> Replies:
-        """It is that late: the policy may set some free."""
-        return self._guarded([], lambda: self._rounds.wake()) or self._free_the_stuck()
+    @property
+    def training(self) -> bool:
+        """Whether it has begun, so that others could go on with it."""
+        return bool(self.optimizers.updates)
 
     def _free_the_stuck(self) -> Replies:
         """If all who are left wait, and no timer runs, they would wait for ever."""
@@ -182,32 +214,6 @@ class Server:
             return []
         reason = stuck(self.policy, [*self._rounds.who_waits(), ("all", self._meeting.waiting)])
         return self._refuse([], reason)
-
-    # ---- coming and going -----------------------------------------------------------------------
-
-    @property
-    def training(self) -> bool:
-        """Whether it has begun, so that others could go on with it."""
-        return bool(self.optimizers.updates)
-
-    def lost(self, worker: int) -> Replies:
-        """The worker is gone, with whatever it had not pushed."""
-        return self._without(lambda: self.membership.lost(worker)) or self._free_the_stuck()
-
-    def leave(self, worker: int) -> Replies:
-        """The same, and the others are to go on without it."""
-        return self.membership.tell_of(worker) + self.lost(worker)
-
-    def miss(self, worker: int) -> Replies:
-        """The worker is gone, and will come back as another process."""
-        return self._without(lambda: self.membership.miss(worker))
-
-    def _without(self, going: Callable[[], Replies]) -> Replies:
-        return self._guarded([], going) + self._close_meeting() + self._wishes.answer()
-
-    def admit(self, worker: int) -> Replies:
-        """The worker is there (again), or what it did would not count: it begins (anew)."""
-        return self.membership.admit(worker)
 
     # ---- rounds ---------------------------------------------------------------------------------
 
@@ -290,11 +296,6 @@ class Server:
         if not self.requirements.whole_rounds:  # others wait for its next step, or its turn
             freed = self._guarded([], lambda: self._rounds.lost(worker))
         return freed + self._dismiss(waits=self.requirements.whole_rounds, but=worker)
-
-    def break_off(self) -> Replies:
-        """It is late: nobody is waited for any longer."""
-        self._rounds.broken = True
-        return self._wishes.answer() + self._dismiss(waits=True)
 
     def _dismiss(self, waits: bool, but: int | None = None) -> Replies:
         """Who is in a meeting will not be answered; nor who ``waits`` in a round."""

@@ -15,6 +15,7 @@ from hybridtrain.protocol.messages import (
     Gather,
     Gathered,
     Install,
+    Note,
     Push,
     Reply,
     Request,
@@ -62,7 +63,9 @@ class StopRequests:
         known, self._payloads = self._payloads, {}
         return told + [(w, Gathered((payload,), (w,))) for w, payload in sorted(known.items())]
 
-    def hears(self, request: Request) -> Replies:
+    def hears(self, message: Request | Note) -> Replies:
         """What a worker asks for that does not wish may show that it has gone on."""
-        goes_on = isinstance(request, Push | Average | Begin | Gather | Share | Install)
+        if not self._payloads:  # nearly always
+            return []
+        goes_on = isinstance(message, Push | Average | Begin | Gather | Share | Install)
         return self.answer() if goes_on else []

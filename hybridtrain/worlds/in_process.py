@@ -24,8 +24,9 @@ import torch
 
 from hybridtrain.protocol.messages import Note, ReadStats, Reply, Request, Shared, Stopped
 from hybridtrain.protocol.notices import Saved, SavePermission, Stop
-from hybridtrain.server.interface import ServerInterface
+from hybridtrain.protocol.server_events import Received
 from hybridtrain.server.rounds import Replies
+from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Asked, Ended, TurnTaking
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.worker_exit import Failed
@@ -64,7 +65,7 @@ class ThreadWorld:
 
     def __init__(
         self,
-        server: ServerInterface,
+        server: Server,
         n_workers: int,
         threads: int,
         stops: Due,
@@ -154,7 +155,7 @@ class _Line:
 
     def send(self, message: Request | Note) -> None:
         if isinstance(message, ReadStats):  # of no consequence, and not in any record
-            self._world.answer(self._world.server.handle(self._number, message))
+            self._world.answer(self._world.server.on(Received(self._number, message)))
             return
         if not isinstance(message, Saved | Failed):
             self._say(message)

@@ -20,9 +20,10 @@ from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Begin, Gather, Gathered, Push, Released, Resumed
 from hybridtrain.protocol.notices import Gone
+from hybridtrain.protocol.server_events import Received, Removed
 from hybridtrain.recording import Record, find_record, read_record, service_times
 from hybridtrain.recording.record_file import CELL_BYTES, Writer
-from hybridtrain.recording.recorder import KINDS, OwnTime, Recorder, Stamp
+from hybridtrain.recording.recorder import KINDS, OwnTime, RecordingServer
 from hybridtrain.server.server import Server
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
@@ -94,12 +95,22 @@ def test_an_optimizer_that_cannot_tell_its_state_ends_the_record_only(tmp_path: 
     def state() -> Any:
         raise RuntimeError("I shall not tell")
 
-    server, stamp = Server(make_policy("async"), 1), Stamp()
+    server = RecordingServer(Writer(tmp_path / "record.bin", KINDS), make_policy("async"), 1)
     secretive = SimpleNamespace(updates=[SimpleNamespace(state=state)], close=lambda: None)
     server.adopt(None, cast(Any, secretive))
-    witness = Recorder(server, stamp, Writer(tmp_path / "record.bin", KINDS))
     with pytest.warns(UserWarning, match="incomplete: I shall not tell"):
-        witness.close()
+        server.close()
+
+
+def test_a_restart_ends_the_record_and_is_said(tmp_path: Path) -> None:
+    path = tmp_path / "record.bin"
+    server = RecordingServer(Writer(path, KINDS), make_policy("async"), 2)
+    server.on(Removed(1, announced=True, returns=True))
+    n_bytes = path.stat().st_size
+    server.on(Removed(0))
+    with pytest.warns(UserWarning, match="incomplete: worker 1 was restarted"):
+        server.close()
+    assert path.stat().st_size == n_bytes
 
 
 # ---- cut short ----------------------------------------------------------------------------------
@@ -198,16 +209,17 @@ def test_own_time_leaves_out_waiting_and_validation() -> None:
     assert own.stops(1, 30.0) == 0.0
 
 
-def test_news_that_nobody_has_asked_for_change_no_service_time(tmp_path: Path) -> None:
+def test_news_that_nobody_has_asked_for_change_no_service_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Who computes goes on computing, and who waits goes on waiting."""
-    server: Any = SimpleNamespace(store=None, statistics=SimpleNamespace(n_workers=2))
     at_s, writer = [0.0], Writer(tmp_path / "record.bin", KINDS)
-    witness = Recorder(server, Stamp(), writer, lambda: at_s[0])
+    server = RecordingServer(writer, make_policy("async"), 2, clock=lambda: at_s[0])
 
     def happens(now_s: float, worker: int, said: Any, reply: Any = None) -> None:
         at_s[0], replies = now_s, [] if reply is None else [(0, reply)]
-        server.handle = server.note = lambda worker, said: replies
-        witness.note(worker, said) if isinstance(said, Resumed) else witness.handle(worker, said)
+        monkeypatch.setattr(Server, "on", lambda self, event: replies)
+        server.on(Received(worker, said))
 
     writer.tell({"header": {"kinds": KINDS, "workers": 2}})
     happens(1.0, 0, Begin(), Released(0))

@@ -10,6 +10,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.policies import Needs
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Order, Pushed, Release, SetTimer
 from hybridtrain.protocol.messages import Released
+from hybridtrain.protocol.server_events import Admitted, Removed
 from hybridtrain.server.server import Server
 from tests.support.served import Served
 
@@ -40,8 +41,8 @@ def test_what_follows_from_a_workers_coming_back_happens() -> None:
     served = Served(2, Company())
     assert served.server.wake_at_s == 7.0
     assert served.push(0, 1.0) == []
-    served.server.lost(1)
-    replies = dict(served.server.admit(1))
+    served.server.on(Removed(1))
+    replies = dict(served.server.on(Admitted(1)))
     assert set(replies) == {0, 1}
     assert all(isinstance(reply, Released) for reply in replies.values())
 

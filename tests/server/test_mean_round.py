@@ -7,6 +7,7 @@ import torch
 
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import Average, Averaged, Done, Install, Share
+from hybridtrain.protocol.server_events import Received, Removed, Restarted
 from hybridtrain.server import mean_round
 from hybridtrain.server.mean_round import average
 from hybridtrain.updates.thread_pool import Pool
@@ -55,12 +56,12 @@ def test_where_nobody_weighs_anything_the_mean_is_zero() -> None:
 def test_what_a_lost_worker_has_brought_its_successor_brings_anew() -> None:
     served = Served(3, averaging=True)
     served.bring(0, 9.0)
-    served.server.miss(0)
-    served.server.membership.back(0)
+    served.server.on(Removed(0, announced=True, returns=True))
+    served.server.on(Restarted(0))
     assert served.bring(1, 2.0) == []
     assert served.bring(2, 3.0) == [], "the new process has not asked, and writes to this row"
-    served.server.handle(0, Share(served.layout, averaging=True))
-    assert (0, Done()) in served.server.handle(0, Install())
+    served.server.on(Received(0, Share(served.layout, averaging=True)))
+    assert (0, Done()) in served.server.on(Received(0, Install()))
     assert served.bring(0, 1.0) == [(worker, Averaged(())) for worker in range(3)]
     assert served.store.means[F32][0] == 2.0
 
@@ -68,6 +69,6 @@ def test_what_a_lost_worker_has_brought_its_successor_brings_anew() -> None:
 def test_nobody_waits_for_the_gradient_of_who_has_abstained_and_is_lost() -> None:
     served = Served(2, averaging=True)
     assert served.push(0, 0.0, weight=0.0) == []
-    served.server.miss(0)
+    served.server.on(Removed(0, announced=True, returns=True))
     assert served.bring(1, 2.0) == [(1, Averaged(()))], "nobody comes back before the update"
     assert [worker for worker, _ in served.push(1, 2.0)] == [0, 1]

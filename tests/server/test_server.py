@@ -32,7 +32,9 @@ from hybridtrain.protocol.messages import (
     Stopped,
     Ticket,
 )
-from hybridtrain.protocol.notices import Stop
+from hybridtrain.protocol.notices import Gone, Stop
+from hybridtrain.protocol.server_events import BrokenOff, Completed, Received, Removed
+from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import plain
 from hybridtrain.updates.serialize import dump
@@ -42,7 +44,7 @@ GROUP = {"lr": 1.0}
 
 
 def stats(served: Served) -> dict[str, Any]:
-    ((_, reply),) = served.server.handle(0, ReadStats())
+    ((_, reply),) = served.server.on(Received(0, ReadStats()))
     assert isinstance(reply, Stats)
     return reply.values
 
@@ -222,8 +224,9 @@ def test_waiting_in_different_places_is_refused_for_all_who_wait() -> None:
 def test_different_parameters_are_refused_for_all_with_the_worker_named() -> None:
     server = Server(WaitForAll(), 3)
     layouts = [Layout.of([("w", torch.zeros(n))]) for n in (4, 4, 5)]
-    assert server.handle(2, Share(layouts[2])) == server.handle(0, Share(layouts[0])) == []
-    reasons = refusals(server.handle(1, Share(layouts[1])))
+    for worker in (2, 0):
+        assert server.on(Received(worker, Share(layouts[worker]))) == []
+    reasons = refusals(server.on(Received(1, Share(layouts[1]))))
     assert reasons.keys() == {0, 1, 2}
     assert "worker 2 has other parameters than worker 0" in reasons[1]
 
@@ -236,17 +239,17 @@ def test_parameters_too_large_for_the_machine_are_refused_for_all(
 
     server = Server(WaitForAll(), 2)
     layout = Layout.of([("w", torch.zeros(4))])
-    server.handle(0, Share(layout))
+    server.on(Received(0, Share(layout)))
     monkeypatch.setattr(Arena, "create", refuse)
-    assert refusals(server.handle(1, Share(layout))) == {0: "too large", 1: "too large"}
+    assert refusals(server.on(Received(1, Share(layout)))) == {0: "too large", 1: "too large"}
 
 
 def test_an_optimizer_that_must_drive_is_refused_where_workers_run_freely() -> None:
     served = Served(2, OnArrival())
     optimizer = torch.optim.LBFGS(served.parameters)
     payload = dump(optimizer, {id(p): n for n, p in enumerate(served.parameters)})
-    served.server.handle(0, Install((payload,)))
-    reasons = refusals(served.server.handle(1, Install()))
+    served.server.on(Received(0, Install((payload,))))
+    reasons = refusals(served.server.on(Received(1, Install())))
     assert reasons.keys() == {0, 1}
     assert "LBFGS" in reasons[0] and "strategy=hybrid" in reasons[0]
 
@@ -254,9 +257,9 @@ def test_an_optimizer_that_must_drive_is_refused_where_workers_run_freely() -> N
 def test_a_meeting_that_a_finished_worker_would_have_to_attend_is_refused() -> None:
     served = Served(3)
     served.gather(1)
-    assert refusals(served.server.finished(0)).keys() == {1}
+    assert refusals(served.server.on(Completed(0))).keys() == {1}
     served = Served(3)
-    assert served.server.finished(0) == []
+    assert served.server.on(Completed(0)) == []
     reason = refusals(served.gather(2))[2]
     assert "worker 0 has finished while worker 2 waits" in reason
 
@@ -268,7 +271,7 @@ def test_a_lost_worker_is_not_waited_for_and_its_push_does_not_count() -> None:
     served = Served(3)
     served.push(1, 100.0)
     served.push(0, 1.0)
-    assert served.server.lost(1) == []
+    assert served.server.on(Removed(1)) == []
     assert served.push(2, 3.0) == released(1, 0, 2)
     assert served.value() == -2.0
 
@@ -276,20 +279,20 @@ def test_a_lost_worker_is_not_waited_for_and_its_push_does_not_count() -> None:
 def test_the_loss_of_the_last_one_missing_ends_the_round() -> None:
     served = Served(2)
     served.push(0, 1.0)
-    assert served.server.lost(1) == released(1, 0)
+    assert served.server.on(Removed(1)) == released(1, 0)
 
 
 def test_the_loss_of_the_last_one_missing_ends_the_meeting() -> None:
     served = Served(3)
     served.gather(0, payload=b"a")
     served.gather(2, payload=b"c")
-    assert served.server.lost(1) == gathered([b"a", b"c"], 0, 2)
+    assert served.server.on(Removed(1)) == gathered([b"a", b"c"], 0, 2)
 
 
 def test_who_is_lost_in_a_meeting_is_neither_answered_nor_expected_again() -> None:
     served = Served(3)
     served.gather(1, payload=b"b")
-    assert served.server.lost(1) == []
+    assert served.server.on(Removed(1)) == []
     served.gather(0, payload=b"a")
     assert served.gather(2, payload=b"c") == gathered([b"a", b"c"], 0, 2)
     served.push(0, 1.0)
@@ -298,10 +301,10 @@ def test_who_is_lost_in_a_meeting_is_neither_answered_nor_expected_again() -> No
 
 def test_rows_keep_their_workers_numbers_when_one_was_lost_before_sharing() -> None:
     server = Server(WaitForAll(), 3)
-    server.lost(0)
+    server.on(Removed(0))
     layout = Layout.of([("w", torch.zeros(4))])
-    server.handle(1, Share(layout))
-    assert [worker for worker, _ in server.handle(2, Share(layout))] == [1, 2]
+    server.on(Received(1, Share(layout)))
+    assert [worker for worker, _ in server.on(Received(2, Share(layout)))] == [1, 2]
     assert server.store is not None
     server.store.gradient(2, layout.slots[0]).fill_(1.0)
 
@@ -309,8 +312,8 @@ def test_rows_keep_their_workers_numbers_when_one_was_lost_before_sharing() -> N
 def test_all_may_be_lost() -> None:
     served = Served(2)
     served.push(0, 1.0)
-    served.server.lost(0)
-    assert served.server.lost(1) == []
+    served.server.on(Removed(0))
+    assert served.server.on(Removed(1)) == []
     assert served.value() == 0.0
 
 
@@ -320,7 +323,7 @@ def test_all_may_be_lost() -> None:
 def test_a_stopped_worker_frees_those_who_wait_for_it_in_a_round() -> None:
     served = Served(3)
     served.push(0, 1.0)
-    assert served.server.note(2, Stopped()) == stopped(0)
+    assert served.server.on(Received(2, Stopped())) == stopped(0)
     assert served.push(1, 1.0) == stopped(1), "the round can no longer be a whole one"
     assert served.value() == 0.0
 
@@ -328,33 +331,33 @@ def test_a_stopped_worker_frees_those_who_wait_for_it_in_a_round() -> None:
 def test_a_stopped_worker_frees_those_who_wait_for_it_in_a_meeting() -> None:
     served = Served(3)
     served.gather(1)
-    assert served.server.note(0, Stopped()) == stopped(1)
+    assert served.server.on(Received(0, Stopped())) == stopped(1)
     assert served.gather(2) == stopped(2)
 
 
 def test_nothing_is_applied_when_the_stopped_leave_one_after_another() -> None:
     served = Served(3)
     served.push(0, 1.0)
-    served.server.note(1, Stopped())
-    assert served.server.lost(1) == []
-    assert served.server.lost(2) == [], "worker 0's push was given up with the round"
-    assert served.server.lost(0) == []
+    served.server.on(Received(1, Stopped()))
+    assert served.server.on(Removed(1)) == []
+    assert served.server.on(Removed(2)) == [], "worker 0's push was given up with the round"
+    assert served.server.on(Removed(0)) == []
     assert served.value() == 0.0
 
 
 def test_free_running_workers_finish_their_step_after_a_stop() -> None:
     served = Served(2, OnArrival())
-    assert served.server.note(0, Stopped()) == []
+    assert served.server.on(Received(0, Stopped())) == []
     assert served.push(1, 1.0) == released(1, 1)
     assert served.gather(1) == [(1, Stop(now=True))], "but nobody will come to meet it"
 
 
 def test_a_worker_that_has_stopped_can_still_save_a_checkpoint() -> None:
     served = Served(2, OnArrival())
-    served.server.note(0, Stopped())
-    ((worker, reply),) = served.server.handle(0, Snapshot())
+    served.server.on(Received(0, Stopped()))
+    ((worker, reply),) = served.server.on(Received(0, Snapshot()))
     assert (worker, type(reply)) == (0, OptimizerState)
-    assert served.server.handle(0, Pull()) == [(0, Released(0))]
+    assert served.server.on(Received(0, Pull())) == [(0, Released(0))]
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -374,7 +377,7 @@ def test_a_snapshot_is_what_torch_would_save_with_parameters_of_the_same_version
         for parameter in alone:
             parameter.grad = torch.full_like(parameter, gradient)
         optimizer.step()
-    ((_, reply),) = served.server.handle(0, Snapshot())
+    ((_, reply),) = served.server.on(Received(0, Snapshot()))
     assert isinstance(reply, OptimizerState)
     (saved,) = torch.load(io.BytesIO(reply.payload), weights_only=False)
     state = saved.parameters
@@ -412,16 +415,20 @@ def test_pulling_brings_only_the_own_copy_up_to_date() -> None:
     (slot,) = served.layout.slots
     served.push(0, 1.0)
     assert served.store.parameter(1, slot)[0] == 0.0
-    assert served.server.handle(1, Pull()) == [(1, Released(1))]
+    assert served.server.on(Received(1, Pull())) == [(1, Released(1))]
     assert served.store.parameter(1, slot)[0] == -1.0
 
 
 def test_mini_batches_are_drawn_from_one_queue_and_what_the_lost_left_is_drawn_again() -> None:
     served = Served(2, OnArrival())
-    draw = partial(served.server.handle, request=Draw(LoaderPass(0, 0), ((0, 3),), 3, (1, 1)))
+    wanted = Draw(LoaderPass(0, 0), ((0, 3),), 3, (1, 1))
+
+    def draw(worker: int) -> Replies:
+        return served.server.on(Received(worker, wanted))
+
     assert draw(1) == [(1, Ticket(((0, 1),)))]
     assert draw(0) == [(0, Ticket(((1, 2),)))]
-    served.server.lost(1)
+    served.server.on(Removed(1))
     assert draw(0) == [(0, Ticket(((0, 1),)))]
     assert draw(0) == [(0, Ticket(((2, 3),)))]
     assert draw(0) == [(0, Ticket(()))]
@@ -431,23 +438,23 @@ def test_a_snapshot_tells_what_of_the_queue_is_not_behind_its_version() -> None:
     served = Served(2, OnArrival())
     lap = LoaderPass(0, 0)
     for worker in (0, 1):
-        served.server.handle(worker, Draw(lap, ((0, 6),), 6, (2, 2)))
-    ((_, state),) = served.server.handle(0, Snapshot())
+        served.server.on(Received(worker, Draw(lap, ((0, 6),), 6, (2, 2))))
+    ((_, state),) = served.server.on(Received(0, Snapshot()))
     assert isinstance(state, OptimizerState) and state.unseen == {lap: ((0, 6),)}
     served.push(1, 1.0, covers=(DrawnBatch(lap, ((2, 4),)),))
-    ((_, state),) = served.server.handle(0, Snapshot())
+    ((_, state),) = served.server.on(Received(0, Snapshot()))
     assert isinstance(state, OptimizerState) and state.version == 1
     assert state.unseen == {lap: ((0, 2), (4, 6))}
 
 
 def test_a_push_that_waits_for_others_has_not_been_seen_yet() -> None:
     served, lap = Served(2), LoaderPass(0, 0)
-    served.server.handle(0, Draw(lap, ((0, 4),), 4, (2, 2)))
+    served.server.on(Received(0, Draw(lap, ((0, 4),), 4, (2, 2))))
     served.push(0, 1.0, covers=(DrawnBatch(lap, ((0, 2),)),))
-    ((_, state),) = served.server.handle(1, Snapshot())
+    ((_, state),) = served.server.on(Received(1, Snapshot()))
     assert isinstance(state, OptimizerState) and state.unseen == {lap: ((0, 4),)}
     served.push(1, 1.0)
-    ((_, state),) = served.server.handle(1, Snapshot())
+    ((_, state),) = served.server.on(Received(1, Snapshot()))
     assert isinstance(state, OptimizerState) and state.unseen == {lap: ((2, 4),)}
 
 
@@ -458,9 +465,9 @@ def test_the_figures_tell_who_waited_for_whom() -> None:
         served.push(0, 1.0, weight=4.0)
         served.now_s = at_s + 8.0
         served.push(1, 1.0, weight=4.0)
-        served.server.note(0, Paused())
+        served.server.on(Received(0, Paused()))
         served.now_s = at_s + 10.0
-        served.server.note(0, Resumed())
+        served.server.on(Received(0, Resumed()))
     figures = stats(served)
     assert figures["updates"] == 2
     assert figures["waiting_share"] == [0.75, 0.0]
@@ -489,7 +496,7 @@ def push_gradient(served: Served, worker: int, at: torch.Tensor, h: float) -> No
     """The gradient of f(W) = ½hW², as the worker sees W."""
     (slot,) = served.layout.slots
     served.store.gradient(worker, slot).copy_(h * at)
-    assert served.server.handle(worker, Push(0, 1.0)) != []
+    assert served.server.on(Received(worker, Push(0, 1.0))) != []
 
 
 def test_two_overlapping_async_batches_add_the_second_change_at_the_wrong_point() -> None:
@@ -513,7 +520,7 @@ def test_one_device_at_a_time_gives_the_sequential_result() -> None:
     (slot,) = served.layout.slots
     w = served.store.master(slot).clone()
     for worker in (0, 1):  # worker 1 reads after worker 0 has been applied
-        served.server.handle(worker, Pull())
+        served.server.on(Received(worker, Pull()))
         push_gradient(served, worker, served.store.parameter(worker, slot), h)
     assert torch.equal(served.store.master(slot), w * (1 - eta * h) ** 2)
 
@@ -523,15 +530,15 @@ def test_nobody_is_blocked_by_a_worker_that_has_stopped_where_workers_run_freely
     for _ in range(2):
         replies = run.push(0, 1.0)
     assert replies == [], "too far ahead"
-    assert run.server.note(1, Stopped(broke=True)) == released(2, 0)
+    assert run.server.on(Received(1, Stopped(broke=True))) == released(2, 0)
     assert run.push(1, 1.0) == stopped(1), "too late"
 
 
 def test_the_turn_of_a_worker_that_has_stopped_goes_to_the_next() -> None:
     run = Served(2, RoundRobin())
-    assert run.server.handle(0, Begin()) == released(0, 0)
-    assert run.server.handle(1, Begin()) == []
-    assert run.server.note(0, Stopped()) == released(0, 1)
+    assert run.server.on(Received(0, Begin())) == released(0, 0)
+    assert run.server.on(Received(1, Begin())) == []
+    assert run.server.on(Received(0, Stopped())) == released(0, 1)
 
 
 @pytest.mark.parametrize("policy", [WaitForAll(), BoundedStaleness(lead=1)])
@@ -541,5 +548,15 @@ def test_late_in_the_end_nobody_is_waited_for(policy: Any) -> None:
         replies = run.push(0, 1.0)
         if not replies:
             break
-    assert run.server.break_off() == stopped(0)
+    assert run.server.on(BrokenOff()) == stopped(0)
     assert run.push(1, 1.0) == stopped(1) and run.gather(1) == stopped(1)
+
+
+def test_the_others_hear_of_a_removed_worker_where_that_is_announced() -> None:
+    def news(**how: bool) -> Replies:
+        return Served(3).server.on(Removed(1, **how))
+
+    assert news() == []
+    assert news(announced=True) == [(0, Gone(1, 0)), (2, Gone(1, 0))]
+    for_now = Gone(1, 0, for_now=True)
+    assert news(announced=True, returns=True) == [(0, for_now), (2, for_now)]

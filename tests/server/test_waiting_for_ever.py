@@ -10,6 +10,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.policies import Needs
 from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release, SetTimer, TimerFired
+from hybridtrain.protocol.server_events import Removed, TimerExpired
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.lightning.toys import fit
@@ -74,8 +75,8 @@ def test_who_waits_elsewhere_is_named_too() -> None:
 def test_those_who_are_left_when_the_others_are_gone_are_told() -> None:
     served = Served(3, Some())
     assert served.push(1, 1.0) == []
-    assert served.server.lost(0) == []
-    assert set(refusals(served.server.lost(2))) == {1}
+    assert served.server.on(Removed(0)) == []
+    assert set(refusals(served.server.on(Removed(2)))) == {1}
 
 
 def test_who_waits_for_a_time_does_not_wait_for_ever() -> None:
@@ -84,7 +85,7 @@ def test_who_waits_for_a_time_does_not_wait_for_ever() -> None:
     assert served.push(1, 1.0) == []
     assert served.server.wake_at_s == 5.0
     served.now_s = 5.0
-    assert [worker for worker, _ in served.server.wake()] == [0, 1]
+    assert [worker for worker, _ in served.server.on(TimerExpired())] == [0, 1]
     assert served.value() == -1.0
 
 

@@ -23,6 +23,7 @@ from hybridtrain.protocol.messages import (
     Shared,
 )
 from hybridtrain.protocol.notices import Stop
+from hybridtrain.protocol.server_events import Received
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.updates.serialize import dump
@@ -67,7 +68,7 @@ class Served:
 
     def _begin(self) -> None:
         share = Share(self.layout, self._averaging)
-        replies = [self.server.handle(w, share) for w in range(self.n_workers)]
+        replies = [self.server.on(Received(w, share)) for w in range(self.n_workers)]
         assert replies[:-1] == [[]] * (self.n_workers - 1), "nobody shares before all have asked"
         assert all(isinstance(reply, Shared) for _, reply in replies[-1])
         for slot, parameter in zip(self.layout.slots, self.parameters, strict=True):
@@ -75,7 +76,7 @@ class Served:
         numbers = {id(p): n for n, p in enumerate(self.parameters)}
         payloads = tuple(dump(make(self.parameters), numbers) for make in self._optimizers)
         requests = [Install(payloads), *(Install() for _ in range(self.n_workers - 1))]
-        last = [self.server.handle(w, request) for w, request in enumerate(requests)][-1]
+        last = [self.server.on(Received(w, request)) for w, request in enumerate(requests)][-1]
         assert last == [(w, Done()) for w in range(self.n_workers)]
 
     @property
@@ -87,16 +88,16 @@ class Served:
         """Every element has this gradient; the worker wants the mean of all before it pushes."""
         for slot in self.layout.slots:
             self.store.gradient(worker, slot).fill_(gradient)
-        return self.server.handle(worker, Average(1.0))
+        return self.server.on(Received(worker, Average(1.0)))
 
     def push(self, worker: int, gradient: float, weight: float = 1.0, **rest: Any) -> Replies:
         """Every element of every parameter has this gradient."""
         for slot in self.layout.slots:
             self.store.gradient(worker, slot).fill_(gradient)
-        return self.server.handle(worker, Push(rest.pop("optimizer", 0), weight, **rest))
+        return self.server.on(Received(worker, Push(rest.pop("optimizer", 0), weight, **rest)))
 
     def gather(self, worker: int, tag: str = "t", payload: bytes = b"") -> Replies:
-        return self.server.handle(worker, Gather(tag, payload))
+        return self.server.on(Received(worker, Gather(tag, payload)))
 
     def value(self, number: int = 0) -> float:
         """The first element of a master."""

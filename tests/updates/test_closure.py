@@ -9,6 +9,7 @@ import torch
 
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import ReadStats, Released, Snapshot, Stats
+from hybridtrain.protocol.server_events import Received
 from hybridtrain.updates import Again, Contribution, Evaluation, build_update
 from hybridtrain.updates.closure import ClosureOptimizer
 from hybridtrain.updates.optimizer_traits import calls_closure, is_torchs, needs_closure
@@ -103,13 +104,13 @@ def test_a_step_of_several_rounds_counts_once_and_only_at_its_end() -> None:
         assert served.push(1, gradient, loss=4.0, repeatable=True, weight=1.0) == again(0, 1)
         assert served.value() == expected, "workers evaluate at the point that is tried"
     reason = "an optimizer is in the middle of its step"
-    assert refusals(served.server.handle(0, Snapshot())) == {0: reason}
+    assert refusals(served.server.on(Received(0, Snapshot()))) == {0: reason}
     served.push(0, 9.0, loss=1.0, repeatable=True, weight=2.0)
     assert served.push(1, 9.0, repeatable=True, weight=1.0) == [(w, Released(1)) for w in (0, 1)]
     assert served.value() == -6.0
     (state,) = served.server._rounds.optimizers._updates[0].state().parameters.values()
     assert state["losses"] == [2.0, 2.0, 1.0], "weighted by samples, of those who have one"
-    ((_, stats),) = served.server.handle(0, ReadStats())
+    ((_, stats),) = served.server.on(Received(0, ReadStats()))
     assert isinstance(stats, Stats)
     assert (stats.values["samples"], stats.values["updates"]) == (3, 1)
     served.server.close()

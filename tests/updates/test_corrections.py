@@ -13,6 +13,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Packed, Store, pack
 from hybridtrain.policies import OnArrival, Policy, Softsync, WaitForAll
 from hybridtrain.protocol.messages import Push
+from hybridtrain.protocol.server_events import Received
 from hybridtrain.updates import Contribution
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.staleness import (
@@ -69,7 +70,7 @@ class RoundRobin:
             worker = self.steps % self.workers
             read = store.parameter(worker, self.slot)
             store.gradient(worker, self.slot).copy_(self.gradient(self.steps, read))
-            [(freed, _)] = self.served.server.handle(worker, Push(0, 1.0))
+            [(freed, _)] = self.served.server.on(Received(worker, Push(0, 1.0)))
             assert freed == worker
             self.steps += 1
         return store.master(self.slot).clone()
@@ -394,7 +395,7 @@ def test_sparse_contributions_that_are_put_aside_equal_dense_ones(correction: Co
                 packed = (pack(0, whole.coalesce(), place.fill_(math.nan)),)
             else:
                 place.zero_()[rows] = values
-            served.server.handle(worker, Push(0, 1.0, packed=packed))
+            served.server.on(Received(worker, Push(0, 1.0, packed=packed)))
         return served.store.master(slot).clone()
 
     dense, sparse = trained(sparse=False), trained(sparse=True)

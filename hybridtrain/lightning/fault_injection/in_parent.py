@@ -84,18 +84,17 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def interrupt_updates(server: Any, faults: Faults) -> None:
+def interrupt_updates(server: Server, faults: Faults) -> None:
     """Kill or stop workers while the server updates with what they have pushed.
 
     Args:
-        server: or a witness before it.
+        server: of that run.
         faults: of the run that begins.
     """
     fault_log, wanted = faults.fault_log, faults.wanted
     if fault_log is None or faults.rehearses or not any(f.phase == "update" for f in wanted):
         return
-    inner: Server = getattr(server, "server", server)
-    rounds: Any = inner._rounds
+    rounds: Any = server._rounds
     schedules = [Schedule(wanted, worker, fault_log) for worker in range(fault_log.n_workers)]
     step = rounds._step
 
@@ -105,7 +104,7 @@ def interrupt_updates(server: Any, faults: Faults) -> None:
             for worker in pushes
             for fault in schedules[worker].due("update", fault_log.progress(worker)[0])
         ]
-        return _struck(inner._pool, due, lambda: step(pushes)) if due else step(pushes)
+        return _struck(server._pool, due, lambda: step(pushes)) if due else step(pushes)
 
     rounds._step = stepping
 

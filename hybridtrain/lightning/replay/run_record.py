@@ -28,7 +28,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
 from hybridtrain.recording.record_file import RECORD_NAME, Writer
-from hybridtrain.recording.recorder import KINDS, Recorder, Stamp
+from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client
 
@@ -87,35 +87,27 @@ class Recording:
 
 def serving(
     strategy: HybridStrategy, trainer: pl.Trainer, threads: int, server_threads: int
-) -> Server | Recorder:
-    """The server, behind one who writes down what it is handed, if that is wanted.
+) -> Server:
+    """The server, which writes down what it is told, if that is wanted.
 
     Args:
         threads: of each worker.
         server_threads: of an update.
     """
-    make = server_maker(strategy, server_threads)
     recording = strategy.recording
     if recording is None or trainer.state.fn != "fit":
-        return make()
+        return make_server(strategy, server_threads, Server)
     writer = recording.open()
     said = header(strategy, threads, server_threads)
     writer.tell({"header": {**said, "kinds": KINDS, "about": recording.about}})
-    stamp = Stamp()
-    return Recorder(make(clock=stamp), stamp, writer)
+    return make_server(strategy, server_threads, partial(RecordingServer, writer))
 
 
-def server_maker(strategy: HybridStrategy, threads: int) -> Callable[..., Server]:
-    """Makes the server that the strategy wants; takes a clock, if it is to have another one."""
+def make_server(strategy: HybridStrategy, threads: int, kind: Callable[..., Server]) -> Server:
+    """The server that the strategy wants, of this ``kind``; an update may use so many threads."""
     policy, correction = deepcopy((strategy.policy, strategy.correction))
-    return partial(
-        Server,
-        policy,
-        strategy.world_size,
-        threads,
-        correction=correction,
-        exchange=strategy.exchange,
-    )
+    size, exchange = strategy.world_size, strategy.exchange
+    return kind(policy, size, threads, correction=correction, exchange=exchange)
 
 
 def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:

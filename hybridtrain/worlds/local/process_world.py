@@ -22,19 +22,26 @@ from typing import Any
 from hybridtrain.monitoring.standstill import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
 from hybridtrain.protocol.messages import (
+    NOTES,
     Average,
     Begin,
-    Described,
     Gather,
     Install,
-    Paused,
     Push,
-    Resumed,
     Share,
     Shared,
     Stopped,
 )
 from hybridtrain.protocol.notices import Progress, RequestProgress, Saved, SavePermission, Stop
+from hybridtrain.protocol.server_events import (
+    BrokenOff,
+    Completed,
+    Event,
+    Received,
+    Removed,
+    Restarted,
+    TimerExpired,
+)
 from hybridtrain.recovery.actions import (
     Act,
     Ask,
@@ -49,9 +56,9 @@ from hybridtrain.recovery.actions import (
 from hybridtrain.recovery.failure_policy import End, GoOn, Judge, OnFailure, Replace
 from hybridtrain.recovery.lifecycle import AWAY, THERE, LifecycleEvent, WorkerState
 from hybridtrain.recovery.roster import Roster
-from hybridtrain.server.interface import ServerInterface
 from hybridtrain.server.refusals import standing
 from hybridtrain.server.rounds import Replies
+from hybridtrain.server.server import Server
 from hybridtrain.worlds.local.channel import ChannelClosed
 from hybridtrain.worlds.local.cpu_affinity import one_thread, stand_aside
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
@@ -89,7 +96,7 @@ class ProcessWorld:
         places: the device of each worker, in words.
     """
 
-    server: ServerInterface
+    server: Server
     n_workers: int
     start_method: str = "fork"
     threads_per_worker: int = 1
@@ -114,7 +121,7 @@ class ProcessWorld:
             Interrupted: if SIGINT or SIGTERM ended the run.
             BaseException: what the first failing worker raised, with its traceback as a note.
         """
-        whole_rounds = self.server.membership.rounds.requirements.whole_rounds
+        whole_rounds = self.server.requirements.whole_rounds
         self._again = again
         self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
         n_workers, threads = self.n_workers, self.threads_per_worker
@@ -152,7 +159,7 @@ class ProcessWorld:
                 os.read(key.fd, 64)
         wake_at_s = self.server.wake_at_s
         if wake_at_s is not None and time.monotonic() >= wake_at_s:
-            self._send(self.server.wake())
+            self._on(TimerExpired())
         self._react_to_signals()
         roster = self.roster
         if roster.ending or roster.away:
@@ -180,7 +187,7 @@ class ProcessWorld:
             who = {each.number: each.asked for each in workers if not each.gone}
             self._failure = WorkerError(standing(self._standstill.for_s, who, roster.those(*AWAY)))
             self._end()
-            self._send(self.server.break_off())
+            self._on(BrokenOff())
 
     def _timeout_s(self) -> float:
         times = [self.server.wake_at_s, None if self.roster.ending else self.watchdog.due_s]
@@ -205,7 +212,7 @@ class ProcessWorld:
             case Finished(result):
                 worker.request, worker.result = None, result
                 roster.finished(number)
-                self._send(self.server.finished(number))
+                self._on(Completed(number))
             case Failed():
                 worker.request = None  # it waits for no answer any more
                 self._fail(worker, message.rebuild(number, worker.place), message.waits)
@@ -215,14 +222,16 @@ class ProcessWorld:
                 roster.saved(number, well)
             case Stopped():
                 self._do(roster.stopped(number), selector)
-                self._send(self.server.note(number, message))
-            case Paused() | Resumed() | Described():
-                self._send(self.server.note(number, message))
+                self._on(Received(number, message))
             case _:
-                worker.request = message
-                if (event := _EVENTS.get(type(message))) is not None:
-                    roster.on(number, event)
-                self._send(self.server.handle(number, message))
+                if not isinstance(message, NOTES):  # it waits for an answer
+                    worker.request = message
+                    if (event := _EVENTS.get(type(message))) is not None:
+                        roster.on(number, event)
+                self._on(Received(number, message))
+
+    def _on(self, event: Event) -> None:
+        self._send(self.server.on(event))
 
     def _send(self, replies: Replies) -> None:
         if self.server.failure is not None and self._failure is None:
@@ -247,7 +256,7 @@ class ProcessWorld:
             self._fail(worker, WorkerDied(worker.obituary()))
         self.roster.reaped(worker.number)
         if not worker.mourned:
-            self._send(self.server.lost(worker.number))
+            self._on(Removed(worker.number))
 
     # ---- failures -------------------------------------------------------------------------------
 
@@ -258,13 +267,13 @@ class ProcessWorld:
             case GoOn():
                 to_stderr(f"{in_words(error)}; the others go on without it{worker.aftermath()}")
                 worker.mourned = True
-                self._send(self.server.leave(number))
+                self._on(Removed(number, announced=True))
             case Replace(delay_s, restart):
                 to_stderr(
                     f"{in_words(error)}; restart {restart}, in {delay_s:g} s{worker.aftermath()}"
                 )
                 worker.mourned = True
-                self._send(self.server.miss(number))
+                self._on(Removed(number, announced=True, returns=True))
             case End(reason):
                 if reason:
                     error.add_note(f"The run ends, because {reason}.")
@@ -278,7 +287,7 @@ class ProcessWorld:
             if isinstance(error, KeyboardInterrupt):  # which Lightning takes for Ctrl-C
                 to_stderr(in_words(error))
         self._end()
-        self._send(self.server.note(number, Stopped(broke=True)))
+        self._on(Received(number, Stopped(broke=True)))
 
     # ---- what the roster wants ------------------------------------------------------------------
 
@@ -296,7 +305,7 @@ class ProcessWorld:
                 case Say(text):
                     to_stderr(text)
                 case BreakOff():
-                    self._send(self.server.break_off())
+                    self._on(BrokenOff())
                 case Kill(number):
                     self._workers[number].kill()
                 case KillAll():
@@ -306,16 +315,14 @@ class ProcessWorld:
         """Whoever comes to a meeting from now on waits for it."""
         assert self._again is not None, "who restarts workers says what they do"
         self._workers[number].close()
-        membership = self.server.membership
+        version = self.server.statistics.version
         try:
-            self._starter.start(
-                [number], self._again(told, membership.statistics.version), selector
-            )
+            self._starter.start([number], self._again(told, version), selector)
         except OSError as error:  # too many processes, too little memory, no descriptor left
             self._do(self.roster.refused(number, error, time.monotonic()), selector)
             return
         self.roster.started(number)
-        membership.back(number)
+        self._on(Restarted(number))
         if self.roster.ending:
             self._workers[number].send(Stop())
 
@@ -327,7 +334,7 @@ class ProcessWorld:
         lost = self.roster.stop(time.monotonic())
         self._send([(number, Stop()) for number in asked])
         for number in lost:
-            self._send(self.server.note(number, Stopped(broke=True)))
+            self._on(Received(number, Stopped(broke=True)))
 
     def _react_to_signals(self) -> None:
         while self._signals:

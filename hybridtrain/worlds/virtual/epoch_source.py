@@ -13,6 +13,7 @@ from dataclasses import replace
 from hybridtrain.exchanges import Exchange
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
+from hybridtrain.protocol.server_events import Received
 from hybridtrain.protocol.spans import dealt, positions, total
 from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import Groups
@@ -94,7 +95,7 @@ class EpochSource:
             lap, ((0, table.length),), table.length, table.sizes, table.drop_last,
             begins=self._step[worker] == 0, turn=int(self._turns),
         )  # fmt: skip
-        ((_, ticket),) = self._server.handle(worker, ask)
+        ((_, ticket),) = self._server.on(Received(worker, ask))
         assert isinstance(ticket, Ticket), ticket
         self._step[worker] += 1
         n_drawn = total(ticket.spans)

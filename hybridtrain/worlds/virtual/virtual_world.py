@@ -25,7 +25,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, exchange_of
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import Begin, Gather, Gathered, Push, Refused, Released
-from hybridtrain.server.rounds import Replies
+from hybridtrain.protocol.server_events import Admitted, Event, Received, Removed, TimerExpired
 from hybridtrain.server.server import Server
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
@@ -115,7 +115,7 @@ class VirtualWorld:
         self._due += [(event.at_s, n - len(comings), 0, event) for n, event in enumerate(comings)]
         self.server.statistics.start()
         for worker in sorted(absent):
-            self._deliver(self.server.lost(worker))
+            self._on(Removed(worker))
         for worker in range(n_workers):
             if worker not in absent:
                 self._go_on(worker, self.now_s)
@@ -158,7 +158,7 @@ class VirtualWorld:
         wake_s = self.server.wake_at_s
         if wake_s is not None and (not self._due or wake_s <= self._due[0][0]):
             self.now_s = max(self.now_s, wake_s)
-            self._deliver(self.server.wake())
+            self._on(TimerExpired())
             return
         if not self._due:
             raise UserError("nobody is left who computes: all workers have died, or wait for ever")
@@ -171,9 +171,9 @@ class VirtualWorld:
                 self._arrive(worker, number, what)
             case Gather():
                 self.server.statistics.waits(worker)
-                self._deliver(self.server.handle(worker, what))
+                self._on(Received(worker, what))
             case Begin():
-                self._deliver(self.server.handle(worker, what))
+                self._on(Received(worker, what))
             case Dies():
                 self._die(what.worker)
             case Joins():
@@ -185,12 +185,12 @@ class VirtualWorld:
         self._work.pop(worker, None)
         self._asked.discard(worker)
         self._in_link.discard(worker)
-        self._deliver(self.server.lost(worker))
+        self._on(Removed(worker))
 
     def _join(self, worker: int) -> None:
         if self._source is not None:
             self._source.admit(worker)
-        self._deliver(self.server.admit(worker))
+        self._on(Admitted(worker))
 
     # ---- workers --------------------------------------------------------------------------------
 
@@ -269,7 +269,7 @@ class VirtualWorld:
             push = finished
         before = self.server.statistics.version
         self._read.pop(worker, None)
-        self._deliver(self.server.handle(worker, push))
+        self._on(Received(worker, push))
         if self.server.statistics.version > before:
             self._updated()
 
@@ -295,8 +295,9 @@ class VirtualWorld:
             self.curve.add(self.now_s, computed.loss)
         return computed if self._source is None else self._source.told(computed)
 
-    def _deliver(self, replies: Replies) -> None:
-        for worker, reply in replies:
+    def _on(self, event: Event) -> None:
+        """The server is told, and workers hear what it answers."""
+        for worker, reply in self.server.on(event):
             if isinstance(reply, Released):
                 self._released(worker)
             elif isinstance(reply, Gathered):
@@ -310,7 +311,7 @@ class VirtualWorld:
             self._met = reply
             self._source.meet()
             self.epochs += 1
-        self._deliver(self.server.admit(worker))
+        self._on(Admitted(worker))
 
     def _interrupt(self) -> None:
         """Those who compute for a round that is over begin anew, with the newest parameters."""
@@ -318,4 +319,4 @@ class VirtualWorld:
         for worker in sorted(w for w, read in self._read.items() if read < version):
             self.interrupted += 1
             self._in_link.discard(worker)
-            self._deliver(self.server.admit(worker))
+            self._on(Admitted(worker))
