@@ -250,3 +250,17 @@ import hybridtrain.cli.entry, hybridtrain.cli.run
 print(sorted(fresh() & {"matplotlib", "tensorboard", "scipy", "sklearn", "soundfile", "jiwer"}))
 """
     assert python(code).splitlines() == ["[]", "[]"]
+
+
+def test_no_modules_import_one_another_not_even_for_types() -> None:
+    names = {name_of(path): path for path in FILES}
+    ahead = {name: imported_by(path) & names.keys() - {name} for name, path in names.items()}
+    while free := {name for name, imported in ahead.items() if not imported & ahead.keys()}:
+        for name in free:
+            del ahead[name]
+    assert not ahead, f"in or behind a circle: {sorted(ahead)}"
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

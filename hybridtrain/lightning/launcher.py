@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -25,7 +25,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.failover.rejoin import Rejoin
-from hybridtrain.lightning.failover.rng_mailbox import pages_of
+from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
 from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
 from hybridtrain.lightning.fault_injection.in_worker import inject
@@ -36,9 +36,11 @@ from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
 from hybridtrain.lightning.preflight.machine_checks import check_startup
 from hybridtrain.lightning.preflight.own_parameter_checks import check_own_parameters
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters, check_trainer
+from hybridtrain.lightning.replay.recording import Runner
 from hybridtrain.lightning.replay.run_record import serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, unpack
+from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
 from hybridtrain.lightning.stop_iteration import take_for_an_error
 from hybridtrain.memory.scratch_file import Scratch
@@ -53,10 +55,6 @@ from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.process_world import ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted
 
-if TYPE_CHECKING:
-    from hybridtrain.lightning.in_process_runner import InProcessRunner
-    from hybridtrain.lightning.strategy import HybridStrategy
-
 
 class HybridLauncher(_Launcher):
     """Runs a trainer's function in W worker processes, serving and supervising them.
@@ -65,7 +63,7 @@ class HybridLauncher(_Launcher):
         strategy: says how many workers, and how they are started.
     """
 
-    def __init__(self, strategy: HybridStrategy) -> None:
+    def __init__(self, strategy: RunContext) -> None:
         self._strategy = strategy
 
     @property
@@ -119,7 +117,7 @@ class HybridLauncher(_Launcher):
                 watch.conclude()
         return unpack(trainer, results, scratch)
 
-    def _play(self, instead: InProcessRunner[Any], job: _Job) -> Any:
+    def _play(self, instead: Runner, job: _Job) -> Any:
         """Run the workers in this process."""
         self._strategy.keeping.broken_since_s = None
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
@@ -130,7 +128,7 @@ class HybridLauncher(_Launcher):
 
 
 @contextmanager
-def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
+def surroundings(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
     """What is to be there while workers run, and no longer."""
     with (
         strategy.keeping.listening(trainer),
@@ -141,9 +139,25 @@ def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None
         yield
 
 
-def world_of(
-    strategy: HybridStrategy, server: Server, start_method: str, threads: int
-) -> ProcessWorld:
+@contextmanager
+def pages_of(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
+    """For a run in which a worker may be replaced by one that draws alike."""
+    whole_rounds, restarts = (
+        strategy.requirements.whole_rounds,
+        strategy.on_failure.choice == "restart",
+    )
+    if not (whole_rounds and restarts and trainer.state.fn == "fit"):
+        yield
+        return
+    strategy.rng_mailbox = pages = RngMailbox(strategy.world_size)
+    try:
+        yield
+    finally:
+        strategy.rng_mailbox = None
+        pages.close()
+
+
+def world_of(strategy: RunContext, server: Server, start_method: str, threads: int) -> ProcessWorld:
     """Where workers run, with somebody who looks for those that hang, and for slow ones."""
     watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))
     judge, size, grace_s = Judge(strategy.on_failure), strategy.world_size, strategy.stop_grace_s
@@ -152,7 +166,7 @@ def world_of(
     return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchdog, places)
 
 
-def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
+def check_all(strategy: RunContext, trainer: pl.Trainer) -> None:
     """What makes no sense is refused before a process is started; raises UserError."""
     check_trainer(trainer, strategy.requirements.whole_rounds)
     check_correction(strategy.correction, strategy.requirements, strategy.policy)
@@ -197,7 +211,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def threads_of_a_worker(strategy: HybridStrategy) -> int:
+def threads_of_a_worker(strategy: RunContext) -> int:
     """As the user wants it, or the worker's share of the cores."""
     wanted = strategy.threads_per_worker
     return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted

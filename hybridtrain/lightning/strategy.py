@@ -43,7 +43,7 @@ from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.preflight.transport_options import Transport
-from hybridtrain.lightning.replay.run_record import Recording
+from hybridtrain.lightning.replay.recording import Recording
 from hybridtrain.lightning.step.gradient_guard import OnFault
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.session import Session

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_the_loggers
 from hybridtrain.lightning.failover.lost_samples import LostSampleRedistribution
 from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.data.loaders import Loaders
-    from hybridtrain.lightning.strategy import HybridStrategy
+from hybridtrain.lightning.run_context import WorkerContext
 
 
 class FailureHandling:
@@ -24,7 +22,7 @@ class FailureHandling:
     """
 
     def __init__(
-        self, strategy: HybridStrategy, trainer: Any, loaders: Loaders, back: Rejoin | None
+        self, strategy: WorkerContext, trainer: Any, loaders: Loaders, back: Rejoin | None
     ) -> None:
         self._making_up: LostSampleRedistribution | None = None
         self._strategy, self._whole_rounds = strategy, strategy.requirements.whole_rounds

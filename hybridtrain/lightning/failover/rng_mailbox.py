@@ -11,17 +11,11 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import pytorch_lightning as pl
 import torch
 
 from hybridtrain.util.anonymous_files import SharedBytes
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 # The updates that there were (-1: blank); evaluations and ends of epochs; the number of bytes.
 _HEAD = struct.Struct("<qqq")
@@ -84,24 +78,6 @@ class RngMailbox:
             begin = place + _HEAD.size
             shared[begin : begin + len(content)] = content
             _HEAD.pack_into(shared, place, version, breaks, len(content))
-
-
-@contextmanager
-def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
-    """For a run in which a worker may be replaced by one that draws alike."""
-    whole_rounds, restarts = (
-        strategy.requirements.whole_rounds,
-        strategy.on_failure.choice == "restart",
-    )
-    if not (whole_rounds and restarts and trainer.state.fn == "fit"):
-        yield
-        return
-    strategy.rng_mailbox = pages = RngMailbox(strategy.world_size)
-    try:
-        yield
-    finally:
-        strategy.rng_mailbox = None
-        pages.close()
 
 
 def _tensors(states: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.in_process_runner import CELLS, InProcessRunner
+from hybridtrain.lightning.replay.in_process_runner import CELLS, InProcessRunner
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorded_times import times_of
 from hybridtrain.recording.recorder import Stamp

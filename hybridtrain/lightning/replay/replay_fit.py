@@ -9,7 +9,7 @@ import pytorch_lightning as pl
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
-from hybridtrain.lightning.in_process_runner import CELLS, InProcessRunner
+from hybridtrain.lightning.replay.in_process_runner import CELLS, InProcessRunner
 from hybridtrain.lightning.replay.run_record import differences, hash_now, versions
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorder import Stamp

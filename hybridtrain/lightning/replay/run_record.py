@@ -12,82 +12,29 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.seed import isolate_rng
 
-import hybridtrain
-from hybridtrain.errors import UserError
+from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
-from hybridtrain.recording.record_file import RECORD_NAME, Writer
 from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client
 
-if TYPE_CHECKING:
-    from hybridtrain.lightning.in_process_runner import InProcessRunner
-    from hybridtrain.lightning.strategy import HybridStrategy
-
 _DIGITS = 16  # of a hash
+_PACKAGE = Path(__file__).parents[2]
 
 
-@dataclass
-class Recording:
-    """Where the order of events is to be written, and what is known of the run.
-
-    ``about`` is plain data, kept as it is: the command line puts the configuration there.
-    ``instead``: nothing is to be written; this runs the workers, in place of processes.
-    """
-
-    place: Path
-    about: dict[str, Any] = field(default_factory=dict)
-    instead: InProcessRunner[Any] | None = None
-
-    @classmethod
-    def at(cls, place: Any) -> Recording | None:
-        """As the user has asked for it.
-
-        Raises:
-            UserError: if that is no path.
-        """
-        if place is None or isinstance(place, str | Path):
-            return None if place in (None, "") else cls(Path(place))
-        raise UserError(
-            f"record={place!r} was given; it must be a file or a directory to write to, or null"
-        )
-
-    def open(self) -> Writer:
-        """A new file; an older one stays.
-
-        Raises:
-            UserError: if it cannot be written.
-        """
-        a_file = self.place.suffix and not self.place.is_dir()
-        path = self.place if a_file else self.place / RECORD_NAME
-        number, free = 2, path
-        while free.exists():
-            free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
-        try:
-            free.parent.mkdir(parents=True, exist_ok=True)
-            return Writer(free, KINDS)
-        except OSError as error:
-            raise UserError(
-                f"record={self.place}: the record cannot be written ({error.strerror}); choose "
-                "another place, or leave it out"
-            ) from error
-
-
-def serving(
-    strategy: HybridStrategy, trainer: pl.Trainer, threads: int, server_threads: int
-) -> Server:
+def serving(strategy: RunContext, trainer: pl.Trainer, threads: int, server_threads: int) -> Server:
     """The server, which writes down what it is told, if that is wanted.
 
     Args:
@@ -103,14 +50,14 @@ def serving(
     return make_server(strategy, server_threads, partial(RecordingServer, writer))
 
 
-def make_server(strategy: HybridStrategy, threads: int, kind: Callable[..., Server]) -> Server:
+def make_server(strategy: RunContext, threads: int, kind: Callable[..., Server]) -> Server:
     """The server that the strategy wants, of this ``kind``; an update may use so many threads."""
     policy, correction = deepcopy((strategy.policy, strategy.correction))
     size, exchange = strategy.world_size, strategy.exchange
     return kind(policy, size, threads, correction=correction, exchange=exchange)
 
 
-def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:
+def header(strategy: RunContext, threads: int, server_threads: int) -> dict[str, Any]:
     """What was run, by what."""
     return {
         "workers": strategy.world_size,
@@ -177,13 +124,13 @@ def _is_users(path: str) -> bool:
 def _installed() -> tuple[str, ...]:
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     places = {sysconfig.get_path(name) for name in names}
-    places |= {*site.getsitepackages(), site.getusersitepackages(), *hybridtrain.__path__, "<"}
+    places |= {*site.getsitepackages(), site.getusersitepackages(), str(_PACKAGE), "<"}
     return tuple(f"{place}/" if place != "<" else place for place in sorted(places))
 
 
 @cache
 def _hash_of_package() -> str:
-    root = Path(hybridtrain.__path__[0])
+    root = _PACKAGE
     found = hashlib.blake2b()
     for path in sorted(root.rglob("*.py")):
         found.update(str(path.relative_to(root)).encode())

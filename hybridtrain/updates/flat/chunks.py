@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
 from hybridtrain.memory import Store
 from hybridtrain.memory.arena import ALIGNMENT_BYTES, align
 from hybridtrain.updates.flat.step_counters import StepCountGroup
-
-if TYPE_CHECKING:
-    from hybridtrain.updates.flat.norms import NormPiece
 
 _VECTOR = ALIGNMENT_BYTES // 4  # elements of a cache line
 
@@ -58,7 +54,6 @@ class ChunkPlan:
     backwards: list[Chunk] = field(default_factory=list)
     stops: list[int] = field(default_factory=list)  # where each chunk ends in the buffer
     size: int = 0  # elements of all chunks
-    pieces: list[NormPiece] = field(default_factory=list)  # for a norm, once one is asked for
 
 
 def present_in(absent: Absent, number: int) -> Present:

@@ -85,6 +85,7 @@ class FlatUpdate:
         self._longest = kernel.chunk * max(1, pool.size // 2)  # chunk
         self._groups = [dict(group) for group in plain(optimizer)]
         self._plans: dict[Absent | None, ChunkPlan] = {}
+        self._pieces: dict[int, list[NormPiece]] = {}  # by id of a plan, once a norm is asked for
         self._scratch: list[dict[int, tuple[torch.Tensor, ...]]] = [{} for _ in range(pool.size)]
         self._flats: dict[str, torch.Tensor] = {}  # (P,) each
         self._make_flats()
@@ -207,7 +208,7 @@ class FlatUpdate:
         present = [present_in(absent, number) for number in self._numbers]
         moving = [index for index, some in enumerate(present) if some is None or some]
         if self._count_groups.part(moving) or len(self._plans) >= _PLANS:
-            self._plans.clear()
+            self._forget_plans()
             self._scratch = [{} for _ in self._scratch]
         places = [(self._numbers[i], self._count_groups.of[i], present[i]) for i in moving]
         state = {
@@ -218,6 +219,10 @@ class FlatUpdate:
         }
         size = sum(self._store.layout.slots[number].numel for number, _, _ in places)
         return make_plan(places, self._store, state, self._chunk_for(size))
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._pieces.clear()
 
     def _chunk_for(self, size: int) -> int:
         """Elements of a chunk, of an update of so many.
@@ -242,13 +247,14 @@ class FlatUpdate:
 
     def _norm(self, plan: ChunkPlan, mean: _Mean) -> torch.Tensor:
         """That of the mean gradient, ()."""
-        if not plan.pieces:
-            plan.pieces = pieces(plan.places, self._store, self._piece)
+        if id(plan) not in self._pieces:
+            self._pieces[id(plan)] = pieces(plan.places, self._store, self._piece)
+        found = self._pieces[id(plan)]
 
         def norms(lane: int, piece: NormPiece) -> list[torch.Tensor]:
             return piece.norms(mean.of, lane, self._scratch_of(lane, piece.size)[0])
 
-        return total(plan.pieces, self._map(plan, norms, plan.pieces))
+        return total(found, self._map(plan, norms, found))
 
     # ---- groups and state -----------------------------------------------------------------------
 
@@ -258,7 +264,7 @@ class FlatUpdate:
             own.update(new)
         if before != [self._kernel.names(group) for group in self._groups]:
             self._make_flats()  # momentum where there was none
-            self._plans.clear()
+            self._forget_plans()
 
     def state(self) -> Saved:
         states = {}

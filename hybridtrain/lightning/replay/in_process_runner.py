@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -18,16 +18,15 @@ from pytorch_lightning.loggers.logger import DummyLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.replay.run_record import Recording, make_server
+from hybridtrain.lightning.replay.recording import Recording
+from hybridtrain.lightning.replay.run_record import make_server
+from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.server.server import Server
 from hybridtrain.worlds.in_process import Body, Cell
 from hybridtrain.worlds.local.cpu_affinity import one_thread
-
-if TYPE_CHECKING:
-    from hybridtrain.lightning.strategy import HybridStrategy
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ class InProcessRunner(ABC, Generic[T]):
     def run(self, server: Server, stamp: Stamp, bodies: Sequence[Body]) -> tuple[T, list[Any]]:
         """What came of it, and what the workers brought home (nothing, if they did not)."""
 
-    def play(self, strategy: HybridStrategy, body: Callable[[Any], Body], job: Any) -> list[Any]:
+    def play(self, strategy: RunContext, body: Callable[[Any], Body], job: Any) -> list[Any]:
         """Run it; what the workers brought home, or nothing if they did not come to it.
 
         Args:

@@ -1,0 +1,65 @@
+"""Where the order of a run's events is to be written, or what runs the workers instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from hybridtrain.errors import UserError
+from hybridtrain.recording.record_file import RECORD_NAME, Writer
+from hybridtrain.recording.recorder import KINDS
+
+
+class Runner(Protocol):
+    """Runs the workers of a recorded run in this process."""
+
+    def play(self, strategy: Any, body: Any, job: Any) -> list[Any]:
+        """What the workers brought home; nothing, if they did not come to it."""
+        ...
+
+
+@dataclass
+class Recording:
+    """Where the order of events is to be written, and what is known of the run.
+
+    ``about`` is plain data, kept as it is: the command line puts the configuration there.
+    ``instead``: nothing is to be written; this runs the workers, in place of processes.
+    """
+
+    place: Path
+    about: dict[str, Any] = field(default_factory=dict)
+    instead: Runner | None = None
+
+    @classmethod
+    def at(cls, place: Any) -> Recording | None:
+        """As the user has asked for it.
+
+        Raises:
+            UserError: if that is no path.
+        """
+        if place is None or isinstance(place, str | Path):
+            return None if place in (None, "") else cls(Path(place))
+        raise UserError(
+            f"record={place!r} was given; it must be a file or a directory to write to, or null"
+        )
+
+    def open(self) -> Writer:
+        """A new file; an older one stays.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        a_file = self.place.suffix and not self.place.is_dir()
+        path = self.place if a_file else self.place / RECORD_NAME
+        number, free = 2, path
+        while free.exists():
+            free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
+        try:
+            free.parent.mkdir(parents=True, exist_ok=True)
+            return Writer(free, KINDS)
+        except OSError as error:
+            raise UserError(
+                f"record={self.place}: the record cannot be written ({error.strerror}); choose "
+                "another place, or leave it out"
+            ) from error
