@@ -144,7 +144,8 @@ class BatchQueue:
         size, offered = request.sizes[worker], one.offer(worker, request)
         n = min(size, total(offered) - kept)
         if not request.turn and one.near_its_end(worker, n):
-            others = {each for each in self.members - one.ended if one.suffices(each)} - {worker}
+            there = self.members - self._away - one.ended  # who is away may wait for this very step
+            others = {each for each in there if one.suffices(each)} - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n
         if n < size:
             one.ended.add(worker)  # for loaders, a smaller one is the last
@@ -223,9 +224,14 @@ class BatchQueue:
             one.give_back(worker)
         return samples
 
-    def has_left(self) -> bool:
-        """Whether there is something that nobody has drawn, and somebody can."""
-        return any(one.suffices(each) for one in self._passes.values() for each in self.members)
+    def has_left(self, there: set[int]) -> bool:
+        """Whether those who are ``there`` can draw something, in the epoch that they are in.
+
+        Who goes on from where training was some time ago may be in the one before the latest.
+        """
+        epoch = min((lap.epoch for lap in self._passes), default=0)
+        passes = [one for lap, one in self._passes.items() if lap.epoch == epoch]
+        return any(one.suffices(each) for one in passes for each in there)
 
     def unseen(self) -> dict[LoaderPass, Spans]:
         """What of each pass is not behind the parameters yet."""
