@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -83,3 +85,39 @@ def test_wherever_it_happens(
 ) -> None:
     lose_all(tmp_path, n, place, times, kind)
     assert {path.name for path in tmp_path.iterdir()} >= {f"{worker}-0" for worker in range(n)}
+
+
+class SlowestFirst(Regression):
+    """Near the end of the first epoch all are killed, first worker 0, which has made one step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.mark = folder / "died"
+        self.steps, self.pids = torch.zeros(2, 3, dtype=torch.int64).share_memory_()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        me = self.global_rank
+        self.pids[me] = os.getpid()
+        while me == 0 and self.steps[me] == 1 and not self.mark.exists():
+            time.sleep(0.01)
+        if self.steps.sum() >= 2 * N // SIZE - 3 and not self.mark.exists():
+            self.mark.touch()
+            for each in (0, 3 - me, me):
+                os.kill(int(self.pids[each]), signal.SIGKILL)
+                time.sleep(0.05)
+        self.steps[me] += 1
+        time.sleep(0.01 * (me > 0))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow  # four seconds each
+@pytest.mark.parametrize("policy", ["async", "backup"])
+def test_a_slow_one_that_is_the_first_to_be_back_does_not_leave_the_rest_to_faster_ones(
+    tmp_path: Path, policy: str
+) -> None:
+    strategy = HybridStrategy(policy, on_failure="restart", max_restarts=None)
+    trainer = make_trainer(strategy, 3, max_epochs=2)
+    data = regression_data(2 * N)
+    trainer.fit(SlowestFirst(tmp_path), DataLoader(data, SIZE, shuffle=True))
+    assert (tmp_path / "died").exists()
+    assert strategy.run_stats()["samples"] == 2 * N * 2
