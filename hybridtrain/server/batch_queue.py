@@ -5,11 +5,12 @@ positions, as many as make one of its mini-batches, so fast workers do more and 
 twice. A full mini-batch, as far as there is one, is kept for every worker that has had none yet,
 first of all for the one with the smallest number, who logs and saves for all.
 
-Near its end nobody gets a mini-batch that the others would be done with sooner, all they have and
-all that is left included: a slow worker that has fetched ahead (Lightning does, to know which is
-the last; loaders with processes of their own do more) would keep everybody waiting. How fast they
-are is told by what each has done of the pass, not by a clock, so that a recorded order of messages
-gives the same tickets again. What remains to wait for is the mini-batch under way.
+Near its end nobody gets a mini-batch that the others who are there would be done with sooner, all
+they have and all that is left included: a slow worker that has fetched ahead (Lightning does, to
+know which is the last; loaders with processes of their own do more) would keep everybody waiting.
+How fast they are is told by what each has done of the pass, not by a clock, so that a recorded
+order of messages gives the same tickets again. What remains to wait for is the mini-batch under
+way.
 
 What has been drawn is remembered until the update that it is part of. Loaders draw ahead, so only
 this tells what a checkpoint has *not* seen, what a lost worker leaves undone, and what is to be
