@@ -49,6 +49,7 @@ class Process:
 
     epoch: int
     course: Course = field(init=False)
+    kept_in: int | None = None  # the epoch in which it has said where training is
     request: Request | None = None
     answer: Any = None
     ended: bool = False
@@ -75,10 +76,11 @@ class FreeRun:
     def __init__(self, rng: random.Random, policy: str) -> None:
         self.rng, self.n = rng, rng.randint(2, 4)
         self.sizes = tuple(rng.choice([(2,) * self.n, (2, 4, 1, 2)[: self.n]]))
-        self.length, self.drop_last = rng.randint(0, 40), rng.random() < 0.3
+        self.length, self.drop_last = rng.randint(0, rng.choice([16, 40])), rng.random() < 0.3
+        self.ahead = rng.choice([1, 1, 4])
         self.turn = int(policy == "synchronous")
         self.speeds = [rng.choice([1.0, 1.0, 10.0]) for _ in self.sizes]
-        self.failures_left, self.rate = rng.randint(1, 5), rng.choice([0.003, 0.02, 0.1])
+        self.failures_left, self.rate = rng.choice([1, 3, 12]), rng.choice([0.01, 0.05, 0.2])
         self.served = Served(self.n, make_policy(policy))
         self.server = self.served.server
         judge = Judge(OnFailure("restart", max_restarts=None))
@@ -99,55 +101,57 @@ class FreeRun:
             yield Share(self.served.layout)
             yield Install()
             yield Pull()
-        keeps = True
         while me.epoch < EPOCHS:
             turn, left = self.turn, True
             while left:
-                begins, n = True, self.sizes[worker]
-                spans: Spans = ()
-                while spans or begins:
-                    if keeps and worker == min({*range(self.n)} - me.away):
-                        keeps = False
-                        self._do(self.roster.told(worker, None, 0, bytes([me.epoch])))
-                    n, ahead = yield from self._draw(worker, me, n, begins, turn)
-                    if spans:
-                        yield from self._step(me, spans)
-                    spans, begins = ahead, False
+                yield from self._pass(worker, me, turn)
                 yield Gather("decision", b"")
                 left = (yield Gather("who is there", b"")).left
                 if left:
                     yield Gather("whether to make it up", b"")
                 turn = 0
             yield Gather("metrics", b"")
-            me.epoch, keeps = me.epoch + 1, True
+            me.epoch += 1
 
-    def _draw(
-        self, worker: int, me: Process, n: int, begins: bool, turn: int
-    ) -> Generator[Request, Any, tuple[int, Spans]]:
-        """One mini-batch ahead, as Lightning does; a smaller one is the last of a loader."""
-        if n < self.sizes[worker]:
-            return n, ()
-        lap, whole = LoaderPass(0, me.epoch), ((0, self.length),)
-        ticket = yield Draw(lap, whole, self.length, self.sizes, self.drop_last, begins, turn)
-        return total(ticket.spans), ticket.spans
+    def _pass(self, worker: int, me: Process, turn: int) -> Course:
+        """Some mini-batches are fetched ahead; a smaller one is the last of a loader."""
+        size, held, more, begins = self.sizes[worker], list[Spans](), True, True
+        while held or more:
+            self._keep(worker, me)
+            while more and len(held) <= self.ahead:
+                lap, whole = LoaderPass(0, me.epoch), ((0, self.length),)
+                ask = Draw(lap, whole, self.length, self.sizes, self.drop_last, begins, turn)
+                drawn: Spans = (yield ask).spans
+                held += [drawn] * bool(drawn)
+                more, begins = total(drawn) == size, False
+            if held:
+                yield from self._step(me, held.pop(0))
+
+    def _keep(self, worker: int, me: Process) -> None:
+        """The first of those who are there says once in an epoch where training is."""
+        if me.kept_in != me.epoch and worker == min({*range(self.n)} - me.away):
+            me.kept_in = me.epoch
+            self._do(self.roster.told(worker, None, 0, bytes([me.epoch])))
 
     def _step(self, me: Process, spans: Spans) -> Course:
         if self.turn:
             yield Begin()
-        yield Push(0, 1.0, covers=(DrawnBatch(LoaderPass(0, me.epoch), spans),))
+        yield Push(0, float(total(spans)), covers=(DrawnBatch(LoaderPass(0, me.epoch), spans),))
 
     # ---- the run --------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """To its end; nothing may be left of its last epoch, but what ``drop_last`` leaves."""
+        """To its end; every sample counts once in each epoch, but for what ``drop_last`` leaves."""
         for _ in range(MOST_TURNS):
             self._do(self.roster.advance(self.now_s, self.server.membership.rounds.pushed))
             if self.over or self.roster.over:
                 break
             self._happen()
         assert self.over or self.roster.over, f"it hangs: {self.state()}"
-        left = sum(map(total, self.server.membership.queue.unseen().values()))
-        assert self.over or left < (max(self.sizes) if self.drop_last else 1), "not all is done"
+        if not self.over:
+            least = self.length - (max(self.sizes) - 1) * self.drop_last
+            made = self.server.statistics.stats()["samples"]
+            assert EPOCHS * least <= made <= EPOCHS * self.length, "each sample once an epoch"
         self.server.close()
 
     def state(self) -> str:
