@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -121,3 +122,60 @@ def test_a_slow_one_that_is_the_first_to_be_back_does_not_leave_the_rest_to_fast
     trainer.fit(SlowestFirst(tmp_path), DataLoader(data, SIZE, shuffle=True))
     assert (tmp_path / "died").exists()
     assert strategy.run_stats()["samples"] == 2 * N * 2
+
+
+MEETINGS = (
+    "decision",
+    "who is there",
+    "broadcast",
+    "who has had a mini-batch",
+    "what is logged",
+    "reduce",
+    "steps of an evaluation",
+)
+
+
+class AllKilledInMeeting(pl.Callback):
+    """Some wait for all in ``tag``; the next to come kills them and itself, ``times`` in a row."""
+
+    def __init__(self, folder: Path, tag: str, times: int) -> None:
+        self.folder, self.tag, self.times = folder, tag, times
+        self.pids = torch.zeros(3, dtype=torch.int64).share_memory_()
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        client = trainer.strategy.client
+        gather, self.pids[client.worker] = client.gather, os.getpid()
+
+        def gathering(tag: str, *args: Any, **rest: Any) -> Any:
+            if tag == self.tag and trainer.current_epoch > 0:
+                self.strike(client.worker)
+            return gather(tag, *args, **rest)
+
+        client.gather = gathering
+
+    def strike(self, me: int) -> None:
+        n = len(list(self.folder.iterdir()))
+        if n < self.times and (me == 1 or n):
+            time.sleep(0.1)  # others come, too
+            (self.folder / f"{n}").touch()
+            there = self.pids[self.pids > 0].tolist()
+            self.pids.zero_()
+            for pid in sorted(there, key=os.getpid().__eq__):  # itself last
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow  # four seconds each
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("policy", ["async", "backup", "ssp"])
+@pytest.mark.parametrize("tag", MEETINGS)
+def test_all_are_lost_in_a_meeting_of_workers_that_run_freely(
+    tmp_path: Path, tag: str, policy: str, times: int
+) -> None:
+    killed = AllKilledInMeeting(tmp_path, tag, times)
+    strategy = HybridStrategy(policy, on_failure="restart", max_restarts=None)
+    trainer = make_trainer(strategy, 3, max_epochs=EPOCHS, callbacks=[killed])
+    data = regression_data(N)
+    trainer.fit(Regression(), DataLoader(data, SIZE, shuffle=True), DataLoader(data, SIZE))
+    assert strategy.run_stats()["samples"] == N * EPOCHS
+    assert tag == "what is logged" or len(list(tmp_path.iterdir())) == times
