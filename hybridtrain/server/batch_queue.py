@@ -5,11 +5,12 @@ positions, as many as make one of its mini-batches, so fast workers do more and 
 twice. A full mini-batch, as far as there is one, is kept for every worker that has had none yet,
 first of all for the one with the smallest number, who logs and saves for all.
 
-Near its end nobody gets a mini-batch that the others would be done with sooner, all they have and
-all that is left included: a slow worker that has fetched ahead (Lightning does, to know which is
-the last; loaders with processes of their own do more) would keep everybody waiting. How fast they
-are is told by what each has done of the pass, not by a clock, so that a recorded order of messages
-gives the same tickets again. What remains to wait for is the mini-batch under way.
+Near its end nobody gets a mini-batch that the others who are there would be done with sooner, all
+they have and all that is left included: a slow worker that has fetched ahead (Lightning does, to
+know which is the last; loaders with processes of their own do more) would keep everybody waiting.
+How fast they are is told by what each has done of the pass, not by a clock, so that a recorded
+order of messages gives the same tickets again. What remains to wait for is the mini-batch under
+way.
 
 What has been drawn is remembered until the update that it is part of. Loaders draw ahead, so only
 this tells what a checkpoint has *not* seen, what a lost worker leaves undone, and what is to be
@@ -144,7 +145,8 @@ class BatchQueue:
         size, offered = request.sizes[worker], one.offer(worker, request)
         n = min(size, total(offered) - kept)
         if not request.turn and one.near_its_end(worker, n):
-            others = {each for each in self.members - one.ended if one.suffices(each)} - {worker}
+            there = self.members - self._away - one.ended  # who is away may wait for this very step
+            others = {each for each in there if one.suffices(each)} - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n
         if n < size:
             one.ended.add(worker)  # for loaders, a smaller one is the last
@@ -223,9 +225,14 @@ class BatchQueue:
             one.give_back(worker)
         return samples
 
-    def has_left(self) -> bool:
-        """Whether there is something that nobody has drawn, and somebody can."""
-        return any(one.suffices(each) for one in self._passes.values() for each in self.members)
+    def has_left(self, there: set[int]) -> bool:
+        """Whether those who are ``there`` can draw something, in the epoch that they are in.
+
+        Who goes on from where training was some time ago may be in the one before the latest.
+        """
+        epoch = min((lap.epoch for lap in self._passes), default=0)
+        passes = [one for lap, one in self._passes.items() if lap.epoch == epoch]
+        return any(one.suffices(each) for one in passes for each in there)
 
     def unseen(self) -> dict[LoaderPass, Spans]:
         """What of each pass is not behind the parameters yet."""

@@ -81,7 +81,7 @@ class Membership:
     @property
     def left(self) -> bool:
         """Whether workers that are gone have left something of the queue."""
-        return self._some_left and self.queue.has_left()
+        return self._some_left and self.queue.has_left(self.members - self.missing)
 
     # ---- coming ---------------------------------------------------------------------------------
 

@@ -159,9 +159,7 @@ class Rounds:
 
     def lost(self, worker: int) -> Replies:
         """The worker is gone, with whatever is not part of an update."""
-        if (push := self._pushes.pop(worker, None)) is not None:
-            self._statistics.dropped(worker, self._samples(push))
-        self._outcome.pop(worker, None)
+        self._lose_pushes([worker])
         self._ready.discard(worker)
         self._statistics.left(worker)
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
@@ -203,12 +201,16 @@ class Rounds:
 
     def dissolve(self) -> None:
         """Forget who has pushed or asked; no update will have it any more."""
-        for worker, push in self._pushes.items():
-            self._statistics.dropped(worker, self._samples(push))
-        self._pushes.clear()
-        self._outcome.clear()
+        self._lose_pushes(list(self._pushes))
         self._ready.clear()
         self._averaging.dissolve()
+
+    def _lose_pushes(self, workers: Iterable[int]) -> None:
+        """Nobody waits for their release any more; who was only held back has its part in one."""
+        for worker in workers:
+            push, outcome = self._pushes.pop(worker, None), self._outcome.pop(worker, None)
+            if push is not None and outcome is None:
+                self._statistics.dropped(worker, self._samples(push))
 
     # ---- orders ---------------------------------------------------------------------------------
 

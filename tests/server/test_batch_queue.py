@@ -64,6 +64,44 @@ def test_nothing_is_kept_for_the_first_while_it_is_away() -> None:
     assert queue.draw(1, replace(ask, begins=True)).spans == ((0, 4),), "nobody waits for it"
 
 
+def train(queue: BatchQueue, worker: int, ask: Draw) -> bool:
+    """One mini-batch, if there is one for the worker."""
+    spans = queue.draw(worker, ask).spans
+    queue.settle(worker, (DrawnBatch(ask.lap, spans),))
+    return bool(spans)
+
+
+def test_nothing_is_kept_for_faster_ones_while_they_are_away() -> None:
+    queue, ask = BatchQueue({0, 1, 2}), draw(40, (2, 2, 2))
+    order = [0, *[1, 2] * 8]
+    assert all(train(queue, worker, ask) for worker in order)
+    again = replace(ask, begins=True)
+    assert not train(queue, 0, again), "they would be sooner"
+    queue.lost(1)
+    queue.lost(2)
+    assert train(queue, 0, again), "they are to come back, when somebody has made a step"
+
+
+def test_of_an_epoch_that_is_over_nothing_is_left_though_the_next_one_has_begun() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(4, (2, 2))
+    assert train(queue, 0, ask) and train(queue, 1, ask)
+    following = replace(ask, lap=LoaderPass(0, 1))
+    assert train(queue, 1, following)
+    queue.lost(0)
+    queue.lost(1)
+    assert not train(queue, 0, replace(ask, begins=True)), "it goes on from the epoch before"
+    assert not queue.has_left({0})
+    assert train(queue, 0, following) and not queue.has_left({0})
+
+
+def test_what_only_those_who_are_away_could_draw_is_not_left_to_the_others() -> None:
+    queue, ask = BatchQueue({0, 1}), draw(7, (4, 1), drop_last=True)
+    assert train(queue, 0, ask)
+    queue.lost(1)
+    assert not train(queue, 0, ask)
+    assert not queue.has_left({0}) and queue.has_left({0, 1})
+
+
 def test_drop_last_never_hands_out_a_smaller_mini_batch() -> None:
     queue, ask = BatchQueue({0, 1}), draw(13, (4, 4), drop_last=True)
     drawn = [queue.draw(w, ask) for w in (0, 0, 0, 1, 1)]
@@ -143,10 +181,10 @@ def test_what_drop_last_leaves_over_is_not_left_to_be_made_up_for(
         queue.settle(worker, (DrawnBatch(FIRST, queue.draw(worker, ask).spans),))
     members.discard(1)
     queue.lost(1)
-    assert queue.has_left()
+    assert queue.has_left(members)
     queue.settle(0, (DrawnBatch(FIRST, queue.draw(0, ask).spans),))
     assert queue.draw(0, ask) == Ticket(())
-    assert total(queue.unseen()[FIRST]) == 2 and not queue.has_left()
+    assert total(queue.unseen()[FIRST]) == 2 and not queue.has_left(members)
 
 
 @settings(max_examples=300, deadline=None)

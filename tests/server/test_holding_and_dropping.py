@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtrain.policies import FirstK
+from hybridtrain.policies import BoundedStaleness, FirstK
 from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
 from hybridtrain.protocol.messages import Released
 from tests.support.served import Served, refusals
@@ -115,3 +115,14 @@ def test_two_optimizers_in_one_update_step_each_with_its_own() -> None:
     assert served.push(0, 2.0, optimizer=0, absent=(1,)) == []
     assert served.push(1, 4.0, optimizer=1, absent=(0,)) == [(0, Released(1)), (1, Released(1))]
     assert (served.value(0), served.value(1)) == (-2.0, -4.0)
+
+
+@pytest.mark.parametrize("end", ["miss", "break_off"])
+def test_who_is_lost_while_it_is_held_back_has_contributed_what_is_in_an_update(end: str) -> None:
+    served = Served(3, BoundedStaleness(lead=1))
+    for worker in (0, 0, 1):  # worker 0 is too far ahead then, and its second is part of 1's update
+        served.push(worker, 1.0)
+    assert served.server.membership.rounds.waiting == {0} and served.value() == -2.0
+    served.server.miss(0) if end == "miss" else served.server.break_off()
+    stats = served.server.statistics.stats()
+    assert (stats["samples"], stats["dropped"]) == (3, [0, 0, 0])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -83,3 +86,96 @@ def test_wherever_it_happens(
 ) -> None:
     lose_all(tmp_path, n, place, times, kind)
     assert {path.name for path in tmp_path.iterdir()} >= {f"{worker}-0" for worker in range(n)}
+
+
+class SlowestFirst(Regression):
+    """Near the end of the first epoch all are killed, first worker 0, which has made one step."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.mark = folder / "died"
+        self.steps, self.pids = torch.zeros(2, 3, dtype=torch.int64).share_memory_()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        me = self.global_rank
+        self.pids[me] = os.getpid()
+        while me == 0 and self.steps[me] == 1 and not self.mark.exists():
+            time.sleep(0.01)
+        if self.steps.sum() >= 2 * N // SIZE - 3 and not self.mark.exists():
+            self.mark.touch()
+            for each in (0, 3 - me, me):
+                os.kill(int(self.pids[each]), signal.SIGKILL)
+                time.sleep(0.05)
+        self.steps[me] += 1
+        time.sleep(0.01 * (me > 0))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.slow  # four seconds each
+@pytest.mark.parametrize("policy", ["async", "backup"])
+def test_a_slow_one_that_is_the_first_to_be_back_does_not_leave_the_rest_to_faster_ones(
+    tmp_path: Path, policy: str
+) -> None:
+    strategy = HybridStrategy(policy, on_failure="restart", max_restarts=None)
+    trainer = make_trainer(strategy, 3, max_epochs=2)
+    data = regression_data(2 * N)
+    trainer.fit(SlowestFirst(tmp_path), DataLoader(data, SIZE, shuffle=True))
+    assert (tmp_path / "died").exists()
+    assert strategy.run_stats()["samples"] == 2 * N * 2
+
+
+MEETINGS = (
+    "decision",
+    "who is there",
+    "broadcast",
+    "who has had a mini-batch",
+    "what is logged",
+    "reduce",
+    "steps of an evaluation",
+)
+
+
+class AllKilledInMeeting(pl.Callback):
+    """Some wait for all in ``tag``; the next to come kills them and itself, ``times`` in a row."""
+
+    def __init__(self, folder: Path, tag: str, times: int) -> None:
+        self.folder, self.tag, self.times = folder, tag, times
+        self.pids = torch.zeros(3, dtype=torch.int64).share_memory_()
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        client = trainer.strategy.client
+        gather, self.pids[client.worker] = client.gather, os.getpid()
+
+        def gathering(tag: str, *args: Any, **rest: Any) -> Any:
+            if tag == self.tag and trainer.current_epoch > 0:
+                self.strike(client.worker)
+            return gather(tag, *args, **rest)
+
+        client.gather = gathering
+
+    def strike(self, me: int) -> None:
+        n = len(list(self.folder.iterdir()))
+        if n < self.times and (me == 1 or n):
+            time.sleep(0.1)  # others come, too
+            (self.folder / f"{n}").touch()
+            there = self.pids[self.pids > 0].tolist()
+            self.pids.zero_()
+            for pid in sorted(there, key=os.getpid().__eq__):  # itself last
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.slow  # four seconds each
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("policy", ["async", "backup", "ssp"])
+@pytest.mark.parametrize("tag", MEETINGS)
+def test_all_are_lost_in_a_meeting_of_workers_that_run_freely(
+    tmp_path: Path, tag: str, policy: str, times: int
+) -> None:
+    killed = AllKilledInMeeting(tmp_path, tag, times)
+    strategy = HybridStrategy(policy, on_failure="restart", max_restarts=None)
+    trainer = make_trainer(strategy, 3, max_epochs=EPOCHS, callbacks=[killed])
+    data = regression_data(N)
+    trainer.fit(Regression(), DataLoader(data, SIZE, shuffle=True), DataLoader(data, SIZE))
+    assert strategy.run_stats()["samples"] == N * EPOCHS
+    assert tag == "what is logged" or len(list(tmp_path.iterdir())) == times
