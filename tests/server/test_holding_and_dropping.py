@@ -8,6 +8,7 @@ import torch
 from hybridtrain.policies import BoundedStaleness, FirstK
 from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
 from hybridtrain.protocol.messages import Released
+from hybridtrain.protocol.server_events import BrokenOff, Removed
 from tests.support.served import Served, refusals
 
 
@@ -123,6 +124,6 @@ def test_who_is_lost_while_it_is_held_back_has_contributed_what_is_in_an_update(
     for worker in (0, 0, 1):  # worker 0 is too far ahead then, and its second is part of 1's update
         served.push(worker, 1.0)
     assert served.server.membership.rounds.waiting == {0} and served.value() == -2.0
-    served.server.miss(0) if end == "miss" else served.server.break_off()
+    served.server.on(Removed(0, returns=True) if end == "miss" else BrokenOff())
     stats = served.server.statistics.stats()
     assert (stats["samples"], stats["dropped"]) == (3, [0, 0, 0])

@@ -28,6 +28,7 @@ from hybridtrain.protocol.messages import (
     Share,
 )
 from hybridtrain.protocol.notices import Back, Gone
+from hybridtrain.protocol.server_events import Completed, Received, Removed, Restarted
 from hybridtrain.protocol.spans import Spans, total
 from hybridtrain.recovery.actions import Ask, Say, Start
 from hybridtrain.recovery.failure_policy import Judge, OnFailure, Replace
@@ -181,7 +182,7 @@ class FreeRun:
         except StopIteration:
             me.ended = True
             self.roster.finished(worker)
-            self._send(self.server.finished(worker))
+            self._send(self.server.on(Completed(worker)))
             self._reap(worker)
             return
         request = me.request
@@ -189,7 +190,7 @@ class FreeRun:
             self.roster.on(worker, E.WAITS)
         elif isinstance(request, Gather | Share | Install):
             self.roster.on(worker, E.MEETS)
-        self._send(self.server.handle(worker, request))
+        self._send(self.server.on(Received(worker, request)))
         if isinstance(request, Push | Begin) and me.asked:
             self._tell(worker, me)
 
@@ -227,10 +228,10 @@ class FreeRun:
             if not isinstance(verdict, Replace):
                 self.over = True
                 return
-            self._send(self.server.miss(worker))
+            self._send(self.server.on(Removed(worker, returns=True)))
         self.roster.reaped(worker)
         if not mourned:
-            self._send(self.server.lost(worker))
+            self._send(self.server.on(Removed(worker)))
 
     def _do(self, acts: list[Any]) -> None:
         for act in acts:
@@ -240,7 +241,7 @@ class FreeRun:
                 case Start(worker, told):
                     self.processes[worker] = self._process(worker, told[0], joins=True)
                     self.roster.started(worker)
-                    self.server.membership.back(worker)
+                    self.server.on(Restarted(worker))
                 case Say():
                     pass
                 case _:
