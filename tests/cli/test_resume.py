@@ -24,7 +24,7 @@ from hybridtrain.util import files
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_interrupt import _none_left
 from tests.cli.tiny import TINY
-from tests.cli.zygote import Zygote
+from tests.cli.zygote import Zygote, wait_for
 from tests.lightning.checkpointing.test_resume import same
 from tests.picking import by_default
 
@@ -48,9 +48,14 @@ def metrics(directory: str) -> list[dict[str, str]]:
 
 
 def killed(zygote: Zygote, *arguments: str) -> None:
-    """All processes of the run at once, as an out-of-memory killer or a power cut would."""
+    """All processes of the run at once, as an out-of-memory killer or a power cut would.
+
+    In mid-epoch: a kill between a checkpoint and the last row of its epoch would lose the row.
+    """
     run = zygote.start(Path.cwd(), *arguments)
     run.until("here/checkpoints/last.ckpt")
+    run.until("here/csv/metrics.csv")
+    wait_for(lambda: any("train/loss" in row for row in metrics("here")), run.said)
     os.killpg(run.pid, signal.SIGKILL)
     assert run.status() == -signal.SIGKILL
     assert _none_left(run.pid)
