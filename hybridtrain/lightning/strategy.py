@@ -101,8 +101,9 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             mapping with its name and parameters (``{"name": "movement", "every": 8}``), or an
             object; ``None``: gradients, or what goes with the policy.
         update: how the masters move: ``"user"`` (the module's own optimizer), ``"mean"``, a name of
-            ``torch.optim`` or a mapping with its name and arguments (``{"name": "adagrad", "lr":
-            0.1}``); ``None``: what goes with the exchange.
+            ``torch.optim`` or of :mod:`hybridtrain.updates.delay_tolerant`, or a mapping with its
+            name and arguments (``{"name": "adagrad", "lr": 0.1}``); ``None``: what goes with the
+            exchange.
         faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
             :class:`hybridtrain.testing.faults.Fault`.
         **lightning: passed on to Lightning's ``ParallelStrategy``.
