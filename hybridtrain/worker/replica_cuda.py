@@ -87,7 +87,9 @@ class CudaReplica:
         # Elsewhere the masters move while workers compute, or a copy follows them in the server.
         self._progress = None if store.private_parameters or store.lock_free else store.progress
         self._stops = [_stop_in_masters(slot) for slot in slots]
-        self._part_bytes = part_bytes(sum(p.nbytes for p in self._parameters))
+        n_bytes = sum(p.nbytes for p in self._parameters)
+        self._part_bytes = part_bytes(n_bytes)
+        self._is_large = n_bytes >= 2 * self._part_bytes  # or no part is worth a copy of its own
         self._taken: set[int] = set()  # copied before the release of the update ``_taken_of``
         self._taken_of = self._whole_of = self._update_number()
         if self._progress is not None and self._is_large:
@@ -196,11 +198,6 @@ class CudaReplica:
             self._copy(new)
             self._taken.update(new)
         return len(new) < len(rest)
-
-    @property
-    def _is_large(self) -> bool:
-        """Whether an update takes long enough to take a part of it before its end."""
-        return sum(p.nbytes for p in self._parameters) >= 2 * self._part_bytes
 
     def _update_number(self) -> int:
         """Of the update that was begun last."""
