@@ -62,8 +62,6 @@ from hybridtrain.protocol.spans import Spans
 from hybridtrain.worker.connection import Connection
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
 
-_POLL_S = 2e-4
-
 
 class StopRequested(KeyboardInterrupt):
     """The server wants this worker to end. Not an ``Exception``, so user code lets it through."""
@@ -99,8 +97,9 @@ class Client:
         self.lost_at = 0  # updates when the last of them was lost
         self.on_change: Callable[[], object] = lambda: None  # somebody has gone, or is back
         self.tells: Callable[[], bytes] | None = None  # where training is
-        # Asked again and again while a release is waited for, until it returns ``False``.
-        self.meanwhile: Callable[[], bool] | None = None
+        # Done again and again while the server is waited for: returns in how many seconds to ask
+        # it again, or ``None`` if there is nothing more to do.
+        self.meanwhile: Callable[[], float | None] | None = None
         self._covers: list[DrawnBatch] = []
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
 
@@ -283,8 +282,8 @@ class Client:
             if self._asked and in_step:
                 self._tell()
             if in_step and self.meanwhile is not None:
-                while not self.line.ready() and self.meanwhile():
-                    time.sleep(_POLL_S)
+                while not self.line.ready() and (pause_s := self.meanwhile()) is not None:
+                    time.sleep(pause_s)
             reply, fd = self.line.receive()
             match reply:
                 case Stop(now=True):

@@ -34,6 +34,9 @@ from hybridtrain.worker.replica import (
     tells_writes,
 )
 
+# How often a worker looks how far an update is: before it begins, and while it runs.
+_NOT_BEGUN_S, _STEPPING_S = 1e-3, 2e-4
+
 
 def open_replica(
     parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
@@ -84,15 +87,16 @@ class CudaReplica:
         self.finite: frozenset[int] = frozenset()
         self._known_finite: set[int] = set()  # whose gradients lie in the row, finite
         self._eager, self._closed = eager, False
-        # Elsewhere the masters move while workers compute, or a copy follows them in the server.
-        self._progress = None if store.private_parameters or store.lock_free else store.progress
-        self._stops = [_stop_in_masters(slot) for slot in slots]
         n_bytes = sum(p.nbytes for p in self._parameters)
         self._part_bytes = part_bytes(n_bytes)
-        self._is_large = n_bytes >= 2 * self._part_bytes  # or no part is worth a copy of its own
+        # Elsewhere the masters move while workers compute, or a copy follows them in the server.
+        in_place = not store.private_parameters and not store.lock_free
+        takes_parts = in_place and n_bytes >= 2 * self._part_bytes  # or none is worth a copy
+        self._progress = store.progress if takes_parts else None
+        self._stops = [_stop_in_masters(slot) for slot in slots]
         self._taken: set[int] = set()  # copied before the release of the update ``_taken_of``
         self._taken_of = self._whole_of = self._update_number()
-        if self._progress is not None and self._is_large:
+        if self._progress is not None:
             self._progress.watch()
         self._watched: set[int] = set()
         for number in range(len(slots)):
@@ -178,17 +182,17 @@ class CudaReplica:
         self.incoming.hold_compute()
         self._taken.clear()
 
-    def take_stepped(self) -> bool:
+    def take_stepped(self) -> float | None:
         """Queue the copies of what the update under way has stepped so far, if they are many.
 
         Only while this worker waits for its release, so that nothing reads its parameters. Returns
-        whether there may be more to take before the release.
+        after how many seconds there may be more, or ``None``: not before the release.
         """
-        if self._progress is None or self._closed or not self._is_large:
-            return False
+        if self._progress is None or self._closed:
+            return None
         number, elements = self._progress.read()
         if number == self._whole_of:
-            return True  # it has not begun
+            return _NOT_BEGUN_S
         if number != self._taken_of:
             self._taken_of = number
             self._taken.clear()
@@ -197,7 +201,7 @@ class CudaReplica:
         if sum(self._parameters[n].nbytes for n in new) >= self._part_bytes:
             self._copy(new)
             self._taken.update(new)
-        return len(new) < len(rest)
+        return _STEPPING_S if len(new) < len(rest) else None
 
     def _update_number(self) -> int:
         """Of the update that was begun last."""
@@ -219,10 +223,6 @@ class CudaReplica:
             for number, tensor, yes in zip(self._following, tensors, changed, strict=True)
             if yes or tensor._version != self._counts[number]
         }
-
-    def written_openly(self) -> bool:
-        """Whether a parameter was changed by other means than ``.data``; takes no time."""
-        return any(self._parameters[n]._version != self._counts[n] for n in self._following)
 
     def _take_fingerprints(self, numbers: list[int]) -> None:
         """Torch's count of changes in place and, since ``.data`` evades it, norms."""

@@ -141,9 +141,9 @@ def test_while_a_release_is_awaited_it_does_what_it_is_given(
 ) -> None:
     times: list[int] = []
 
-    def meanwhile() -> bool:
+    def meanwhile() -> float | None:
         times.append(len(times))
-        return len(times) < wants
+        return 1e-4 if len(times) < wants else None
 
     speaker = Client(0, 2, Slow(looks, Released(7)))
     speaker.meanwhile = meanwhile

@@ -79,6 +79,19 @@ def test_buckets_arrive_in_their_order_and_each_is_whole(seed: int) -> None:
     assert arrived == list(range(9))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bucket_is_as_large_as_what_travels(dtype: torch.dtype) -> None:
+    streams, rows = open_streams(), [torch.zeros(16, dtype=dtype) for _ in range(8)]
+    lock(streams, rows)
+    going, found = Outgoing(streams, rows), []
+    for number in range(8):
+        going.add(number, numbers(16))
+    going.close()
+    while (bucket := going.arrived()) is not None:
+        found.append(len(bucket.numbers))
+    assert found == [64 // rows[0].nbytes] * (8 * rows[0].nbytes // 64)
+
+
 def test_a_narrow_row_gets_what_is_nearest() -> None:
     streams, row = open_streams(), torch.zeros(2, dtype=torch.bfloat16)
     lock(streams, [row])
@@ -290,13 +303,14 @@ def test_each_parameter_comes_once_however_far_the_update_was(seed: int) -> None
 
 def test_it_says_whether_it_is_to_be_asked_again() -> None:
     update = Update(0, private_parameters=False)
-    assert update.replica.take_stepped()
+    before = update.replica.take_stepped()
     update.step(0.5, 4)
-    assert update.replica.take_stepped()
+    during = update.replica.take_stepped()
+    assert before is not None and during is not None and 0 < during < before
     update.step(0.5, 8, begins=False)
-    assert not update.replica.take_stepped()
+    assert update.replica.take_stepped() is None
     update.replica.close()
-    assert not update.replica.take_stepped()
+    assert update.replica.take_stepped() is None
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -315,7 +329,7 @@ def test_nothing_is_taken_where_masters_move_while_workers_compute() -> None:
         update = Update(0, **shape)
         update.step(0.5, 8)
         assert not update.store.progress.watched
-        assert not update.replica.take_stepped()
+        assert update.replica.take_stepped() is None
         update.replica.close()
 
 
@@ -323,7 +337,7 @@ def test_a_small_model_does_not_wait_for_parts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(outgoing, "LEAST_BYTES", 2**20)
     update = Update(0, private_parameters=False)
     assert not update.store.progress.watched
-    assert not update.replica.take_stepped()
+    assert update.replica.take_stepped() is None
     update.replica.close()
 
 

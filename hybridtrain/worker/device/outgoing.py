@@ -67,7 +67,7 @@ class Outgoing:
         """It has just been queued to be computed."""
         self._filling.append((number, gradient))
         self._makers[self._streams.current()] = None
-        self._filled_bytes += gradient.nbytes
+        self._filled_bytes += self._rows[number].nbytes  # as it travels
         if self._filled_bytes >= self._bucket_bytes:
             self.close()
 
