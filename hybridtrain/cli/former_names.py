@@ -36,9 +36,8 @@ def with_present_names(value: Any) -> Any:
             return {
                 key: present_name(each)
                 if key == "_target_" and isinstance(each, str)
-                else with_present_names(each)
+                else with_present_names(_without_gone(each) if key == "strategy" else each)
                 for key, each in value.items()
-                if key not in _GONE
             }
         case list():
             return [with_present_names(each) for each in value if not _is_gone(each)]
@@ -48,6 +47,12 @@ def with_present_names(value: Any) -> Any:
     return value
 
 
+def _without_gone(strategy: Any) -> Any:
+    if not isinstance(strategy, dict):
+        return strategy
+    return {key: each for key, each in strategy.items() if key not in _GONE}
+
+
 def _is_gone(override: Any) -> bool:
-    name, _, _ = override.partition("=") if isinstance(override, str) else ("", "", "")
-    return name.removeprefix("strategy.") in _GONE
+    name = override.partition("=")[0].lstrip("+") if isinstance(override, str) else ""
+    return name in {f"strategy.{each}" for each in _GONE}

@@ -63,7 +63,9 @@ def test_options_that_are_no_more_are_left_out_of_an_older_run() -> None:
     assert with_present_names({"strategy": {"overlap_update": False, "lead": 2}}) == {
         "strategy": {"lead": 2}
     }
-    assert with_present_names(["strategy.overlap_update=true", "seed=1"]) == ["seed=1"]
+    kept = ["overlap_update=1", "model.overlap_update=2", "seed=1"]  # of a user's own
+    assert with_present_names(["strategy.overlap_update=true", *kept]) == kept
+    assert with_present_names({"model": {"overlap_update": 2}}) == {"model": {"overlap_update": 2}}
 
 
 def test_a_former_name_that_is_typed_is_told_its_present_one() -> None:
