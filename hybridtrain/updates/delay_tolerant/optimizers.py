@@ -9,6 +9,7 @@ Legend: g the gradient, ḡ the sum of all gradients so far, α the learning rat
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 
-class DelayTolerant(torch.optim.Optimizer):
+class DelayTolerant(torch.optim.Optimizer, ABC):
     """Steps with the gradient of one worker, knowing what that worker had read."""
 
     def read(self, worker: int) -> None:
         """The worker has the parameters as they are now."""
 
+    @abstractmethod
     def step_late(self, worker: int | None, staleness: int) -> None:
         """Step with ``.grad``, computed by the worker at what it has read.
 
@@ -30,7 +32,6 @@ class DelayTolerant(torch.optim.Optimizer):
             worker: ``None``: at the parameters as they are now.
             staleness: updates since that reading.
         """
-        raise NotImplementedError
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -51,7 +52,17 @@ class DelayTolerant(torch.optim.Optimizer):
                     yield group, parameter, dense, self.state[parameter]
 
 
-class AdaptiveRevision(DelayTolerant):
+class _FromInitial(DelayTolerant):
+    """Of those whose z has a value before the first gradient."""
+
+    def __init__(self, params: Any, lr: float = 0.01, initial: float = 1.0) -> None:
+        _check(lr)
+        if not initial > 0:
+            raise ValueError(f"initial={initial} was given; it must be above 0")
+        super().__init__(params, {"lr": lr, "initial": initial})
+
+
+class AdaptiveRevision(_FromInitial):
     """McMahan and Streeter, "Delay-Tolerant Algorithms for Asynchronous Distributed Online
     Learning", NIPS 2014, Algorithm 1.
 
@@ -73,8 +84,7 @@ class AdaptiveRevision(DelayTolerant):
     """
 
     def __init__(self, params: Any, lr: float = 0.01, initial: float = 1.0) -> None:
-        _check(lr, initial=initial)
-        super().__init__(params, {"lr": lr, "initial": initial})
+        super().__init__(params, lr, initial)
         self._read: dict[int, dict[Tensor, Tensor]] = {}  # worker -> ḡ at its reading
 
     def read(self, worker: int) -> None:
@@ -114,7 +124,7 @@ class AdaptiveRevision(DelayTolerant):
         return total.clone() if read is None else total - read
 
 
-class AsyncAdaDA(DelayTolerant):
+class AsyncAdaDA(_FromInitial):
     """Asynchronous AdaGrad by dual averaging (Duchi, Jordan and McMahan, NIPS 2013), a baseline of
     McMahan and Streeter (2014)::
 
@@ -128,10 +138,6 @@ class AsyncAdaDA(DelayTolerant):
     Raises:
         ValueError: if ``lr`` is negative, or ``initial`` not above 0.
     """
-
-    def __init__(self, params: Any, lr: float = 0.01, initial: float = 1.0) -> None:
-        _check(lr, initial=initial)
-        super().__init__(params, {"lr": lr, "initial": initial})
 
     def step_late(self, worker: int | None, staleness: int) -> None:
         for group, parameter, gradient, state in self._with_gradients():
@@ -184,8 +190,6 @@ class AdaDelay(DelayTolerant):
             parameter.addcdiv_(gradient, length, value=-group["lr"])
 
 
-def _check(lr: float, initial: float = 1.0) -> None:
+def _check(lr: float) -> None:
     if not lr >= 0:
         raise ValueError(f"lr={lr} was given; it must be at least 0")
-    if not initial > 0:
-        raise ValueError(f"initial={initial} was given; it must be above 0")
