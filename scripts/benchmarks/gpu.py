@@ -24,7 +24,7 @@ from benchmarks.rows import NOTHING_ASKED, Goal, Row, Skipped
 from benchmarks.runs import Job
 from hybridtrain.errors import UserError
 
-SAMPLES = 8
+SAMPLES = (8, 64)  # of a mini-batch: one that hides little of the update, and one that hides more
 _HOST_BYTES = 4 * 4 + 4  # a parameter: masters, moments, a row; a copy while the model is made
 _PEERS = Goal(1.0)
 
@@ -43,8 +43,9 @@ def rows(frame: Frame) -> Iterator[Row | Skipped]:
         except UserError as error:
             yield frame.skip(name, str(error))
             continue
-        work = f"{name}, {SAMPLES} × {model['length']} tokens, 1 worker"
-        yield from against_others(frame, model, work)
+        for samples in SAMPLES:
+            work = f"{name}, {samples} × {model['length']} tokens, 1 worker"
+            yield from against_others(frame, model, samples, work)
 
 
 def is_right(frame: Frame) -> Iterator[Row | Skipped]:
@@ -58,18 +59,19 @@ def is_right(frame: Frame) -> Iterator[Row | Skipped]:
         yield from frame.alone(work, job, "of the largest", per=1.0, repeats=1)
 
 
-def against_others(frame: Frame, model: dict[str, int], work: str) -> Iterator[Row | Skipped]:
+def against_others(
+    frame: Frame, model: dict[str, int], samples: int, work: str
+) -> Iterator[Row | Skipped]:
     """The same model and mini-batch, in the loop that each is made for."""
     ours = [
-        _job("hybrid", "hybrid", model),
-        _job("hybrid, bf16 transport", "hybrid", model, transport_dtype="bf16"),
-        _job("hybrid, two workers", "hybrid", model, workers_per_device=2),
+        _job("hybrid", "hybrid", model, samples),
+        _job("hybrid, bf16 transport", "hybrid", model, samples, transport_dtype="bf16"),
     ]
     against: list[Against] = [
-        (_job("plain fused AdamW on the GPU", "plain", model), NOTHING_ASKED),
-        (_job("Lightning ddp, fused AdamW on the GPU", "ddp", model), NOTHING_ASKED),
-        (_job("torchao CPUOffloadOptimizer", "torchao", model), _PEERS),
-        (_job("DeepSpeed ZeRO-Offload", "deepspeed", model), _PEERS),
+        (_job("plain fused AdamW on the GPU", "plain", model, samples), NOTHING_ASKED),
+        (_job("Lightning ddp, fused AdamW on the GPU", "ddp", model, samples), NOTHING_ASKED),
+        (_job("torchao CPUOffloadOptimizer", "torchao", model, samples), _PEERS),
+        (_job("DeepSpeed ZeRO-Offload", "deepspeed", model, samples), _PEERS),
     ]
     repeats = min(frame.options.repeats, 2)
     yield from frame.alternate(work, ours, against, repeats=repeats, read=read)
@@ -81,8 +83,8 @@ def read(figures: dict[str, float]) -> tuple[float, str]:
     return figures["step_s"], f"{rate:.3g} samples/s, {peak:.1f} GiB of the device at most"
 
 
-def _job(label: str, way: str, model: dict[str, int], **options: Any) -> Job:
-    arguments: dict[str, Any] = {"model": model, "samples": SAMPLES}
+def _job(label: str, way: str, model: dict[str, int], samples: int, **options: Any) -> Job:
+    arguments: dict[str, Any] = {"model": model, "samples": samples}
     if way == "hybrid":
         arguments["options"] = options
     return Job(label, f"benchmarks.gpu_loops:{way}", arguments)

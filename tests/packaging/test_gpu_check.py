@@ -315,7 +315,7 @@ class Returns(runs.Runner):
 
 
 def test_samples_and_memory_stand_beside_the_time_of_a_step() -> None:
-    found = list(gpu.against_others(frame.Frame("gpu", frame.Options(), Returns()), {}, "work"))
+    found = list(gpu.against_others(frame.Frame("gpu", frame.Options(), Returns()), {}, 8, "work"))
     assert len(found) == 3 * 4
     for row in found:
         assert isinstance(row, rows.Row) and (row.ours, row.theirs) == (500.0, 1000.0)
