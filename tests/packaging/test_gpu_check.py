@@ -316,7 +316,7 @@ class Returns(runs.Runner):
 
 def test_samples_and_memory_stand_beside_the_time_of_a_step() -> None:
     found = list(gpu.against_others(frame.Frame("gpu", frame.Options(), Returns()), {}, 8, "work"))
-    assert len(found) == 3 * 4
+    assert len(found) == 2 * 4
     for row in found:
         assert isinstance(row, rows.Row) and (row.ours, row.theirs) == (500.0, 1000.0)
         assert f"{row.method}: 16 samples/s, 2.0 GiB of the device at most" in row.note
