@@ -39,7 +39,7 @@ from hybridtrain.lightning.preflight.trainer_checks import check_parameters, che
 from hybridtrain.lightning.replay.recording import Runner
 from hybridtrain.lightning.replay.run_record import serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
-from hybridtrain.lightning.results.worker_result import pack, unpack
+from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
 from hybridtrain.lightning.stop_iteration import take_for_an_error
@@ -107,6 +107,7 @@ class HybridLauncher(_Launcher):
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
             strategy.interrupted_by = interruption.signum
+            save_finished(trainer, interruption.results, scratch)
             if interruption.signum == signal.SIGTERM:
                 sys.exit(128 + signal.SIGTERM)
             raise KeyboardInterrupt from None

@@ -9,8 +9,10 @@ come back too, so that ``trainer.global_step``, ``early_stopping.stopped_epoch``
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -30,6 +32,7 @@ from hybridtrain.lightning.results.callback_state import (
 from hybridtrain.lightning.results.configured_model import load_weights
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
 from hybridtrain.memory.scratch_file import Scratch, fill
+from hybridtrain.util.files import interrupted_in
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,25 @@ def unpack(
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
         give_to_logger(logger, brought)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
+
+
+def save_finished(
+    trainer: pl.Trainer, results: Sequence[WorkerResult | Outputs | None], scratch: Scratch
+) -> None:
+    """Called in the parent when a signal came as workers had left training: none of them saves."""
+    if trainer.state.fn != "fit" or not any(isinstance(each, WorkerResult) for each in results):
+        return
+    unpack(trainer, results, scratch)
+    trainer.strategy.keeping.broken_since_s = None  # type: ignore[attr-defined]  # it is here
+    folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+    if folder:
+        path = interrupted_in(Path(folder))
+        try:
+            trainer.save_checkpoint(path)
+        except Exception as error:  # the interrupt is what is to be heard of
+            warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
+            return
+        print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
 
 
 def _trained(trainer: Any) -> dict[str, Any]:

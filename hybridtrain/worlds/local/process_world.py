@@ -139,10 +139,13 @@ class ProcessWorld:
                 # It knows this world, which knows the server.
                 self.server.membership.queue.made = None
                 self.server.close()
+        results = [worker.result for worker in self._workers]
+        if isinstance(self._failure, Interrupted):
+            self._failure.results = results
         if self._failure is not None:
             raise self._failure
         self.watchdog.conclude()
-        return [worker.result for worker in self._workers]
+        return results
 
     # ---- one turn of the loop -------------------------------------------------------------------
 

@@ -8,14 +8,18 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class Interrupted(BaseException):
-    """A signal ended the run. ``signum`` says which."""
+    """A signal ended the run. ``signum`` says which.
+
+    ``results``: what workers had done by then, in their order; ``None`` of those that had not.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(signal.Signals(signum).name)
-        self.signum = signum
+        self.signum, self.results = signum, list[Any]()
 
 
 @contextmanager

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning import launcher
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
@@ -254,3 +256,33 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
         "hybrid", 3, 4, lambda: Regression(adam), regression_data(96), str(path), max_epochs=3
     )
     assert trainer.global_step > step
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "ssp"])
+def test_an_interrupt_as_workers_go_home_loses_nothing(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training is over: no worker stops any more, and none of them saves."""
+    packed = launcher.pack
+
+    def pack(*given: Any) -> Any:
+        if os.environ["LOCAL_RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGINT)
+            time.sleep(0.3)  # it is heard before this worker has ended
+        return packed(*given)
+
+    monkeypatch.setattr(launcher, "pack", pack)
+    handler = signal.getsignal(signal.SIGINT)
+    module = Regression()
+    trainer = make_trainer(
+        strategy, 2, default_root_dir=tmp_path, enable_checkpointing=True, max_epochs=2
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(module, DataLoader(regression_data(), 6))
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    (path,) = tmp_path.rglob("interrupted.ckpt")
+    saved = torch.load(path, weights_only=True)
+    assert saved["global_step"] == trainer.global_step > 0
+    assert all(torch.equal(v, saved["state_dict"][k]) for k, v in module.state_dict().items())
+    assert saved["optimizer_states"][0].keys() == {"state", "param_groups"}
+    assert trainer.strategy.interrupted_by == signal.SIGINT
