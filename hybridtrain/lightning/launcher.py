@@ -11,7 +11,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
@@ -106,17 +106,23 @@ class HybridLauncher(_Launcher):
                 job.loggers = logger_states(trainer) if start_method == "fork" else []
                 results = world.run(partial(_run_in_process, job), partial(_run_again, job))
         except Interrupted as interruption:
-            strategy.interrupted_by = interruption.signum
-            save_finished(trainer, interruption.results, scratch)
-            if interruption.signum == signal.SIGTERM:
-                sys.exit(128 + signal.SIGTERM)
-            raise KeyboardInterrupt from None
+            self._interrupt(interruption, trainer, scratch)
         finally:
             faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
             strategy.remember_stats(server.statistics.stats() | faults | strategy.keeping.figures())
             if watch is not None:
                 watch.conclude()
         return unpack(trainer, results, scratch)
+
+    def _interrupt(
+        self, interruption: Interrupted, trainer: pl.Trainer, scratch: Scratch
+    ) -> NoReturn:
+        """A signal ended the run: raise what Lightning does, once nothing is lost by it."""
+        self._strategy.interrupted_by = interruption.signum
+        save_finished(trainer, interruption.results, scratch)
+        if interruption.signum == signal.SIGTERM:
+            sys.exit(128 + signal.SIGTERM)
+        raise KeyboardInterrupt from None
 
     def _play(self, instead: Runner, job: _Job) -> Any:
         """Run the workers in this process."""
