@@ -7,7 +7,7 @@ taken literally: step 0 pushes, so a fetch between two pushes forgets the steps 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,6 +23,7 @@ class Accumulated:
     n_fetch: int = 1
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "user"
+    keeps: ClassVar[bool] = False
     _steps: int = field(default=0, init=False, repr=False)
     _samples: float = field(default=0.0, init=False, repr=False)
     _sums: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
@@ -34,6 +35,9 @@ class Accumulated:
     @property
     def steps(self) -> int:
         return self.n_push
+
+    def check(self, n_workers: int) -> None:
+        """Any number is right."""
 
     def step(self, local: Local) -> Offer | None:
         for number, gradient in enumerate(local.gradients):
@@ -53,6 +57,12 @@ class Accumulated:
 
     def take(self, local: Local, newest: list[torch.Tensor]) -> None:
         torch._foreach_copy_(local.parameters, newest)
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._steps = state["steps"]
 
     def flush(self, local: Local) -> Offer | None:
         return self._handed_over(local, fetches=True) if self._sums else None

@@ -49,9 +49,19 @@ class WorkerBarriers(SingleHost):
 
     def flush(self) -> None:
         """All hand over what their own steps have come to, unless not all come here."""
-        broken_off = self.client.stop is not None or self.client.solo
-        if self._session is not None and not broken_off and not self.saves_alone:
+        if self._session is not None and self._all_come:
             self._session.flush()
+
+    @property
+    def _all_come(self) -> bool:
+        """Whether the others do what this worker does."""
+        broken_off = self.client.stop is not None or self.client.solo
+        return not broken_off and not self.saves_alone
+
+    @property
+    def _all_meet(self) -> bool:
+        """Whether they do it at the same time, too."""
+        return self._all_come and not self.collectives.local and not self.collectives.alone
 
     def validate_behind_last(self) -> None:
         """As on one device the last step is not counted yet, also if others have made it."""

@@ -197,6 +197,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, WorkerCallback(client, self))
+        precede(trainer, "save_checkpoint", self.gather_states)
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
         if back is not None:
             back.prepare()
@@ -287,6 +288,13 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
+    def gather_states(self) -> None:
+        """All save together: what is each worker's own comes to the one who writes."""
+        if self._session is not None and self._session.has_own_parameters and self._all_meet:
+            self.client.settle()
+            self.flush()
+            self._session.gather_states()
+
     def before_checkpoint(self) -> None:
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
         self.client.settle()
@@ -311,4 +319,4 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             if self._session is None:
                 optimizer.load_state_dict(state)
             else:
-                self._session.load(optimizer, state)
+                self._session.saved.load(optimizer, state)

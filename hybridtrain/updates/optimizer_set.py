@@ -212,15 +212,18 @@ class Optimizers:
         """Everybody's share by samples, or one row for all where gradients are averaged already.
 
         Also what the step's learning rates are multiplied with, as late contributions may count
-        less. Shares sum to 1, so that an optimizer which does not care how long a gradient is
-        makes a shorter step, too.
+        less. Shares sum to 1 (but where contributions add up), so that an optimizer which does not
+        care how long a gradient is makes a shorter step, too.
         """
-        usual = held is None and not self.late.active and not update.wants_staleness
+        plain = not update.wants_staleness and not update.sums
+        usual = held is None and not self.late.active and plain
         if usual and all(map(is_usual, pushes.values())):
             return self._usual_contributions(pushes, update), 1.0
         made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
         if pushes and all(push.averaged for push in pushes.values()):
             return [next(iter(made.values()))], 1.0
+        if update.sums:
+            return list(made.values()), 1.0
         factors = {w: self.late.correct(each, update.members) for w, each in made.items()}
         counts = {w: pushes[w].weight * factor for w, factor in factors.items()}
         weight = sum(push.weight for push in pushes.values()) + (held.weight if held else 0.0)

@@ -21,9 +21,18 @@ class OwnReplica:
         parameters: the module's, in the order of the layout's slots.
         store: the shared buffers.
         worker: whose row.
+        keeps: where all meet, the masters are only looked at: training goes on from the worker's.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], store: Store, worker: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        store: Store,
+        worker: int,
+        keeps: bool = False,
+    ) -> None:
+        self._keeps = keeps
+        self._kept: dict[int, torch.Tensor] = {}  # by number, while the module has the masters
         self._parameters = list(parameters)
         slots = store.layout.slots
         self._rows = [store.gradient(worker, slot) for slot in slots]
@@ -72,9 +81,37 @@ class OwnReplica:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """The worker's own parameters become the masters as it has read them last."""
+        """The module's parameters become the masters as this worker has read them last.
+
+        Where the worker's own are to be kept, they come back with :meth:`put_back`.
+        """
         for number in self._following:
+            if self._keeps and number not in self._kept:
+                self._kept[number] = self._parameters[number].detach().clone()
             self._parameters[number].copy_(self._masters[number])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Training goes on: the module has the worker's own parameters again."""
+        for number, value in self._kept.items():
+            self._parameters[number].copy_(value)
+        self._kept.clear()
+
+    def forget(self) -> None:
+        """Training begins with the masters."""
+        self._kept.clear()
+
+    def kept(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Copies of the worker's own, wherever they are now."""
+        return [self._kept.get(n, self._parameters[n].detach()).clone() for n in numbers]
+
+    def keep(self, numbers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        """These are the worker's own from the next step on."""
+        devices = [self._parameters[number].device for number in numbers]
+        self._kept |= {
+            number: value.to(device, copy=True)
+            for number, value, device in zip(numbers, values, devices, strict=True)
+        }
 
     def close(self) -> None:
         """Nothing is held."""

@@ -320,7 +320,7 @@ def test_parts_that_contradict_each_other_are_named(
 @pytest.mark.parametrize(
     ("given", "fragments"),
     [
-        ("mean_gradient", ["exchange='mean_gradient'", "known are accumulated, gradient"]),
+        ("mean_gradient", ["exchange='mean_gradient'", "known are accumulated, elastic"]),
         ({"name": "movement", "evry": 3}, ["exchange.evry", "did you mean every?"]),
         ({"name": "movement", "every": 0}, ["exchange.every=0", "from 1 on"]),
         ({"name": "accumulated", "n_push": 1.5}, ["exchange.n_push=1.5", "a whole number"]),

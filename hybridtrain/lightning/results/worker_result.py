@@ -60,6 +60,8 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
 
     ``room`` is the path of the calling process's scratch file, if it has one.
     """
+    if trainer.state.fn == "fit":
+        trainer.strategy.gather_states()  # type: ignore[attr-defined]
     state_dict, outputs = trainer.lightning_module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:
         return outputs

@@ -42,7 +42,9 @@ def register_workers(
         return None, None
     requirements = server.requirements
     store = Store(layout_of(task), n_workers, private_parameters=True, holding=requirements.holds)
-    replicas = SimulatedReplicas(task, optimizer, store, exchange, update)
+    replicas = SimulatedReplicas(
+        task, optimizer, store, exchange, update, requirements.whole_rounds
+    )
     server.adopt(store, replicas.optimizers)
     if not isinstance(task, TrainingTask):
         return replicas, None

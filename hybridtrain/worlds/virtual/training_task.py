@@ -79,11 +79,18 @@ class SimulatedWorker:
         store: has the masters, as the worker has read them last.
         make_optimizer: makes the user's optimizer.
         exchange: of this worker alone.
+        fresh: nobody moves the masters while a worker computes.
     """
 
     def __init__(
-        self, worker: int, store: Store, make_optimizer: MakeOptimizer, exchange: LocalExchange
+        self,
+        worker: int,
+        store: Store,
+        make_optimizer: MakeOptimizer,
+        exchange: LocalExchange,
+        fresh: bool,
     ) -> None:
+        self.worker, self.workers, self.fresh = worker, store.n_workers, fresh
         self.masters = [store.parameter(worker, slot) for slot in store.layout.slots]
         self._trained = [torch.nn.Parameter(master.clone()) for master in self.masters]
         self.parameters = [parameter.data for parameter in self._trained]
@@ -96,6 +103,10 @@ class SimulatedWorker:
     @property
     def gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._trained]
+
+    @property
+    def rate(self) -> float:
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def step(self) -> None:
         self.optimizer.step()
@@ -112,10 +123,9 @@ class SimulatedWorker:
         with torch.no_grad():
             return self.exchange.step(self)
 
-    def take(self) -> None:
-        """The release has come."""
-        if self.fetches:
-            self.exchange.take(self, self.masters)
+    def take(self) -> Offer | None:
+        """The release has come; perhaps something follows."""
+        return self.exchange.take(self, self.masters) if self.fetches else None
 
 
 class SimulatedReplicas:
@@ -127,6 +137,7 @@ class SimulatedReplicas:
         store: masters and W rows, of the task's layout.
         exchange: what workers hand over.
         update: how the masters move, unless it is as the exchange wants it.
+        fresh: nobody moves the masters while a worker computes.
     """
 
     def __init__(
@@ -136,6 +147,7 @@ class SimulatedReplicas:
         store: Store,
         exchange: Exchange,
         update: NamedUpdate | None = None,
+        fresh: bool = True,
     ) -> None:
         self.task, self.store = task, store
         slots = store.layout.slots
@@ -151,7 +163,7 @@ class SimulatedReplicas:
         for worker in range(store.n_workers):
             store.refresh(worker)
         self._workers = [
-            SimulatedWorker(worker, store, make_optimizer, exchange)
+            SimulatedWorker(worker, store, make_optimizer, exchange, fresh)
             for worker in range(store.n_workers)
             if isinstance(exchange, LocalExchange)
         ]
@@ -180,11 +192,13 @@ class SimulatedReplicas:
         with torch.no_grad():
             return self._offered(worker, own, own.exchange.flush(own))
 
-    def take(self, worker: int) -> None:
-        """The server has released the worker."""
-        if self._workers:
-            with torch.no_grad():
-                self._workers[worker].take()
+    def take(self, worker: int) -> Push | None:
+        """The server has released the worker; what it hands over at once, perhaps."""
+        if not self._workers:
+            return None
+        own = self._workers[worker]
+        with torch.no_grad():
+            return self._offered(worker, own, own.take())
 
     def tell(self, groups: Groups) -> Groups | None:
         """New hyper-parameters, for the workers; returns those that the server is to have."""
@@ -199,7 +213,15 @@ class SimulatedReplicas:
         covers, own.covers, own.fetches = own.covers, (), offer.fetch
         absent = self._into_row(worker, offer.values)
         loss = self.task.loss if isinstance(self.task, TrainingTask) else None
-        return Push(0, offer.weight, absent, covers=covers, loss=loss, fetch=offer.fetch)
+        return Push(
+            0,
+            offer.weight,
+            absent,
+            samples=offer.samples,
+            covers=covers,
+            loss=loss,
+            fetch=offer.fetch,
+        )
 
     def _into_row(self, worker: int, values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
         """Returns the numbers of the parameters for which there is nothing."""

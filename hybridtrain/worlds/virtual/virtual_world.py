@@ -93,6 +93,7 @@ class VirtualWorld:
         self._interrupts = self._under.interrupt and self.server.requirements.drops_late
         self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
         self._work: dict[int, Push] = {}  # what the worker will push, where they differ
+        self._made: set[int] = set()  # who sends something that needs no computing
         self._asked: set[int] = set()  # who waits for its turn
         self._in_link: set[int] = set()  # whose contribution passes the server's link
         self._link_s = [0.0, 0.0]  # until when the server's link is busy, inwards and outwards
@@ -183,6 +184,7 @@ class VirtualWorld:
         self._doing[worker] += 1
         self._read.pop(worker, None)
         self._work.pop(worker, None)
+        self._made.discard(worker)
         self._asked.discard(worker)
         self._in_link.discard(worker)
         self._on(Removed(worker))
@@ -196,8 +198,12 @@ class VirtualWorld:
 
     def _released(self, worker: int) -> None:
         """The server lets the worker go on; the parameters are on their way."""
-        if self._replicas is not None:
-            self._replicas.take(worker)
+        follows = None if self._replicas is None else self._replicas.take(worker)
+        if follows is not None:  # what it has fetched is answered at once
+            self._made.add(worker)
+            sent_s = self._passes_s(OUTWARDS) if self._passing_s else self.now_s
+            self._plan(sent_s + 2 * self._load_s, worker, follows)
+            return
         if self._at_once and not self._passing_s:
             self._compute(worker, self.now_s + self._load_s, self._contribution)
             return
@@ -286,6 +292,9 @@ class VirtualWorld:
 
     def _finished(self, worker: int, push: Push, replicas: SimulatedReplicas) -> Push | None:
         """What the worker has computed, at its own parameters, if it is handed over."""
+        if worker in self._made:
+            self._made.discard(worker)
+            return push
         if self._work.pop(worker, None) is None and self._source is not None:
             return push  # the rest of an epoch, computed already
         computed = replicas.compute(worker, push) if push.weight > 0 else push
