@@ -43,7 +43,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "downpour": {"policy": "async", "exchange": "accumulated"},
     "post_local_sgd": {
         "policy": "hybrid",
-        "exchange": {"name": "movement", "every": {"then": 16, "at": "first_decay"}},
+        "exchange": {"name": "movement", "every": {"then": 16, "at": "first_decay", "first": 1}},
     },
     "easgd": {"policy": "async", "exchange": "elastic"},
     "diloco": {
