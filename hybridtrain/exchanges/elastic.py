@@ -38,6 +38,7 @@ class Elastic:
     update: ClassVar[str] = "sum"
     keeps: ClassVar[bool] = True
     _steps: int = field(default=0, init=False, repr=False)
+    _since: int = field(default=0, init=False, repr=False)  # steps since the last offer
     _samples: float = field(default=0.0, init=False, repr=False)
     _asks: bool = field(default=False, init=False, repr=False)  # for the centre, before a step
 
@@ -55,7 +56,8 @@ class Elastic:
         """Any number is right."""
 
     def step(self, local: Local) -> Offer | None:
-        self._steps, self._samples = self._steps + 1, self._samples + local.samples
+        self._steps, self._since = self._steps + 1, self._since + 1
+        self._samples += local.samples
         if self._steps % self.every:
             local.step()
             return None
@@ -66,7 +68,7 @@ class Elastic:
 
     def skip(self, local: Local) -> Offer | None:
         """Without data there is no force, either; the others do not wait for this worker."""
-        self._steps += 1
+        self._steps, self._since = self._steps + 1, self._since + 1
         due = not self._steps % self.every and local.fresh
         return Offer([None] * len(local.parameters), 0.0) if due else None
 
@@ -82,14 +84,14 @@ class Elastic:
         torch._foreach_mul_(force, alpha)
         local.step()
         torch._foreach_add_(local.parameters, force)
-        samples, self._samples = self._samples, 0.0
+        samples, self._samples, self._since = self._samples, 0.0, 0
         return Offer(force, samples, fetch=local.fresh)
 
     def flush(self, local: Local) -> Offer | None:
         """Where all meet, each stays where it is; only what it has used is told."""
-        if local.fresh or not self._samples:
+        if local.fresh or not self._since:
             return None
-        samples, self._samples = self._samples, 0.0
+        samples, self._samples, self._since = self._samples, 0.0, 0
         return Offer([None] * len(local.parameters), 0.0, fetch=False, samples=samples)
 
     def state(self) -> dict[str, Any]:

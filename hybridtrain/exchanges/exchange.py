@@ -29,6 +29,11 @@ class Offer:
     fetch: bool = True
     samples: float | None = None
 
+    @property
+    def only_fetches(self) -> bool:
+        """Whether nothing of what was computed since the last offer is in it."""
+        return self.samples is None and all(value is None for value in self.values)
+
 
 class Local(Protocol):
     """What an exchange sees of one worker, for one of its optimizers; lists are in one order."""

@@ -71,7 +71,7 @@ class WorkerBarriers(SingleHost):
     def align(self) -> None:
         """All workers meet, and agree. In lock-step they always do."""
         self.client.settle()
-        self.flush()
+        self.flush()  # before others are asked whether anything is left
         if self._losses is not None:
             self._losses.end_epoch()
         self.meet()
@@ -79,6 +79,7 @@ class WorkerBarriers(SingleHost):
 
     def meet(self) -> None:
         """As in ``align``, at the end of a worker's part, which need not be the epoch's."""
+        self.flush()
         self.collectives.local = False
         agree(self._session, self._count, self.collectives)
         if self._losses is not None:

@@ -101,11 +101,13 @@ class RejoinState:
         module = trainer.lightning_module
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         state = {k: v for k, v in module.state_dict().items() if k not in parameters}
+        alone, strategy.saves_alone = strategy.saves_alone, True  # in the middle of a step, perhaps
         strategy.optimizer_state = without_fetching
         strategy.lightning_module_state_dict = lambda: state
         try:
             checkpoint = _CheckpointConnector.dump_checkpoint(trainer._checkpoint_connector, False)
         finally:
+            strategy.saves_alone = alone
             del strategy.optimizer_state, strategy.lightning_module_state_dict
         checkpoint = self._loaders.write(checkpoint, for_now=True)
         loggers = [identity(logger) for logger in trainer.loggers]

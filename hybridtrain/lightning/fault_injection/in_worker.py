@@ -106,7 +106,9 @@ class Injection(pl.Callback):
     def _wrap_exchange(self) -> None:
         offer = self._client.offer
 
-        def offering(push: Push, then: Taking, undo: Undoing | None = None) -> None:
+        def offering(
+            push: Push, then: Taking, undo: Undoing | None = None, settles: bool = True
+        ) -> None:
             self._dawdle()
             self._visit("push")
 
@@ -114,7 +116,7 @@ class Injection(pl.Callback):
                 self._count()
                 return then(released)
 
-            offer(push, take, undo)
+            offer(push, take, undo, settles)
 
         self._client.offer = offering  # type: ignore[method-assign]
 

@@ -15,8 +15,11 @@ def check_own_parameters(strategy: Any, trainer: Any) -> None:
     """
     asked = f"exchange={strategy.exchange}"
     fault, state = strategy.on_fault, "each worker's optimizer has a state of its own, which "
+    free = not strategy.requirements.whole_rounds
+    survives = ("continue", "restart", "stop") if free else ("stop",)
+    lost = "the others wait for the steps that it has made since the last exchange"
     for name, choice, allowed, reason in (
-        ("on_failure", strategy.on_failure.choice, ("stop",), f"{state}is lost with it"),
+        ("on_failure", strategy.on_failure.choice, survives, lost),
         (
             "on_nonfinite",
             fault.nonfinite,

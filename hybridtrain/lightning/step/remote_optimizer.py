@@ -159,7 +159,7 @@ class RemoteOptimizer:
                 loss=self._told_loss(None),
                 fetch=offer.fetch,
             )
-            self._client.offer(push, self._taken_back)
+            self._client.offer(push, self._taken_back, settles=not offer.only_fetches)
             self._client.settle()
             offer = local.take() if offer.fetch else None
 

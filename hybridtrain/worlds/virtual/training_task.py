@@ -210,7 +210,10 @@ class SimulatedReplicas:
     def _offered(self, worker: int, own: SimulatedWorker, offer: Offer | None) -> Push | None:
         if offer is None:
             return None
-        covers, own.covers, own.fetches = own.covers, (), offer.fetch
+        own.fetches = offer.fetch
+        covers: tuple[DrawnBatch, ...] = ()
+        if not offer.only_fetches:
+            covers, own.covers = own.covers, ()
         absent = self._into_row(worker, offer.values)
         loss = self.task.loss if isinstance(self.task, TrainingTask) else None
         return Push(
