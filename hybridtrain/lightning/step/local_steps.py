@@ -53,9 +53,15 @@ class LocalSteps:
         self._exchange = deepcopy(exchange)
         self._trained = parameters_of(optimizer)
         self.parameters = replica.parameters(numbers)
-        self.masters = replica.masters(numbers)
+        self._masters = replica.masters(numbers)
         self.samples = 0.0
         self.fresh, self.worker, self.workers = fresh, worker, workers
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """As this worker has read them last, where its parameters are."""
+        pairs = zip(self._masters, self.parameters, strict=True)
+        return [master.to(own.device) for master, own in pairs]
 
     @property
     def rate(self) -> float:
