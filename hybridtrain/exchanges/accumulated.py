@@ -6,21 +6,27 @@ taken literally: step 0 pushes, so a fetch between two pushes forgets the steps 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
+from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
 from hybridtrain.exchanges.exchange import Local, Offer, Parameters
 from hybridtrain.util.named_choice import positive
 
 
 @dataclass
 class Accumulated:
-    """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``."""
+    """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``.
+
+    ``compress``: how the sum is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
+    """
 
     n_push: int = 1
     n_fetch: int = 1
+    compress: CodecSpec = None
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "user"
     _steps: int = field(default=0, init=False, repr=False)
@@ -30,6 +36,8 @@ class Accumulated:
     def __post_init__(self) -> None:
         positive("exchange.n_push", self.n_push)
         positive("exchange.n_fetch", self.n_fetch)
+        self.compress = make_codec(self.compress)
+        self.compressor = Compressor(self.compress)
 
     @property
     def steps(self) -> int:
@@ -54,10 +62,18 @@ class Accumulated:
     def take(self, local: Local, newest: list[torch.Tensor]) -> None:
         torch._foreach_copy_(local.parameters, newest)
 
+    def state(self) -> dict[int, torch.Tensor]:
+        """What compression has left out so far, by the parameter's place in the optimizer."""
+        return self.compressor.state()
+
+    def load_state(self, state: Mapping[int, torch.Tensor]) -> None:
+        """Go on with what :meth:`state` has returned."""
+        self.compressor.load_state(state)
+
     def flush(self, local: Local) -> Offer | None:
         return self._handed_over(local, fetches=True) if self._sums else None
 
     def _handed_over(self, local: Local, fetches: bool) -> Offer:
         values = [self._sums.get(number) for number in range(len(local.parameters))]
         samples, self._sums, self._samples = self._samples, {}, 0.0
-        return Offer(values, samples, fetches)
+        return self.compressor.offer(values, samples, fetches)

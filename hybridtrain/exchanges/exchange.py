@@ -20,12 +20,14 @@ class Offer:
 
     ``values``: one for each parameter of the optimizer, in its shape, or ``None`` where there is
     nothing; ``weight``: what it counts for, in samples; ``fetch``: the worker wants the newest
-    masters back (else it only hears that it may go on).
+    masters back (else it only hears that it may go on); ``encoded``: what travels instead of the
+    values, (n,) uint8, if something does (:mod:`hybridtrain.exchanges.compression`).
     """
 
     values: Sequence[torch.Tensor | None]
     weight: float
     fetch: bool = True
+    encoded: torch.Tensor | None = None
 
 
 class Local(Protocol):

@@ -6,20 +6,26 @@ Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019 (arXiv:1805
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
+from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
 from hybridtrain.exchanges.exchange import Local, Offer, Parameters
 from hybridtrain.util.named_choice import positive
 
 
 @dataclass
 class Movement:
-    """Every ``every`` steps a worker hands over how far it has moved from the masters."""
+    """Every ``every`` steps a worker hands over how far it has moved from the masters.
+
+    ``compress``: how that is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
+    """
 
     every: int = 8
+    compress: CodecSpec = None
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
     _steps: int = field(default=0, init=False, repr=False)
@@ -27,6 +33,8 @@ class Movement:
 
     def __post_init__(self) -> None:
         positive("exchange.every", self.every)
+        self.compress = make_codec(self.compress)
+        self.compressor = Compressor(self.compress)
 
     @property
     def steps(self) -> int:
@@ -44,9 +52,17 @@ class Movement:
     def take(self, local: Local, newest: list[torch.Tensor]) -> None:
         torch._foreach_copy_(local.parameters, newest)
 
+    def state(self) -> dict[int, torch.Tensor]:
+        """What compression has left out so far, by the parameter's place in the optimizer."""
+        return self.compressor.state()
+
+    def load_state(self, state: Mapping[int, torch.Tensor]) -> None:
+        """Go on with what :meth:`state` has returned."""
+        self.compressor.load_state(state)
+
     def flush(self, local: Local) -> Offer | None:
         if not self._steps:
             return None
         moved = torch._foreach_sub(local.masters, local.parameters)
         samples, self._steps, self._samples = self._samples, 0, 0.0
-        return Offer(moved, samples)
+        return self.compressor.offer(moved, samples)

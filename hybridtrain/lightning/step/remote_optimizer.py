@@ -142,8 +142,9 @@ class RemoteOptimizer:
         """Push what the worker's own steps have come to, if that is due; wait for the release."""
         if offer is None:
             return
-        absent, weight = local.hand_over(offer), offer.weight
-        if weight > 0 and not self._guard.accepts(self.numbers, absent):
+        absent, weight, encoded = local.hand_over(offer), offer.weight, offer.encoded
+        looks = weight > 0 and encoded is None  # only what is finite is encoded
+        if looks and not self._guard.accepts(self.numbers, absent):
             weight = 0.0
         push = Push(
             self.number,
@@ -154,6 +155,7 @@ class RemoteOptimizer:
             fault=self._guard.pop_fault(),
             loss=self._told_loss(None),
             fetch=offer.fetch,
+            encoded=None if encoded is None else len(encoded),
         )
         self._client.offer(push, partial(self._taken_back, local, offer.fetch))
         self._client.settle()

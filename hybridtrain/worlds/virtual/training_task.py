@@ -137,7 +137,7 @@ class SimulatedReplicas:
         exchange: Exchange,
         update: NamedUpdate | None = None,
     ) -> None:
-        self.task, self.store = task, store
+        self.task, self.store, self._exchange = task, store, exchange
         slots = store.layout.slots
         for slot, value in zip(slots, task.parameters(), strict=True):
             store.master(slot).copy_(value)
@@ -155,6 +155,18 @@ class SimulatedReplicas:
             for worker in range(store.n_workers)
             if isinstance(exchange, LocalExchange)
         ]
+
+    @property
+    def train_alone(self) -> bool:
+        """Whether workers step parameters of their own."""
+        return bool(self._workers)
+
+    def bytes_of(self, push: Push) -> int:
+        """What a worker has handed over."""
+        if push.encoded is not None or push.weight <= 0:
+            return push.encoded or 0
+        slots = enumerate(self.store.layout.slots)
+        return sum(slot.numel * slot.dtype.itemsize for n, slot in slots if n not in push.absent)
 
     def compute(self, worker: int, push: Push) -> Push | None:
         """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
@@ -180,6 +192,12 @@ class SimulatedReplicas:
         with torch.no_grad():
             return self._offered(worker, own, own.exchange.flush(own))
 
+    def lose(self, worker: int) -> None:
+        """The worker has died: who takes its place has handed over nothing, and owes nothing."""
+        if self._workers and isinstance(self._exchange, LocalExchange):
+            own = self._workers[worker]
+            own.exchange, own.covers = deepcopy(self._exchange), ()
+
     def take(self, worker: int) -> None:
         """The server has released the worker."""
         if self._workers:
@@ -197,20 +215,27 @@ class SimulatedReplicas:
         if offer is None:
             return None
         covers, own.covers, own.fetches = own.covers, (), offer.fetch
-        absent = self._into_row(worker, offer.values)
         loss = self.task.loss if isinstance(self.task, TrainingTask) else None
-        return Push(0, offer.weight, absent, covers=covers, loss=loss, fetch=offer.fetch)
+        made = Push(0, offer.weight, covers=covers, loss=loss, fetch=offer.fetch)
+        if (encoded := offer.encoded) is None:
+            return replace(made, absent=self._into_row(worker, offer.values))
+        self.store.front(worker)[: len(encoded)].copy_(encoded)
+        return replace(made, absent=_absent(offer.values), encoded=len(encoded))
 
     def _into_row(self, worker: int, values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
         """Returns the numbers of the parameters for which there is nothing."""
         for slot, value in zip(self.store.layout.slots, values, strict=True):
             row = self.store.gradient(worker, slot)
             row.zero_() if value is None else row.copy_(value)
-        return tuple(number for number, value in enumerate(values) if value is None)
+        return _absent(values)
 
     def masters(self) -> list[torch.Tensor]:
         """The master parameters as they are now, copied."""
         return [self.store.master(slot).clone() for slot in self.store.layout.slots]
+
+
+def _absent(values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    return tuple(number for number, value in enumerate(values) if value is None)
 
 
 def layout_of(task: Task) -> Layout:
