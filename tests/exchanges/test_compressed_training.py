@@ -52,7 +52,7 @@ def world(exchange: Any, workers: int = 2, policy: str = "hybrid", **rest: Any) 
         workers,
         ServiceTimes("constant"),
         task=task,
-        optimizer=partial(torch.optim.Adam, lr=0.05),
+        optimizer=rest.pop("optimizer", partial(torch.optim.Adam, lr=0.05)),
         exchange=make_exchange(exchange),
         **rest,
     )
@@ -90,6 +90,16 @@ def test_bytes_are_counted_exactly_and_a_run_is_the_same_again(compress: Any, n_
     assert all(torch.equal(a, b) for a, b in pairs)
     wanted = {"sent_bytes": 18 * n_bytes, "saved_bytes": 18 * (PLAIN_BYTES - n_bytes)}
     assert handed_over(one) == wanted
+
+
+def test_the_groups_of_an_optimizer_may_have_any_order() -> None:
+    def last_first(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        groups = [{"params": parameters[1:]}, {"params": parameters[:1]}]
+        return torch.optim.Adam(groups, lr=0.05)
+
+    one, other = world(movement("int8")), world(movement("int8"), optimizer=last_first)
+    pairs = zip(parameters_after(one, 4), parameters_after(other, 4), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize(

@@ -84,10 +84,15 @@ class SimulatedWorker:
     def __init__(
         self, worker: int, store: Store, make_optimizer: MakeOptimizer, exchange: LocalExchange
     ) -> None:
-        self.masters = [store.parameter(worker, slot) for slot in store.layout.slots]
-        self._trained = [torch.nn.Parameter(master.clone()) for master in self.masters]
-        self.parameters = [parameter.data for parameter in self._trained]
-        self.optimizer = make_optimizer(self._trained)
+        masters = [store.parameter(worker, slot) for slot in store.layout.slots]
+        self._all = [torch.nn.Parameter(master.clone()) for master in masters]
+        self.values = [parameter.data for parameter in self._all]  # in the order of the slots
+        self.optimizer = make_optimizer(self._all)
+        number_of = {id(parameter): number for number, parameter in enumerate(self._all)}
+        self._trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.numbers = tuple([number_of[id(parameter)] for parameter in self._trained])
+        self.parameters = [self.values[number] for number in self.numbers]
+        self.masters = [masters[number] for number in self.numbers]
         self.exchange = deepcopy(exchange)
         self.samples = 0.0
         self.covers: tuple[DrawnBatch, ...] = ()  # not handed over yet
@@ -103,8 +108,8 @@ class SimulatedWorker:
     def advance(
         self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
     ) -> Offer | None:
-        """One step with these gradients, clipped."""
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
+        """One step with these gradients, in the order of the slots, clipped."""
+        for parameter, gradient in zip(self._all, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
         with torch.no_grad():
             clip_gradients([each for each in self.gradients if each is not None], clip)
@@ -162,24 +167,24 @@ class SimulatedReplicas:
         return bool(self._workers)
 
     def bytes_of(self, push: Push) -> int:
-        """What a worker has handed over."""
+        """What a worker that trains alone has handed over."""
         if push.encoded is not None or push.weight <= 0:
             return push.encoded or 0
-        slots = enumerate(self.store.layout.slots)
-        return sum(slot.numel * slot.dtype.itemsize for n, slot in slots if n not in push.absent)
+        slots = [self.store.layout.slots[n] for n in {*self._workers[0].numbers} - {*push.absent}]
+        return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
     def compute(self, worker: int, push: Push) -> Push | None:
         """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
         if self._workers:
             own = self._workers[worker]
             own.covers += push.covers
-            gradients = self.task.gradient(worker, own.parameters)
+            gradients = self.task.gradient(worker, own.values)
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
             return self._offered(worker, own, own.advance(gradients, push.weight, clip))
         slots = self.store.layout.slots
         values = [self.store.parameter(worker, slot) for slot in slots]
         gradients = self.task.gradient(worker, values)
-        absent = self._into_row(worker, gradients)
+        absent = self._into_row(worker, range(len(slots)), gradients)
         if isinstance(self.task, TrainingTask):
             return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
         return replace(push, absent=absent) if absent else push
@@ -218,24 +223,26 @@ class SimulatedReplicas:
         loss = self.task.loss if isinstance(self.task, TrainingTask) else None
         made = Push(0, offer.weight, covers=covers, loss=loss, fetch=offer.fetch)
         if (encoded := offer.encoded) is None:
-            return replace(made, absent=self._into_row(worker, offer.values))
+            return replace(made, absent=self._into_row(worker, own.numbers, offer.values))
         self.store.front(worker)[: len(encoded)].copy_(encoded)
-        return replace(made, absent=_absent(offer.values), encoded=len(encoded))
+        return replace(made, absent=_absent(own.numbers, offer.values), encoded=len(encoded))
 
-    def _into_row(self, worker: int, values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    def _into_row(
+        self, worker: int, numbers: Sequence[int], values: Sequence[torch.Tensor | None]
+    ) -> tuple[int, ...]:
         """Returns the numbers of the parameters for which there is nothing."""
-        for slot, value in zip(self.store.layout.slots, values, strict=True):
-            row = self.store.gradient(worker, slot)
+        for number, value in zip(numbers, values, strict=True):
+            row = self.store.gradient(worker, self.store.layout.slots[number])
             row.zero_() if value is None else row.copy_(value)
-        return _absent(values)
+        return _absent(numbers, values)
 
     def masters(self) -> list[torch.Tensor]:
         """The master parameters as they are now, copied."""
         return [self.store.master(slot).clone() for slot in self.store.layout.slots]
 
 
-def _absent(values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-    return tuple(number for number, value in enumerate(values) if value is None)
+def _absent(numbers: Sequence[int], values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)
 
 
 def layout_of(task: Task) -> Layout:

@@ -52,8 +52,9 @@ class Toy(pl.LightningModule):
         kinds: dict[str, Any] = {
             "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
             "adam": lambda p: torch.optim.Adam(p, lr=0.05),
+            "groups": lambda p: torch.optim.Adam([{"params": p[1::2]}, {"params": p[::2]}], 0.05),
         }
-        optimizer = kinds[self.kind](self.parameters())
+        optimizer = kinds[self.kind](list(self.parameters()))
         if self.interval is None:
             return optimizer
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -107,7 +108,7 @@ def test_hybrid_in_virtual_time_is_hybrid_in_processes_to_the_bit(
 
 @pytest.mark.parametrize(
     ("kind", "interval", "clip", "compress"),
-    [("adam", None, None, None), ("sgd", "epoch", 0.05, None), ("adam", None, None, "topk")],
+    [("adam", None, None, None), ("sgd", "epoch", 0.05, None), ("groups", None, None, "topk")],
 )
 def test_local_sgd_in_virtual_time_is_local_sgd_in_processes_to_the_bit(
     kind: str, interval: str | None, clip: float | None, compress: str | None
