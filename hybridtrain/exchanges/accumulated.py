@@ -14,11 +14,11 @@ import torch
 
 from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
 from hybridtrain.exchanges.exchange import Local, Offer, Parameters
-from hybridtrain.util.named_choice import positive
+from hybridtrain.util.named_choice import BriefRepr, positive
 
 
-@dataclass
-class Accumulated:
+@dataclass(repr=False)
+class Accumulated(BriefRepr):
     """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``.
 
     ``compress``: how the sum is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.

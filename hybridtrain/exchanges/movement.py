@@ -14,11 +14,11 @@ import torch
 
 from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
 from hybridtrain.exchanges.exchange import Local, Offer, Parameters
-from hybridtrain.util.named_choice import positive
+from hybridtrain.util.named_choice import BriefRepr, positive
 
 
-@dataclass
-class Movement:
+@dataclass(repr=False)
+class Movement(BriefRepr):
     """Every ``every`` steps a worker hands over how far it has moved from the masters.
 
     ``compress``: how that is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
