@@ -11,6 +11,7 @@ module's own optimizer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -97,5 +98,5 @@ class Elastic:
     def state(self) -> dict[str, Any]:
         return {"steps": self._steps}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         self._steps = state["steps"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
@@ -12,6 +12,7 @@ import torch
 # policy allows. "shared": the masters, which it writes to. "own": memory of its own, which its own
 # optimizer moves.
 Parameters = Literal["read", "shared", "own"]
+RESIDUALS = "residuals"  # in an exchange's state: what compression has left out so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +21,15 @@ class Offer:
 
     ``values``: one for each parameter of the optimizer, in its shape, or ``None`` where there is
     nothing; ``weight``: what it counts for, in samples; ``fetch``: the worker wants the newest
-    masters back (else it only hears that it may go on); ``samples``: used since the last offer, if
-    that is another number.
+    masters back (else it only hears that it may go on); ``encoded``: what travels instead of the
+    values, (n,) uint8, if something does (:mod:`hybridtrain.exchanges.compression`); ``samples``:
+    used since the last offer, if that is another number.
     """
 
     values: Sequence[torch.Tensor | None]
     weight: float
     fetch: bool = True
+    encoded: torch.Tensor | None = None
     samples: float | None = None
 
     @property
@@ -39,10 +42,14 @@ class Local(Protocol):
     """What an exchange sees of one worker, for one of its optimizers; lists are in one order."""
 
     parameters: list[torch.Tensor]  # the worker's own
-    masters: list[torch.Tensor]  # as this worker has read them last; not to be written to
     fresh: bool  # they are as they are now: nobody moves them while this worker computes
     worker: int  # its number
     workers: int  # how many train
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """As this worker has read them last; not to be written to."""
+        ...
 
     @property
     def gradients(self) -> Sequence[torch.Tensor | None]:
@@ -117,9 +124,12 @@ class LocalExchange(Exchange, Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of it for this worker, when all has been handed over."""
+        """What a checkpoint is to keep of it for this worker, when all has been handed over.
+
+        What nobody else could go on with lies under ``RESIDUALS``.
+        """
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         ...

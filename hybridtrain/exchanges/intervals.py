@@ -34,7 +34,7 @@ class Interval(Protocol):
         """What it remembers."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         ...
 
@@ -62,7 +62,7 @@ class Fixed:
     def state(self) -> dict[str, Any]:
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Nothing is remembered."""
 
 
@@ -101,7 +101,7 @@ class Later:
     def state(self) -> dict[str, Any]:
         return {"steps": self._steps, "highest": self._highest, "over": self._over}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         self._steps, self._highest = state["steps"], state["highest"]
         self._over = state["over"]
 

@@ -7,20 +7,27 @@ optimizer over the masters it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 
-from hybridtrain.exchanges.exchange import Local, Offer, Parameters
+from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
+from hybridtrain.exchanges.exchange import RESIDUALS, Local, Offer, Parameters
 from hybridtrain.exchanges.intervals import Every, Interval, interval
+from hybridtrain.util.named_choice import BriefRepr
 
 
-@dataclass
-class Movement:
-    """Every ``every`` steps a worker hands over how far it has moved from the masters."""
+@dataclass(repr=False)
+class Movement(BriefRepr):
+    """Every ``every`` steps a worker hands over how far it has moved from the masters.
+
+    ``compress``: how that is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
+    """
 
     every: Every = 8
+    compress: CodecSpec = None
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
     keeps: ClassVar[bool] = False
@@ -30,6 +37,8 @@ class Movement:
 
     def __post_init__(self) -> None:
         self._interval = interval(self.every)
+        self.compress = make_codec(self.compress)
+        self.compressor = Compressor(self.compress)
 
     @property
     def steps(self) -> int:
@@ -55,10 +64,11 @@ class Movement:
             return None
         moved = torch._foreach_sub(local.masters, local.parameters)
         samples, self._steps, self._samples = self._samples, 0, 0.0
-        return Offer(moved, samples)
+        return self.compressor.offer(moved, samples)
 
     def state(self) -> dict[str, Any]:
-        return self._interval.state()
+        return {**self._interval.state(), RESIDUALS: self.compressor.state()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         self._interval.load_state(state)
+        self.compressor.load_state(state.get(RESIDUALS, {}))

@@ -28,6 +28,7 @@ from hybridtrain.protocol.facts import (
 )
 from hybridtrain.protocol.messages import Average, Averaged, DrawnBatch, Push, Reply, Writes
 from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
 from hybridtrain.server.pushes import by_optimizer, release, samples_of
 from hybridtrain.server.refusals import objection, too_early
@@ -49,6 +50,7 @@ class Rounds:
         queue: where mini-batches come from.
         workers: all that are there from the start.
         pool: who does the arithmetic.
+        handed_over: counts and decodes what is pushed.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Rounds:
         queue: BatchQueue,
         workers: Iterable[int],
         pool: Pool,
+        handed_over: HandedOver,
     ) -> None:
         self.store: Store | None = None
         self.optimizers = Optimizers()
@@ -66,7 +69,7 @@ class Rounds:
         self.wake_at_s: float | None = None  # when the policy wants to be told the time
         self._policy, self.requirements = policy, requirements
         self._statistics, self._queue = statistics, queue
-        self._averaging = Averaging(workers, pool)
+        self._averaging, self._handed_over = Averaging(workers, pool), handed_over
         self._pushes: dict[int, Push] = {}  # of those who wait
         self._means: dict[int, Averaged] = {}  # of those who have one, and have not pushed yet
         self._ready: set[int] = set()  # who waits to begin
@@ -121,6 +124,7 @@ class Rounds:
         others = self._pushes if self.requirements.whole_rounds else {}
         if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
+        self._handed_over.take(worker, push, self.store, self.optimizers)
         self._pushes[worker] = push
         self._statistics.pushed(worker, self._samples(push), push.fault)
         self._means.pop(worker, None)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, combine, exchange_of
+from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import GetState
 from hybridtrain.policies import Policy
@@ -57,6 +58,7 @@ from hybridtrain.protocol.server_events import (
 )
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
 from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.membership import Membership
 from hybridtrain.server.refusals import missed, stuck
 from hybridtrain.server.rounds import Replies, Rounds
@@ -95,7 +97,8 @@ class Server:
         exchange: Exchange | None = None,
     ) -> None:
         self.policy = policy
-        self.requirements = combine(policy, exchange or exchange_of(policy), n_workers)
+        exchange = exchange or exchange_of(policy)
+        self.requirements = combine(policy, exchange, n_workers)
         self.statistics = RunStatistics(n_workers, clock)
         self.failure: BaseException | None = None  # what an optimizer has raised
         members = self._members = set(range(n_workers))
@@ -103,7 +106,13 @@ class Server:
         self._pool, late = Pool(threads), LateGradients(correction, self.statistics.age)
         self._queue = BatchQueue(self._members)
         self._rounds = Rounds(
-            policy, self.requirements, self.statistics, self._queue, members, self._pool
+            policy,
+            self.requirements,
+            self.statistics,
+            self._queue,
+            members,
+            self._pool,
+            HandedOver(codec_of(exchange), self.statistics),
         )
         self.membership = Membership(
             members, self._meeting, self._queue, self._rounds, self.statistics

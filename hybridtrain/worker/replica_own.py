@@ -36,6 +36,7 @@ class OwnReplica:
         self._parameters = list(parameters)
         slots = store.layout.slots
         self._rows = [store.gradient(worker, slot) for slot in slots]
+        self._front = store.front(worker)
         self._masters = [store.parameter(worker, slot) for slot in slots]
         self._following = list(range(len(slots)))
         self.packed: tuple[Packed, ...] = ()
@@ -52,10 +53,15 @@ class OwnReplica:
 
     @torch.no_grad()
     def hand_over(
-        self, numbers: Sequence[int], values: Sequence[torch.Tensor | None]
+        self,
+        numbers: Sequence[int],
+        values: Sequence[torch.Tensor | None],
+        encoded: torch.Tensor | None = None,
     ) -> tuple[int, ...]:
-        """Bring these to the row; returns the numbers that have none."""
-        for number, value in zip(numbers, values, strict=True):
+        """Bring these, or what they are encoded as, to the row; returns the numbers without one."""
+        if encoded is not None:
+            self._front[: len(encoded)].copy_(encoded)
+        for number, value in zip(numbers, values, strict=True) if encoded is None else ():
             if value is not None:
                 self._rows[number].copy_(value.to_dense() if value.is_sparse else value)
         return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)

@@ -10,6 +10,8 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine, make_exchange
 from hybridtrain.policies import make_policy
+from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from tests.exchanges.test_own_parameters import Quadratic, adam, momentum, world
 
 
@@ -164,3 +166,22 @@ def test_forces_cannot_be_put_aside() -> None:
     policy = make_policy({"name": "k_batch_async", "k": 2})
     with pytest.raises(UserError, match=r"exchange=Elastic.*put aside.*averaged"):
         combine(policy, make_exchange("elastic"), 3)
+
+
+def test_who_takes_the_place_of_a_worker_that_died_begins_at_the_centre() -> None:
+    script = Script((Dies(7.5, 1), Joins(30.5, 1)))
+    made = world(
+        Quadratic(2),
+        2,
+        momentum,
+        {"name": "elastic", "every": 2},
+        policy="async",
+        conditions=Conditions(script=script),
+    )
+    made.run(until_s=30.6)
+    assert made._replicas is not None
+    joined = made._replicas._workers[1]
+    assert all(map(torch.equal, joined.parameters, made.parameters()))
+    assert not joined.optimizer.state
+    made.run(until_s=40.5)
+    assert joined.optimizer.state

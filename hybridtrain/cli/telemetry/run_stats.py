@@ -17,6 +17,7 @@ class RunStats:
     worker had to leave out, by the kind of fault. ``dropped``: contributions that came too late to
     count, or were of a step that was broken off. ``lead``: mini-batches that a worker is (``now``)
     or was at most (``max``) ahead of the slowest. ``effective_batch``: samples per update.
+    ``handed_over``: by all workers, ``sent_bytes``, and ``saved_bytes`` by compression.
     """
 
     updates: int = 0
@@ -32,6 +33,7 @@ class RunStats:
     dropped: list[int] = field(default_factory=list)
     lead: dict[str, list[int]] = field(default_factory=dict)
     effective_batch: float | None = None
+    handed_over: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ages: dict[Any, int] = self.staleness.get("histogram", {})  # of text, where it was JSON

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from hybridtrain.exchanges.exchange import RESIDUALS
 from hybridtrain.lightning.step.remote_optimizer import MASTERS, RemoteOptimizer
 from hybridtrain.memory.scratch_file import Scratch, fill, read
 from hybridtrain.updates.named import NamedUpdate
@@ -78,7 +79,7 @@ class SavedStates:
             if not states or step.local is None:
                 continue
             tell_what_is_dropped(states, self._client.n_workers)
-            saver = {"exchange": states[min(states)]["exchange"]}
+            saver = {"exchange": {**states[min(states)]["exchange"], RESIDUALS: {}}}
             step.local.load_state(states.get(self._client.worker, saver))
 
     # ---- into -----------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class LocalSteps:
 
     def hand_over(self, offer: Offer) -> tuple[int, ...]:
         """Into the worker's row; returns the slot numbers of what is not part of it."""
-        return self._replica.hand_over(self._numbers, offer.values)
+        return self._replica.hand_over(self._numbers, offer.values, offer.encoded)
 
     def take(self) -> Offer | None:
         """The release has brought the newest masters; perhaps something follows."""

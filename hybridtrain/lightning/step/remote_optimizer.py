@@ -146,8 +146,9 @@ class RemoteOptimizer:
     def _hand_over(self, local: LocalSteps, offer: Offer | None) -> None:
         """Push what the worker's own steps have come to, if that is due; wait for the release."""
         while offer is not None:
-            absent, weight = local.hand_over(offer), offer.weight
-            if weight > 0 and not self._guard.accepts(self.numbers, absent):
+            absent, weight, encoded = local.hand_over(offer), offer.weight, offer.encoded
+            looks = weight > 0 and encoded is None  # only what is finite is encoded
+            if looks and not self._guard.accepts(self.numbers, absent):
                 weight = 0.0
             push = Push(
                 self.number,
@@ -158,6 +159,7 @@ class RemoteOptimizer:
                 fault=self._guard.pop_fault(),
                 loss=self._told_loss(None),
                 fetch=offer.fetch,
+                encoded=None if encoded is None else len(encoded),
             )
             self._client.offer(push, self._taken_back, settles=not offer.only_fetches)
             self._client.settle()

@@ -2,11 +2,12 @@
 
 The model: every worker has a link of its own to the server, with the same latency and the same
 bandwidth in each direction. A contribution takes ``latency_s + size_bytes / bandwidth`` to reach
-the server, and the release, which brings the parameters, the same to come back; a request without
-a load takes the latency. Links do not disturb each other. With ``server_bandwidth`` the server's
-own link is one queue in each direction: what has arrived over the workers' links passes it one
-after the other, in the order of arrival. A worker computes only between release and push: sending
-does not overlap with computing. Decisions and updates take no time.
+the server, and the release, which brings the parameters, the same to come back; a request without a
+load takes the latency. What workers with parameters of their own hand over is as large as it is in
+their rows: less where it is encoded. Links do not disturb each other. With ``server_bandwidth`` the
+server's own link is one queue in each direction: what has arrived over the workers' links passes it
+one after the other, in the order of arrival. A worker computes only between release and push:
+sending does not overlap with computing. Decisions and updates take no time.
 """
 
 from __future__ import annotations
@@ -52,9 +53,17 @@ class Network:
     @property
     def loaded_s(self) -> float:
         """How long a contribution, or the parameters, take over a worker's own link."""
-        return self.latency_s + self.size_bytes / self.bandwidth
+        return self.carries_s(self.size_bytes)
 
     @property
     def passing_s(self) -> float:
         """How long they hold the server's link."""
-        return self.size_bytes / self.server_bandwidth
+        return self.passes_s(self.size_bytes)
+
+    def carries_s(self, n_bytes: int) -> float:
+        """How long so much takes over a worker's own link."""
+        return self.latency_s + n_bytes / self.bandwidth
+
+    def passes_s(self, n_bytes: int) -> float:
+        """How long so much holds the server's link."""
+        return n_bytes / self.server_bandwidth

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -91,10 +92,15 @@ class SimulatedWorker:
         fresh: bool,
     ) -> None:
         self.worker, self.workers, self.fresh = worker, store.n_workers, fresh
-        self.masters = [store.parameter(worker, slot) for slot in store.layout.slots]
-        self._trained = [torch.nn.Parameter(master.clone()) for master in self.masters]
-        self.parameters = [parameter.data for parameter in self._trained]
-        self.optimizer = make_optimizer(self._trained)
+        masters = [store.parameter(worker, slot) for slot in store.layout.slots]
+        self._all = [torch.nn.Parameter(master.clone()) for master in masters]
+        self.values = [parameter.data for parameter in self._all]  # in the order of the slots
+        self.optimizer = make_optimizer(self._all)
+        number_of = {id(parameter): number for number, parameter in enumerate(self._all)}
+        self._trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.numbers = tuple([number_of[id(parameter)] for parameter in self._trained])
+        self.parameters = [self.values[number] for number in self.numbers]
+        self.masters = [masters[number] for number in self.numbers]
         self.exchange = deepcopy(exchange)
         self.samples = 0.0
         self.covers: tuple[DrawnBatch, ...] = ()  # not handed over yet
@@ -114,8 +120,8 @@ class SimulatedWorker:
     def advance(
         self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
     ) -> Offer | None:
-        """One step with these gradients, clipped."""
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
+        """One step with these gradients, in the order of the slots, clipped."""
+        for parameter, gradient in zip(self._all, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
         with torch.no_grad():
             clip_gradients([each for each in self.gradients if each is not None], clip)
@@ -162,24 +168,34 @@ class SimulatedReplicas:
         self.optimizers = Optimizers([build_update(optimizer, numbers, store, pool)], store, pool)
         for worker in range(store.n_workers):
             store.refresh(worker)
-        self._workers = [
-            SimulatedWorker(worker, store, make_optimizer, exchange, fresh)
-            for worker in range(store.n_workers)
-            if isinstance(exchange, LocalExchange)
-        ]
+        self._make = partial(_worker, store, make_optimizer, exchange, fresh)
+        alone = isinstance(exchange, LocalExchange)
+        self._workers = [self._make(worker) for worker in range(store.n_workers) if alone]
+
+    @property
+    def train_alone(self) -> bool:
+        """Whether workers step parameters of their own."""
+        return bool(self._workers)
+
+    def bytes_of(self, push: Push) -> int:
+        """What a worker that trains alone has handed over."""
+        if push.encoded is not None or push.weight <= 0:
+            return push.encoded or 0
+        slots = [self.store.layout.slots[n] for n in {*self._workers[0].numbers} - {*push.absent}]
+        return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
     def compute(self, worker: int, push: Push) -> Push | None:
         """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
         if self._workers:
             own = self._workers[worker]
             own.covers += push.covers
-            gradients = self.task.gradient(worker, own.parameters)
+            gradients = self.task.gradient(worker, own.values)
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
             return self._offered(worker, own, own.advance(gradients, push.weight, clip))
         slots = self.store.layout.slots
         values = [self.store.parameter(worker, slot) for slot in slots]
         gradients = self.task.gradient(worker, values)
-        absent = self._into_row(worker, gradients)
+        absent = self._into_row(worker, range(len(slots)), gradients)
         if isinstance(self.task, TrainingTask):
             return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
         return replace(push, absent=absent) if absent else push
@@ -191,6 +207,17 @@ class SimulatedReplicas:
         own = self._workers[worker]
         with torch.no_grad():
             return self._offered(worker, own, own.exchange.flush(own))
+
+    def lose(self, worker: int) -> None:
+        """The worker has died: who takes its place has handed over nothing, and owes nothing."""
+        if self._workers:
+            self._workers[worker] = self._make(worker)
+
+    def join(self, worker: int) -> None:
+        """A worker begins with the masters as it has read them just now."""
+        if self._workers:
+            own = self._workers[worker]
+            torch._foreach_copy_(own.parameters, own.masters)
 
     def take(self, worker: int) -> Push | None:
         """The server has released the worker; what it hands over at once, perhaps."""
@@ -214,28 +241,43 @@ class SimulatedReplicas:
         covers: tuple[DrawnBatch, ...] = ()
         if not offer.only_fetches:
             covers, own.covers = own.covers, ()
-        absent = self._into_row(worker, offer.values)
         loss = self.task.loss if isinstance(self.task, TrainingTask) else None
-        return Push(
+        made = Push(
             0,
             offer.weight,
-            absent,
             samples=offer.samples,
             covers=covers,
             loss=loss,
             fetch=offer.fetch,
         )
+        if (encoded := offer.encoded) is None:
+            return replace(made, absent=self._into_row(worker, own.numbers, offer.values))
+        self.store.front(worker)[: len(encoded)].copy_(encoded)
+        return replace(made, absent=_absent(own.numbers, offer.values), encoded=len(encoded))
 
-    def _into_row(self, worker: int, values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    def _into_row(
+        self, worker: int, numbers: Sequence[int], values: Sequence[torch.Tensor | None]
+    ) -> tuple[int, ...]:
         """Returns the numbers of the parameters for which there is nothing."""
-        for slot, value in zip(self.store.layout.slots, values, strict=True):
-            row = self.store.gradient(worker, slot)
+        for number, value in zip(numbers, values, strict=True):
+            row = self.store.gradient(worker, self.store.layout.slots[number])
             row.zero_() if value is None else row.copy_(value)
-        return tuple(number for number, value in enumerate(values) if value is None)
+        return _absent(numbers, values)
 
     def masters(self) -> list[torch.Tensor]:
         """The master parameters as they are now, copied."""
         return [self.store.master(slot).clone() for slot in self.store.layout.slots]
+
+
+def _absent(numbers: Sequence[int], values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)
+
+
+def _worker(
+    store: Store, make_optimizer: MakeOptimizer, exchange: Exchange, fresh: bool, worker: int
+) -> SimulatedWorker:
+    assert isinstance(exchange, LocalExchange), "it wants parameters of its own"
+    return SimulatedWorker(worker, store, make_optimizer, exchange, fresh)
 
 
 def layout_of(task: Task) -> Layout:

@@ -93,14 +93,15 @@ class VirtualWorld:
         self._interrupts = self._under.interrupt and self.server.requirements.drops_late
         self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
         self._work: dict[int, Push] = {}  # what the worker will push, where they differ
-        self._made: set[int] = set()  # who sends something that needs no computing
         self._asked: set[int] = set()  # who waits for its turn
         self._in_link: set[int] = set()  # whose contribution passes the server's link
+        self._sent: set[int] = set()  # who trains alone, and has handed something over
         self._link_s = [0.0, 0.0]  # until when the server's link is busy, inwards and outwards
         self._met: Gathered | None = None  # what the last meeting came to
         self._replicas, self._source = register_workers(
             self.server, task, optimizer, n_workers, exchange, update
         )
+        self._alone = self._replicas is not None and self._replicas.train_alone
         self._at_once = self._source is None and not self.server.requirements.takes_turns
         self._start(n_workers)
 
@@ -184,14 +185,19 @@ class VirtualWorld:
         self._doing[worker] += 1
         self._read.pop(worker, None)
         self._work.pop(worker, None)
-        self._made.discard(worker)
         self._asked.discard(worker)
         self._in_link.discard(worker)
+        self._sent.discard(worker)
+        if self._replicas is not None:
+            self._replicas.lose(worker)
         self._on(Removed(worker))
 
     def _join(self, worker: int) -> None:
         if self._source is not None:
             self._source.admit(worker)
+        if self._replicas is not None:
+            self._replicas.store.refresh(worker)
+            self._replicas.join(worker)
         self._on(Admitted(worker))
 
     # ---- workers --------------------------------------------------------------------------------
@@ -200,9 +206,8 @@ class VirtualWorld:
         """The server lets the worker go on; the parameters are on their way."""
         follows = None if self._replicas is None else self._replicas.take(worker)
         if follows is not None:  # what it has fetched is answered at once
-            self._made.add(worker)
-            sent_s = self._passes_s(OUTWARDS) if self._passing_s else self.now_s
-            self._plan(sent_s + 2 * self._load_s, worker, follows)
+            sent_s = self._passes_s(OUTWARDS, self._passing_s) if self._passing_s else self.now_s
+            self._send(sent_s + self._load_s, worker, follows)
             return
         if self._at_once and not self._passing_s:
             self._compute(worker, self.now_s + self._load_s, self._contribution)
@@ -210,7 +215,7 @@ class VirtualWorld:
         if self.server.requirements.takes_turns and worker not in self._asked:
             self._go_on(worker, self.now_s + self._under.network.latency_s)  # without a load
             return
-        sent_s = self._passes_s(OUTWARDS) if self._passing_s else self.now_s
+        sent_s = self._passes_s(OUTWARDS, self._passing_s) if self._passing_s else self.now_s
         self._go_on(worker, sent_s + self._load_s)
 
     def _go_on(self, worker: int, at_s: float) -> None:
@@ -225,7 +230,7 @@ class VirtualWorld:
         if push is None:
             assert self._source is not None and self._replicas is not None
             if (rest := self._replicas.flush(worker)) is not None:
-                self._plan(at_s + latency_s, worker, rest)
+                self._send(at_s, worker, rest)
                 return
             self._plan(at_s + latency_s, worker, Gather(self._source.tag, b""))
             return
@@ -247,10 +252,27 @@ class VirtualWorld:
         end_s = begin_s + work_s
         if worker in self._finish:
             end_s = self._finish[worker](begin_s, work_s)
-        self.network_s += begin_s - self.now_s + self._load_s
+        load_s = 0.0 if self._alone else self._load_s  # alone, it may have nothing to send
+        self.network_s += begin_s - self.now_s + load_s
         if self._interrupts:
             self._read[worker] = self.server.statistics.version
-        self._plan(end_s + self._load_s, worker, push)
+        self._plan(end_s + load_s, worker, push)
+
+    def _end_own_step(self, worker: int, push: Push, replicas: SimulatedReplicas) -> None:
+        """The worker's own parameters have moved; something may leave it."""
+        self.events += 1
+        if (finished := self._finished(worker, push, replicas)) is None:
+            self._go_on(worker, self.now_s)
+        else:
+            self._send(self.now_s, worker, finished)
+
+    def _send(self, at_s: float, worker: int, push: Push) -> None:
+        """What the worker has come to is on its way, and takes as long as it is large."""
+        assert self._replicas is not None, "who trains has something to train"
+        load_s = self._under.network.carries_s(self._replicas.bytes_of(push))
+        self.network_s += load_s
+        self._sent.add(worker)
+        self._plan(at_s + load_s, worker, push)
 
     def _plan(self, at_s: float, worker: int, what: Push | Begin | Gather) -> None:
         """The worker does this, and what it was to do before will not happen."""
@@ -259,20 +281,23 @@ class VirtualWorld:
 
     def _arrive(self, worker: int, number: int, push: Push) -> None:
         """A contribution has come over the worker's link; the server's own may be busy."""
-        if self._passing_s and worker not in self._in_link:
+        replicas, passing_s = self._replicas, self._passing_s
+        if replicas is not None and self._alone:
+            if worker not in self._sent:
+                self._end_own_step(worker, push, replicas)
+                return
+            passing_s = self._under.network.passes_s(replicas.bytes_of(push))
+        if passing_s and worker not in self._in_link:
             self._in_link.add(worker)
-            through_s = self._passes_s(INWARDS)
+            through_s = self._passes_s(INWARDS, passing_s)
             self.network_s += through_s - self.now_s
             heapq.heappush(self._due, (through_s, worker, number, push))
             return
         self._in_link.discard(worker)
-        self.events += 1
-        if self._replicas is not None:
-            finished = self._finished(worker, push, self._replicas)
-            if finished is None:  # nothing leaves the worker, which goes on by itself
-                self._go_on(worker, self.now_s)
-                return
-            push = finished
+        self._sent.discard(worker)
+        if not self._alone:
+            self.events += 1
+            push = push if replicas is None else self._finished(worker, push, replicas) or push
         before = self.server.statistics.version
         self._read.pop(worker, None)
         self._on(Received(worker, push))
@@ -285,18 +310,14 @@ class VirtualWorld:
         if self._read:
             self._interrupt()
 
-    def _passes_s(self, way: int) -> float:
+    def _passes_s(self, way: int, passing_s: float) -> float:
         """When what comes to the server's link now has passed it."""
-        self._link_s[way] = max(self._link_s[way], self.now_s) + self._passing_s
+        self._link_s[way] = max(self._link_s[way], self.now_s) + passing_s
         return self._link_s[way]
 
     def _finished(self, worker: int, push: Push, replicas: SimulatedReplicas) -> Push | None:
         """What the worker has computed, at its own parameters, if it is handed over."""
-        if worker in self._made:
-            self._made.discard(worker)
-            return push
-        if self._work.pop(worker, None) is None and self._source is not None:
-            return push  # the rest of an epoch, computed already
+        self._work.pop(worker, None)
         computed = replicas.compute(worker, push) if push.weight > 0 else push
         if computed is None:
             return None

@@ -243,7 +243,11 @@ def test_an_optimizer_that_cannot_be_served_is_refused(
 @pytest.mark.parametrize(
     ("options", "change", "fragments"),
     [
-        ({"on_failure": "restart"}, None, ["on_failure=restart", "wait for the steps", "on_failure=stop"]),
+        (
+            {"on_failure": "restart"},
+            None,
+            ["on_failure=restart", "wait for the steps", "on_failure=stop"],
+        ),
         ({"on_nonfinite": "drop"}, None, ["on_nonfinite=drop", "finite", "on_nonfinite=raise"]),
         ({"on_oom": "skip_step"}, None, ["on_oom=skip_step", "on_oom=raise"]),
         ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
