@@ -29,7 +29,6 @@ class SingleHost:
     _final_stats: dict[str, Any] | None = None
     _collectives: Collectives | None = None  # of a worker
     _ahead: Ahead | None = None  # where workers compute on devices of their own
-    ending_epoch = False  # and no callback but our own has heard of that
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Take a module that was given as ``torch.compile(module)``.

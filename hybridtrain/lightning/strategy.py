@@ -196,7 +196,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
-        trainer.callbacks.insert(0, WorkerCallback(client, self))
+        trainer.callbacks.insert(0, WorkerCallback(client, self, self._loaders.position))
         precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
         if back is not None:
             back.prepare()

@@ -19,7 +19,8 @@ import torch
 from pytorch_lightning.loops.evaluation_loop import RestartStage
 
 from hybridtrain.lightning.async_training.update_count import precede
-from hybridtrain.lightning.checkpointing.mid_epoch import Resumed
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
+from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState, is_in_end_hook
 
 
 class EpochIsOver(StopIteration):
@@ -31,12 +32,12 @@ class EpochEnds:
 
     Args:
         trainer: of this worker.
+        position: of this worker.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, position: EpochPosition) -> None:
+        self._trainer, self._position = trainer, position
         self._found: dict[str, torch.Tensor] = {}  # metrics in a checkpoint, to go on with
-        self._resumed: Resumed | None = None
         self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts them
 
     def attach(self) -> None:
@@ -50,9 +51,9 @@ class EpochEnds:
         known = self._trainer._logger_connector._callback_metrics
         return {name: value.detach().cpu().clone() for name, value in known.items()}
 
-    def keep(self, state: Mapping[str, torch.Tensor], resumed: Resumed | None) -> None:
-        """This is what a checkpoint says of metrics, and of the epoch that it is of."""
-        self._found, self._resumed = dict(state), resumed
+    def keep(self, state: Mapping[str, torch.Tensor]) -> None:
+        """This is what a checkpoint says of metrics; of the epoch ``position`` has heard."""
+        self._found, resumed = dict(state), self._position.resumed
         self._stepped = None if resumed is None else resumed.stepped
 
     def begin_batch(self) -> None:
@@ -79,15 +80,18 @@ class EpochEnds:
         Raises:
             EpochIsOver: so that Lightning ends the epoch.
         """
-        resumed, loop = self._resumed, self._trainer.fit_loop.epoch_loop
+        state, resumed = self._position.state, self._position.resumed
+        if not self._position.on(EpochEvent.GOES_ON):
+            return
+        loop, fetcher = self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop._data_fetcher
         if resumed is None or resumed.loaders is None or not loop.restarting:
             return
-        fetcher = self._trainer.fit_loop._data_fetcher
-        due = not resumed.over and loop._should_check_val_fx(fetcher)
-        if due and resumed.in_hook:
+        over = state is EpochState.RESUMED_AT_END
+        due = not over and loop._should_check_val_fx(fetcher)
+        if due and state is EpochState.RESUMED_IN_HOOK:
             loop.val_loop.batch_progress.reset_on_run()
             loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
-        if resumed.over or (loop.batch_progress.is_last_batch and not due):
+        if over or (loop.batch_progress.is_last_batch and not due):
             self.begin_batch()
             raise EpochIsOver
 
@@ -109,6 +113,5 @@ class EpochEnds:
 
 def _was_ending(loop: Any) -> bool:
     """Whether nothing was left to do of an epoch but what Lightning does after its callbacks."""
-    now = loop.epoch_progress.current
-    counted = now.ready == now.started == now.processed == now.completed + 1
+    counted = is_in_end_hook(vars(loop.epoch_progress.current))
     return bool(counted and loop.epoch_loop._num_ready_batches_reached())
