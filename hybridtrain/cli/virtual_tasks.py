@@ -16,6 +16,7 @@ from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.trainer_hooks import give_module
 from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
 from hybridtrain.protocol.messages import Clip
 
@@ -78,7 +79,7 @@ def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:
 def _loader(module: Any, data: Any, trainer: VirtualTrainer) -> Any:
     """The training data's, after everything that has to come before."""
     module.trainer = trainer
-    trainer.strategy._lightning_module = module
+    give_module(trainer.strategy, module)
     parts = [module] if data is None else [data, module]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -23,6 +23,7 @@ from pytorch_lightning.profilers import Profiler
 from rich.console import Console
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.trainer_hooks import MODULE
 from hybridtrain.profiling import Phase, Track, follow, timed
 from hybridtrain.profiling.phases import phase_of, short_name
 from hybridtrain.profiling.profile_report import Report
@@ -103,7 +104,7 @@ class StepProfiler(Profiler):
 
     @property
     def _trainer(self) -> Any:
-        return vars(self)["_lightning_module"].trainer  # Lightning sees to it
+        return vars(self)[MODULE].trainer  # Lightning sees to it
 
     def _begin(self, n_workers: int) -> None:
         """Everything until the first epoch is one span."""

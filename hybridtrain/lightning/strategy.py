@@ -39,6 +39,7 @@ from hybridtrain.lightning.failover.failure_handling import FailureHandling
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
+from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.precision import take_over
@@ -197,14 +198,14 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, WorkerCallback(client, self, self._loaders.position))
-        precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
+        precede(dumper(trainer), "dump_checkpoint", self.before_checkpoint)
         if back is not None:
             back.prepare()
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         if trainer.state.fn == "fit":
-            synchronise(self.lightning_module, self._layer_sync, self.collectives)
+            synchronise(self.lightning_module, layer_sync(self), self.collectives)
         super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
@@ -298,7 +299,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Moments from the server, hyper-parameters from this worker's optimizer."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = plain_optimizer(optimizer)
         if self._session is None or not self._session.steps or not self.is_global_zero:
             return without_fetching(optimizer)  # only worker 0's is saved
         if self._snapshot is None:

@@ -21,6 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from hybridtrain.cli.telemetry.logged_values import log_histogram, scalars
 from hybridtrain.cli.telemetry.run_stats import RunStats
 from hybridtrain.lightning.data.batch_size import samples_in
+from hybridtrain.lightning.hooks.loop_hooks import logged_step
+from hybridtrain.lightning.hooks.result_hooks import callback_metrics
 from hybridtrain.report.history import History
 
 STATS_FILE = ".run_stats.json"
@@ -87,7 +89,7 @@ class RunMonitor(pl.Callback):
         """Stop the clock: validation is no training."""
         self._paused = self._began is not None
         self._stop_clock()
-        self._before = dict(trainer._logger_connector._callback_metrics)  # and collect nothing
+        self._before = dict(callback_metrics(trainer))  # and collect nothing
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the clock go on, if it was going."""
@@ -177,7 +179,7 @@ class RunMonitor(pl.Callback):
         if not trainer.is_global_zero or not trainer.loggers:
             return
         # As the rows of training that belong to it.
-        metrics, step = scalars(stats), trainer.fit_loop.epoch_loop._batches_that_stepped
+        metrics, step = scalars(stats), logged_step(trainer)
         ages = stats.staleness.get("histogram", {})
         fresh = {age: n - self._ages.get(age, 0) for age, n in ages.items()}
         self._ages = dict(ages)

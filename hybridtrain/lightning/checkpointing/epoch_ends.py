@@ -16,11 +16,18 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pytorch_lightning.loops.evaluation_loop import RestartStage
 
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState, is_in_end_hook
+from hybridtrain.lightning.hooks.loop_hooks import (
+    is_at_last_batch,
+    set_logged_step,
+    set_restarting,
+    validate_from_beginning,
+    validation_is_due,
+)
+from hybridtrain.lightning.hooks.result_hooks import callback_metrics, log_connector
 
 
 class EpochIsOver(StopIteration):
@@ -44,12 +51,12 @@ class EpochEnds:
         """Stand in the way of training at its beginning, and of each epoch at its end."""
         precede(self._trainer.fit_loop, "reset", self._settle)
         precede(self._trainer.fit_loop.epoch_loop, "advance", self._go_on)
-        precede(self._trainer._logger_connector, "on_epoch_end", self._allow)
+        precede(log_connector(self._trainer), "on_epoch_end", self._allow)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The metrics as they were collected last, which is not done again: all would have to."""
-        known = self._trainer._logger_connector._callback_metrics
-        return {name: value.detach().cpu().clone() for name, value in known.items()}
+        known = callback_metrics(self._trainer).items()
+        return {name: value.detach().cpu().clone() for name, value in known}
 
     def keep(self, state: Mapping[str, torch.Tensor]) -> None:
         """This is what a checkpoint says of metrics; of the epoch ``position`` has heard."""
@@ -59,17 +66,17 @@ class EpochEnds:
     def begin_batch(self) -> None:
         """A mini-batch begins, or there is none any more."""
         if self._stepped is not None:
-            loop = self._trainer.fit_loop.epoch_loop
-            loop._batches_that_stepped, self._stepped = self._stepped, None
+            set_logged_step(self._trainer, self._stepped)
+            self._stepped = None
 
     def _settle(self) -> None:
         """Counters and schedulers have been restored."""
         found, self._found = self._found, {}
         device = self._trainer.strategy.root_device
-        known = self._trainer._logger_connector._callback_metrics
+        known = callback_metrics(self._trainer)
         known.update({name: value.to(device) for name, value in found.items()})
         loop = self._trainer.fit_loop
-        if found and _was_ending(loop) and self._all_known():
+        if found and _was_ending(self._trainer) and self._all_known():
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
     def _go_on(self) -> None:
@@ -83,14 +90,13 @@ class EpochEnds:
         state, resumed = self._position.state, self._position.resumed
         if not self._position.on(EpochEvent.GOES_ON):
             return
-        loop, fetcher = self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop._data_fetcher
+        loop = self._trainer.fit_loop.epoch_loop
         if resumed is None or resumed.loaders is None or not loop.restarting:
             return
         over = state is EpochState.RESUMED_AT_END
-        due = not over and loop._should_check_val_fx(fetcher)
+        due = not over and validation_is_due(self._trainer)
         if due and state is EpochState.RESUMED_IN_HOOK:
-            loop.val_loop.batch_progress.reset_on_run()
-            loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+            validate_from_beginning(self._trainer)
         if over or (loop.batch_progress.is_last_batch and not due):
             self.begin_batch()
             raise EpochIsOver
@@ -99,7 +105,7 @@ class EpochEnds:
         """The epoch in which training has gone on ends as every other."""
         loop = self._trainer.fit_loop
         if self._trainer.training and loop.restarting and not loop.restarted_on_epoch_end:
-            loop._restarting = not self._all_known()
+            set_restarting(loop, not self._all_known())
 
     def _all_known(self) -> bool:
         monitored = {
@@ -111,7 +117,7 @@ class EpochEnds:
         return not monitored or monitored <= self._trainer.callback_metrics.keys()
 
 
-def _was_ending(loop: Any) -> bool:
+def _was_ending(trainer: Any) -> bool:
     """Whether nothing was left to do of an epoch but what Lightning does after its callbacks."""
-    counted = is_in_end_hook(vars(loop.epoch_progress.current))
-    return bool(counted and loop.epoch_loop._num_ready_batches_reached())
+    counted = is_in_end_hook(vars(trainer.fit_loop.epoch_progress.current))
+    return counted and is_at_last_batch(trainer)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridtrain.lightning.async_training.update_count import remeasure
 from hybridtrain.lightning.checkpointing.mid_epoch import Resumed
 from hybridtrain.lightning.data.epoch_state import TABLE, EpochEvent, EpochState
+from hybridtrain.lightning.hooks.loop_hooks import remeasure
 
 
 class EpochPosition:

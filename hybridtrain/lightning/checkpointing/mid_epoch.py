@@ -24,6 +24,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.epoch_order import Begun, Fixed, Order, Seeded
 from hybridtrain.lightning.data.epoch_state import EpochEvent, is_in_end_hook, is_settled
 from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
+from hybridtrain.lightning.hooks.loop_hooks import saved_logged_step
 from hybridtrain.protocol.messages import LoaderPass
 from hybridtrain.protocol.spans import Spans, positions
 
@@ -203,7 +204,7 @@ def _leave_hook(loops: dict[str, Any]) -> int:
     progress = loops["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         counts["completed"] = counts["processed"]
-    return int(loops["epoch_loop.state_dict"]["_batches_that_stepped"]) + 1
+    return saved_logged_step(loops) + 1
 
 
 def _set_back(loops: dict[str, Any], batches: int) -> int | None:
@@ -226,5 +227,4 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
     automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     for steps in (automatic, loops["epoch_loop.manual_optimization.optim_step_progress"]):
         steps["total"]["ready"] = steps["total"]["completed"]  # one was under way
-    stepped: int = loops["epoch_loop.state_dict"]["_batches_that_stepped"]
-    return stepped
+    return saved_logged_step(loops)

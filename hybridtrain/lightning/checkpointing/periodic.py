@@ -23,6 +23,7 @@ from pytorch_lightning.callbacks import Checkpoint
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
+from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint
 from hybridtrain.protocol.messages import Described
 
 _ALONE = (
@@ -116,7 +117,7 @@ class PeriodicCheckpoint(Checkpoint):
         strategy = trainer.strategy
         meetings = getattr(strategy, "collectives", None)
         with nullcontext() if meetings is None else meetings.refusing(_ALONE):
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+            checkpoint = dump_checkpoint(trainer)
         step = checkpoint["global_step"]  # others may have made updates that this worker had not
         path = str(Path(self.dirpath) / f"periodic-{step}.ckpt")
         self._files = [*(name for name in self._files if name != path), path]

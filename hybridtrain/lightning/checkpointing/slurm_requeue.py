@@ -19,6 +19,7 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 
+from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint, requeue_slurm_job
 from hybridtrain.util.anonymous_files import SharedBytes
 
 _ASKED, _DONE = 0, 1  # places in what is shared; how often, modulo 256
@@ -84,12 +85,11 @@ class Requeue(pl.Callback):
         together = trainer.save_checkpoint  # which waits for all workers
 
         def alone(path: str) -> None:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
-            trainer.strategy.save_checkpoint(checkpoint, path)
+            trainer.strategy.save_checkpoint(dump_checkpoint(trainer), path)
 
         trainer.save_checkpoint, trainer.strategy.saves_alone = alone, True
         try:
-            trainer._signal_connector._slurm_sigusr_handler_fn(self._warned.number, None)
+            requeue_slurm_job(trainer, self._warned.number)
         finally:
             trainer.save_checkpoint, trainer.strategy.saves_alone = together, False
 

@@ -55,7 +55,7 @@ class EpochEvent(StrEnum):
 S, E = EpochState, EpochEvent
 RESUMED = (S.RESUMED, S.RESUMED_IN_HOOK, S.RESUMED_AT_END)
 
-# What is not listed has no effect. A search for a batch size may begin or restore in any state.
+# What is not listed has no effect. A search for a learning rate trains, and restores, before.
 TABLE: dict[tuple[EpochState, EpochEvent], EpochState] = {
     **{(state, E.RESUMES): S.RESUMED for state in S},
     **{(state, E.RESUMES_IN_HOOK): S.RESUMED_IN_HOOK for state in S},

@@ -11,7 +11,7 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.exchanges import Requirements
-from hybridtrain.lightning.async_training.update_count import precede, remeasure
+from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.mid_epoch import (
@@ -31,6 +31,13 @@ from hybridtrain.lightning.data.loader_plan import order_of, plan_of
 from hybridtrain.lightning.data.queue_sampler import QueueSampler
 from hybridtrain.lightning.data.samplers import EpochSampler, ShareSampler
 from hybridtrain.lightning.data.stream_dealing import Dealing, shares_nothing, warn_of_repetition
+from hybridtrain.lightning.hooks.loader_hooks import (
+    decide_on_loaders,
+    gets_our_sampler,
+    inside,
+    put_inside,
+)
+from hybridtrain.lightning.hooks.loop_hooks import remeasure, training_fetcher
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.replay.run_record import data_teller
 from hybridtrain.lightning.strategy_options import DataOptions
@@ -66,10 +73,7 @@ class Loaders:
 
     def attach(self) -> None:
         """Take the decision over from the trainer's data connector."""
-        connector: Any = self._trainer._data_connector
-        self._lightnings_prepare = connector._prepare_dataloader
-        connector._resolve_sampler = self.resolve
-        connector._prepare_dataloader = self.prepare
+        self._lightnings_prepare = decide_on_loaders(self._trainer, self.prepare, self.resolve)
         strategy = self._trainer.strategy
         load, save = strategy.load_checkpoint, strategy.save_checkpoint
         strategy.load_checkpoint = lambda *args, **rest: self.restore(load(*args, **rest))
@@ -96,8 +100,7 @@ class Loaders:
         self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
     ) -> Any:
         """The sampler that this worker's loader gets (Lightning re-creates the loader with it)."""
-        connector = self._trainer._data_connector
-        if not connector._requires_distributed_sampler(dataloader):
+        if not gets_our_sampler(self._trainer, dataloader):
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
             kept = self._options.keep_order or self._client.n_workers == 1
@@ -117,13 +120,12 @@ class Loaders:
 
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """Lightning's own, with mini-batches of this worker's size."""
-        if makes_its_own(dataloader, self._trainer._data_connector):
+        if makes_its_own(dataloader, self._trainer):
             if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
                 check_batches(dataloader)
             sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
             return handed(dataloader, sampler, mode)
-        requires = self._trainer._data_connector._requires_distributed_sampler
-        chosen = isinstance(dataloader, DataLoader) and requires(dataloader)
+        chosen = isinstance(dataloader, DataLoader) and gets_our_sampler(self._trainer, dataloader)
         prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
         client, option = self._client, self._options.iterable
         if client.n_workers > 1 and mode != RunningStage.PREDICTING:
@@ -136,8 +138,8 @@ class Loaders:
         if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
             prepared = with_batches(prepared, dataloader.batch_sampler)
         if isinstance(getattr(prepared.batch_sampler, "sampler", None), Whole):
-            wrapper: Any = prepared.batch_sampler  # Lightning's, which notes the indices
-            wrapper._batch_sampler = self._dealt(wrapper._batch_sampler)
+            noting = prepared.batch_sampler
+            put_inside(noting, self._dealt(inside(noting)))
         if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
             size = self._options.batch_sizes[self._client.worker]
             check_batches(prepared)
@@ -288,5 +290,5 @@ class Loaders:
                 self._rng_state.throw()
                 stale = True
         if stale and not lightning_iterates:
-            iter(loop._data_fetcher)
+            iter(training_fetcher(self._trainer))
         self._moved = False

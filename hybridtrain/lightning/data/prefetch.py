@@ -19,6 +19,7 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain.lightning.hooks.loop_hooks import training_fetcher
 from hybridtrain.worker.device import Lane, Streams
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import CudaReplica
@@ -68,7 +69,7 @@ class Ahead:
 
     def fetch(self) -> None:
         """Backward has been queued."""
-        fetcher = self._trainer.fit_loop._data_fetcher
+        fetcher = training_fetcher(self._trainer)
         if not self._changes_nothing or not _may_be_asked_early(fetcher):
             return
         if not isinstance(fetcher.iterator, OneAhead):

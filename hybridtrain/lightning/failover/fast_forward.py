@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.data.samplers import EpochSampler
+from hybridtrain.lightning.hooks.loop_hooks import add_to_saved_logged_step
 from hybridtrain.protocol.spans import split, total
 
 
@@ -33,7 +34,7 @@ def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None
     left = total(loader["spans"])
     batches = min(steps * int(trainer.accumulate_grad_batches), -(-left // loader["whole"]))
     ours["batches"] += batches
-    checkpoint["loops"]["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] += steps
+    add_to_saved_logged_step(checkpoint["loops"]["fit_loop"], steps)
     loader["batches"] += batches
     rest = split([tuple(span) for span in loader["spans"]], batches * loader["whole"])[1]
     loader["spans"] = [list(span) for span in rest]

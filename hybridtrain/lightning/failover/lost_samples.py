@@ -15,10 +15,11 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.lightning.async_training.update_count import precede, remeasure
+from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState
 from hybridtrain.lightning.data.samplers import EpochSampler
+from hybridtrain.lightning.hooks.loop_hooks import is_at_last_batch, remeasure, training_fetcher
 from hybridtrain.protocol.spans import Spans, total
 from hybridtrain.worker.client import Client
 
@@ -49,7 +50,7 @@ class LostSampleRedistribution:
 
     def _look(self) -> None:
         """After each mini-batch, before anything that follows from its being the last."""
-        if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        if is_at_last_batch(self._trainer):
             self.end()
 
     def end(self) -> None:
@@ -87,7 +88,7 @@ class LostSampleRedistribution:
         return self._position.state is EpochState.AT_END
 
     def _go_on(self, left: list[Spans]) -> None:
-        loop, fetcher = self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop._data_fetcher
+        loop, fetcher = self._trainer.fit_loop.epoch_loop, training_fetcher(self._trainer)
         for sampler, spans in zip(self._samplers(), left, strict=True):
             sampler.go_on(self._client.there, spans)
         self._position.change_lengths()

@@ -22,7 +22,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger
-from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from hybridtrain.lightning.async_training.update_count import (
     precede,
@@ -35,6 +34,8 @@ from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.fast_forward import advance, can_be_advanced
 from hybridtrain.lightning.failover.leader_failover import hand_over
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
+from hybridtrain.lightning.hooks.loop_hooks import BEFORE_FETCH
+from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.protocol.notices import Progress
@@ -68,7 +69,7 @@ class RejoinState:
         self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
         self._begun: int | None = None  # the version that the step under way began with
         self._generators: dict[str, Any] = {}  # their states before its first mini-batch came
-        precede(trainer.fit_loop.epoch_loop, "_on_before_fetch", self._fetch)
+        precede(trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._fetch)
         if pages is not None:
             precede(self._client, "offer", self._push)
             precede(trainer.fit_loop.epoch_loop.val_loop, "run", self._break)
@@ -104,7 +105,7 @@ class RejoinState:
         strategy.optimizer_state = without_fetching
         strategy.lightning_module_state_dict = lambda: state
         try:
-            checkpoint = _CheckpointConnector.dump_checkpoint(trainer._checkpoint_connector, False)
+            checkpoint = dump_at_once(trainer)
         finally:
             del strategy.optimizer_state, strategy.lightning_module_state_dict
         checkpoint = self._loaders.write(checkpoint, for_now=True)

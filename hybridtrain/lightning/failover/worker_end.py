@@ -10,10 +10,11 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning.trainer import call
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.failover.leader_failover import hand_over
+from hybridtrain.lightning.hooks.callback_hooks import has_saved
+from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted
 from hybridtrain.protocol.notices import Saved, SavePermission
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.worker.client import Client, StopRequested
@@ -89,7 +90,7 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
             strategy.step_rollback.give_up()
         trainer.save_checkpoint(path)
         for callback in trainer.checkpoint_callbacks:  # one is enough
-            vars(callback)["_last_global_step_saved"] = trainer.global_step
+            has_saved(callback, trainer.global_step)
     except Exception as error:
         # Not Lightning's, which only worker 0 gives.
         warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
@@ -102,7 +103,6 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
 def end_worker(trainer: pl.Trainer, error: BaseException) -> None:
     """What Lightning does in the process that called it: tell callbacks and loggers."""
     try:
-        call._interrupt(trainer, error)
-        trainer._teardown()
+        end_interrupted(trainer, error)
     except (Exception, StopRequested) as second:  # the first error is the one to report
         rank_zero_warn(f"while ending after {type(error).__name__}: {second!r}")

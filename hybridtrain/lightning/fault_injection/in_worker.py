@@ -26,6 +26,7 @@ import torch
 
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.fault_injection.in_parent import Faults, say
+from hybridtrain.lightning.hooks.trainer_hooks import dumper
 from hybridtrain.protocol.messages import Push
 from hybridtrain.testing.fault_log import FaultLog, Schedule
 from hybridtrain.testing.faults import KINDS, Fault
@@ -78,8 +79,7 @@ class Injection(pl.Callback):
         if self._client.worker == 0:
             cast(Any, files)._write_part = self._half_written(files._write_part)
         else:
-            connector = trainer._checkpoint_connector
-            precede(connector, "dump_checkpoint", lambda: self._visit("checkpoint"))
+            precede(dumper(trainer), "dump_checkpoint", lambda: self._visit("checkpoint"))
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:

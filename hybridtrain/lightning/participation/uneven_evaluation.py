@@ -16,6 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.hooks.loop_hooks import BEHIND_EVALUATION, BEHIND_LOADER
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
 from hybridtrain.worker.client import Client
 
@@ -47,9 +48,9 @@ class UnevenEvaluation:
         if self._predicts:
             precede(loop, "on_run_end", self._end)
         else:
-            precede(loop, "_store_dataloader_outputs", lambda: self._meet("between"))
+            precede(loop, BEHIND_LOADER, lambda: self._meet("between"))
             precede(loop, "on_run_end", self._end)
-            precede(loop, "_on_evaluation_end", self._conclude)
+            precede(loop, BEHIND_EVALUATION, self._conclude)
 
     @property
     def _predicts(self) -> bool:

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loops.progress import _BaseProgress
 
 from hybridtrain.lightning.data.predictions import Outputs, collect, in_order
-from hybridtrain.lightning.participation.logged_metrics import metrics_of, take_metrics
+from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
+from hybridtrain.lightning.hooks.result_hooks import reset_metrics, show_metrics
+from hybridtrain.lightning.hooks.trainer_hooks import attach_module_callbacks
+from hybridtrain.lightning.participation.logged_metrics import metrics_of
 from hybridtrain.lightning.results.callback_state import (
     CallbackState,
     give_to_callback,
@@ -97,15 +99,15 @@ def unpack(
     others = [each for each in results if not isinstance(each, WorkerResult)]
     heavy = scratch.load() if scratch is not None and not home.heavy else _load(home.heavy)
     load_weights(trainer, heavy["weights"], home.before_configuring)
-    trainer._logger_connector.reset_metrics()  # of the last call only, as in one process
-    take_metrics(trainer, _load(home.tensors))
+    reset_metrics(trainer)  # of the last call only, as in one process
+    show_metrics(trainer, _load(home.tensors))
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
     if heavy["trained"] is not None:
         trainer.strategy.remember_training(heavy["trained"])  # type: ignore[attr-defined]
     give_to_module(trainer.lightning_module, home.module)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
-        trainer._callback_connector._attach_model_callbacks()
+        attach_module_callbacks(trainer)
     for callback, belongings in pairs(_all(trainer), home.callbacks):
         give_to_callback(callback, trainer.lightning_module, belongings)
     trainer.strategy.keeping.forget_lost(trainer)  # type: ignore[attr-defined]
@@ -164,7 +166,7 @@ def _all(trainer: Any) -> list[pl.Callback]:
 # ---- the loops' counters ------------------------------------------------------------------------
 
 
-def _progress_objects(trainer: pl.Trainer) -> dict[str, _BaseProgress]:
+def _progress_objects(trainer: pl.Trainer) -> dict[str, Any]:
     epoch_loop = trainer.fit_loop.epoch_loop
     return {
         "epoch": trainer.fit_loop.epoch_progress,
@@ -177,7 +179,7 @@ def _progress_objects(trainer: pl.Trainer) -> dict[str, _BaseProgress]:
 
 def _progress(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
     states = {name: loop.state_dict() for name, loop in _progress_objects(trainer).items()}
-    states["stepped"] = {"batches": trainer.fit_loop.epoch_loop._batches_that_stepped}
+    states["stepped"] = {"batches": logged_step(trainer)}
     states["stop"] = {"should_stop": trainer.should_stop}
     return states
 
@@ -185,5 +187,5 @@ def _progress(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
 def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) -> None:
     for name, progress in _progress_objects(trainer).items():
         progress.load_state_dict(states[name])
-    trainer.fit_loop.epoch_loop._batches_that_stepped = states["stepped"]["batches"]
+    set_logged_step(trainer, states["stepped"]["batches"])
     trainer.should_stop = states["stop"]["should_stop"]

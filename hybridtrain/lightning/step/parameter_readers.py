@@ -26,6 +26,7 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from hybridtrain.lightning.hooks.loop_hooks import combined_loader
 from hybridtrain.lightning.step.object_search import may_hold
 
 _MODULE_HOOKS = (
@@ -50,7 +51,7 @@ def parameters_rest(trainer: Any) -> bool:
     configs = trainer.strategy.lr_scheduler_configs
     if not all(_is_torchs(config.scheduler) for config in configs):
         return False
-    loader = trainer.fit_loop._combined_loader
+    loader = combined_loader(trainer.fit_loop)
     sources = [] if loader is None else loader.flattened
     return not any(map(_looks, trainer.callbacks)) and not may_hold(sources, module.modules())
 
