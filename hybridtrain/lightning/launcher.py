@@ -43,7 +43,7 @@ from hybridtrain.lightning.replay.recording import Runner
 from hybridtrain.lightning.replay.run_record import serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
-from hybridtrain.lightning.run_context import RunContext
+from hybridtrain.lightning.run_context import RunContext, context_of, strategy_of
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
 from hybridtrain.lightning.stop_iteration import take_for_an_error
 from hybridtrain.memory.scratch_file import Scratch
@@ -260,7 +260,7 @@ class _Job:
         given |= signature(self.function).bind(*self.args, **self.kwargs).arguments
         given |= {f"callbacks[{n}]": callback for n, callback in enumerate(trainer.callbacks)}
         given |= {f"loggers[{n}]": logger for n, logger in enumerate(trainer.loggers)}
-        return given | {"strategy": trainer.strategy, "trainer": trainer}
+        return given | {"strategy": strategy_of(trainer), "trainer": trainer}
 
 
 def _run_in_process(job: _Job, client: Client) -> Any:
@@ -281,10 +281,11 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         vars(logger).update(state)
     leave_signals_alone(trainer)  # the parent handles them
     back = Rejoin(job.told, job.version, trainer, client) if job.told else None
-    trainer.strategy.enter_worker(client, trainer, back)
-    inject(trainer, client, trainer.strategy.faults)
+    context = context_of(trainer)
+    context.enter_worker(client, trainer, back)
+    inject(trainer, client, context.faults)
     listen(trainer, job.warned)
-    trainer.strategy.keeping.take_over(trainer)
+    context.keeping.take_over(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:

@@ -245,6 +245,11 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         if self.cluster_environment is not None and self.accelerator is not None:
             super().teardown()
 
+    @property
+    def session(self) -> Session | None:
+        """Forward, backward and steps of the training under way."""
+        return self._session
+
     # ---- one step -------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

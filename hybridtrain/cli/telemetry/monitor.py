@@ -23,6 +23,7 @@ from hybridtrain.cli.telemetry.run_stats import RunStats
 from hybridtrain.lightning.data.batch_size import samples_in
 from hybridtrain.lightning.hooks.loop_hooks import logged_step
 from hybridtrain.lightning.hooks.result_hooks import callback_metrics
+from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.report.history import History
 
 STATS_FILE = ".run_stats.json"
@@ -78,7 +79,7 @@ class RunMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        self._counts = getattr(trainer.strategy, "run_stats", None) is None
+        self._counts = getattr(strategy_of(trainer), "run_stats", None) is None
         self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
         if self._history is not None and self.goes_on_at is not None:
             with self._disk():
@@ -157,7 +158,7 @@ class RunMonitor(pl.Callback):
 
     def stats(self, trainer: pl.Trainer) -> RunStats:
         """The numbers so far, as the strategy knows them or as counted here."""
-        known: Any = getattr(trainer.strategy, "run_stats", dict)()
+        known: Any = getattr(strategy_of(trainer), "run_stats", dict)()
         if self._follows:
             self._train_s += max(0.0, known["training_s"] - self._elapsed_s())
             self._follows = False

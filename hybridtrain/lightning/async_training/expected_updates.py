@@ -35,6 +35,7 @@ import pytorch_lightning as pl
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
 from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_loader
+from hybridtrain.lightning.run_context import context_if_ours
 
 _BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
 
@@ -133,6 +134,7 @@ def answer_for_all_workers() -> None:
 
 def _estimated(trainer: pl.Trainer) -> float:
     """The updates that training will make, of all workers; see Lightning's own."""
-    expected: ExpectedUpdates | None = getattr(trainer.strategy, "expected_updates", None)
+    context = context_if_ours(trainer)
+    expected = None if context is None else context.expected_updates
     found = None if expected is None else expected.total()
     return _lightnings.fget(trainer) if found is None else found

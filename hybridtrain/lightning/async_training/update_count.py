@@ -15,6 +15,7 @@ import pytorch_lightning as pl
 
 from hybridtrain.lightning.hooks.loop_hooks import replace_validation_check, validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import step_scheduler
+from hybridtrain.lightning.run_context import context_of
 
 
 def set_global_step(trainer: pl.Trainer, completed: int) -> None:
@@ -31,7 +32,7 @@ def set_global_step(trainer: pl.Trainer, completed: int) -> None:
 
 def last_version(trainer: Any) -> int | None:
     """How many updates the user wants at most, where Lightning alone would not see to it."""
-    exact = trainer.strategy.requirements.counts == "worker" or trainer.max_steps == -1
+    exact = context_of(trainer).requirements.counts == "worker" or trainer.max_steps == -1
     return None if exact else int(trainer.max_steps)
 
 

@@ -31,6 +31,7 @@ from hybridtrain.lightning.hooks.callback_hooks import (
 )
 from hybridtrain.lightning.hooks.trainer_hooks import checkpoint_plugin
 from hybridtrain.lightning.results.full_disk import let_write
+from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.util.files import fault_of
 
 _COARSE_S = 2.0  # clocks of file systems
@@ -120,7 +121,7 @@ class CheckpointWriting:
         Args:
             changes: whether callbacks may be changed, which cannot travel then.
         """
-        strategy = trainer.strategy
+        strategy = strategy_of(trainer)
         let_write(trainer.loggers)
         if type(checkpoint_plugin(strategy)) in (type(None), TorchCheckpointIO):
             strategy.checkpoint_io = WholeCheckpointIO(self.unsaved)
@@ -135,12 +136,12 @@ class CheckpointWriting:
                 self._prepare(callback, trainer)
 
     def _prepare(self, callback: Any, trainer: Any) -> None:
-        strategy = trainer.strategy
+        context = context_of(trainer)
         # Or it would remember a file of a step that is broken off before there is one.
-        precede(callback, DECIDING, strategy.client.settle)
-        if not strategy.requirements.whole_rounds:
+        precede(callback, DECIDING, context.client.settle)
+        if not context.requirements.whole_rounds:
             count_all_updates(callback, trainer)
-        writer = checkpoint_plugin(strategy)
+        writer = checkpoint_plugin(context)
         if not isinstance(writer, WholeCheckpointIO):
             return
         replace_finding(callback, _finding_whole)
@@ -185,7 +186,7 @@ def _linking_if_possible(unsaved: Unsaved, link: Callable[..., Any]) -> Callable
                 return
         except OSError as error:
             unsaved.lose(linkpath, error)
-        trainer.strategy.barrier()  # as the others do, who link nothing
+        strategy_of(trainer).barrier()  # as the others do, who link nothing
 
     return try_to_link
 

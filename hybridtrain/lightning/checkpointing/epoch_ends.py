@@ -28,6 +28,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validation_is_due,
 )
 from hybridtrain.lightning.hooks.result_hooks import callback_metrics, log_connector
+from hybridtrain.lightning.run_context import context_of
 
 
 class EpochIsOver(StopIteration):
@@ -72,7 +73,7 @@ class EpochEnds:
     def _settle(self) -> None:
         """Counters and schedulers have been restored."""
         found, self._found = self._found, {}
-        device = self._trainer.strategy.root_device
+        device = context_of(self._trainer).root_device
         known = callback_metrics(self._trainer)
         known.update({name: value.to(device) for name, value in found.items()})
         loop = self._trainer.fit_loop

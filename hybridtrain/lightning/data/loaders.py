@@ -40,6 +40,7 @@ from hybridtrain.lightning.hooks.loader_hooks import (
 from hybridtrain.lightning.hooks.loop_hooks import remeasure, training_fetcher
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.replay.run_record import data_teller
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.strategy_options import DataOptions
 from hybridtrain.worker.client import Client
 
@@ -74,11 +75,11 @@ class Loaders:
     def attach(self) -> None:
         """Take the decision over from the trainer's data connector."""
         self._lightnings_prepare = decide_on_loaders(self._trainer, self.prepare, self.resolve)
-        strategy = self._trainer.strategy
-        load, save = strategy.load_checkpoint, strategy.save_checkpoint
-        strategy.load_checkpoint = lambda *args, **rest: self.restore(load(*args, **rest))
-        strategy.save_checkpoint = lambda first, *args, **rest: save(
-            self.write(first), *args, **rest
+        context = context_of(self._trainer)
+        load, save = context.load_checkpoint, context.save_checkpoint
+        vars(context).update(
+            load_checkpoint=lambda *args, **rest: self.restore(load(*args, **rest)),
+            save_checkpoint=lambda first, *args, **rest: save(self.write(first), *args, **rest),
         )
         trainer = self._trainer
         validation = trainer.fit_loop.epoch_loop.val_loop

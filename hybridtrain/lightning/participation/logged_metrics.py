@@ -20,6 +20,7 @@ from hybridtrain.lightning.hooks.result_hooks import (
     training_results,
 )
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
+from hybridtrain.lightning.run_context import context_of, strategy_of
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,9 @@ def take_entries(trainer: Any, known: Entries) -> None:
 
 
 def _made(trainer: Any, entry: Entry) -> Any:
-    made = entry_of(entry.about, entry.sync, entry.is_tensor, trainer.strategy.reduce)
+    made = entry_of(entry.about, entry.sync, entry.is_tensor, strategy_of(trainer).reduce)
     if entry.is_tensor:
-        return made.to(trainer.strategy.root_device)
+        return made.to(context_of(trainer).root_device)
     made.value = trainer.lightning_module.get_submodule(made.meta.metric_attribute)
     return made
 

@@ -18,6 +18,7 @@ import pytorch_lightning as pl
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.hooks.loop_hooks import BEHIND_EVALUATION, BEHIND_LOADER
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
 
 
@@ -104,7 +105,9 @@ class UnevenEvaluation:
     def _share_outcome(self, rests: bool) -> None:
         """Those who have rested become as the first who has not (and is not lost on the way)."""
         trainer = self._trainer
-        at_home = trainer.strategy.callbacks_at_home  # both sides have them; the module's own vary
+        at_home = context_of(
+            trainer
+        ).callbacks_at_home  # both sides have them; the module's own vary
         callbacks = trainer.callbacks if at_home is None else at_home
         mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)
         known = self._client.gather("end of an evaluation", mine, patient=True)

@@ -33,6 +33,7 @@ from hybridtrain.lightning.results.callback_state import (
 )
 from hybridtrain.lightning.results.configured_model import load_weights
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, fill
 from hybridtrain.util.files import interrupted_in
 
@@ -75,7 +76,7 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
         progress=_progress(trainer),
         callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
         module=of_module(trainer.lightning_module),
-        before_configuring=trainer.strategy.before_configuring,  # type: ignore[attr-defined]
+        before_configuring=context_of(trainer).before_configuring,
         loggers=[of_logger(logger) for logger in trainer.loggers],
     )
 
@@ -104,13 +105,13 @@ def unpack(
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
     if heavy["trained"] is not None:
-        trainer.strategy.remember_training(heavy["trained"])  # type: ignore[attr-defined]
+        context_of(trainer).remember_training(heavy["trained"])
     give_to_module(trainer.lightning_module, home.module)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         attach_module_callbacks(trainer)
     for callback, belongings in pairs(_all(trainer), home.callbacks):
         give_to_callback(callback, trainer.lightning_module, belongings)
-    trainer.strategy.keeping.forget_lost(trainer)  # type: ignore[attr-defined]
+    context_of(trainer).keeping.forget_lost(trainer)
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
         give_to_logger(logger, brought)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
@@ -123,7 +124,7 @@ def save_finished(
     if trainer.state.fn != "fit" or not any(isinstance(each, WorkerResult) for each in results):
         return
     unpack(trainer, results, scratch)
-    trainer.strategy.keeping.broken_since_s = None  # type: ignore[attr-defined]  # it is here
+    context_of(trainer).keeping.broken_since_s = None  # it is here
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder:
         path = interrupted_in(Path(folder))
@@ -137,9 +138,10 @@ def save_finished(
 
 def _trained(trainer: Any) -> dict[str, Any]:
     """What a checkpoint would say of optimizers and schedulers now."""
-    trainer.strategy.before_checkpoint()
+    context = context_of(trainer)
+    context.before_checkpoint()
     return {
-        "optimizer_states": [trainer.strategy.optimizer_state(o) for o in trainer.optimizers],
+        "optimizer_states": [context.optimizer_state(o) for o in trainer.optimizers],
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
     }
 
