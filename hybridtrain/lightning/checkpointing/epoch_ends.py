@@ -89,10 +89,10 @@ class EpochEnds:
             EpochIsOver: so that Lightning ends the epoch.
         """
         state, resumed = self._position.state, self._position.resumed
-        if not self._position.on(EpochEvent.GOES_ON):
+        if resumed is None or not self._position.on(EpochEvent.GOES_ON):
             return
         loop = self._trainer.fit_loop.epoch_loop
-        if resumed is None or resumed.loaders is None or not loop.restarting:
+        if resumed.loaders is None or not loop.restarting:
             return
         over = state is EpochState.RESUMED_AT_END
         due = not over and validation_is_due(self._trainer)
