@@ -62,6 +62,16 @@ class Expected(Protocol):
     def total(self) -> int | None: ...
 
 
+class Choices(Protocol):
+    """What follows from a gradient that is not finite, and from too little memory."""
+
+    @property
+    def nonfinite(self) -> str: ...
+
+    @property
+    def oom(self) -> str: ...
+
+
 class RunContext(Protocol):
     """In the process that starts the workers, and in each worker."""
 
@@ -87,6 +97,9 @@ class RunContext(Protocol):
 
     @property
     def keeping(self) -> Keeping: ...
+
+    @property
+    def on_fault(self) -> Choices: ...
 
     @property
     def world_size(self) -> int:
@@ -174,6 +187,14 @@ class WorkerContext(RunContext, Protocol):
 
     def align(self) -> None:
         """All workers meet, and agree."""
+        ...
+
+    def await_turn(self) -> None:
+        """Where workers take turns, wait for this one's."""
+        ...
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Lightning's: of all workers, or of any."""
         ...
 
     def validate_behind_last(self) -> None:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import pytorch_lightning as pl
 
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.agreement import Validations
 from hybridtrain.lightning.async_training.update_count import agree_on_validating
-from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.preflight.correction_checks import advise
+from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.monitoring.heartbeat import Doing
 from hybridtrain.worker.client import Client
-
-
-class Aligning(Protocol):
-    """The strategy, as far as it is needed here."""
-
-    keeping: CheckpointWriting
-    requirements: Requirements
-
-    def align(self) -> None: ...
-
-    def await_turn(self) -> None: ...
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool: ...
 
 
 class WorkerCallback(pl.Callback):
@@ -42,7 +28,7 @@ class WorkerCallback(pl.Callback):
         position: of this worker in the epoch.
     """
 
-    def __init__(self, client: Client, strategy: Aligning, position: EpochPosition) -> None:
+    def __init__(self, client: Client, strategy: WorkerContext, position: EpochPosition) -> None:
         self._client, self._strategy, self._position = client, strategy, position
         self._beat = client.heartbeat.beat
         self._advises = client.worker == 0

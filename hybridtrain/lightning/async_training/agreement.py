@@ -30,6 +30,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validates_this_epoch,
 )
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
+from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.lightning.step.session import Session
 
 
@@ -51,7 +52,7 @@ class Validations:
         strategy: of this worker.
     """
 
-    def __init__(self, trainer: Any, strategy: Any) -> None:
+    def __init__(self, trainer: Any, strategy: WorkerContext) -> None:
         self._trainer, self._strategy = trainer, strategy
         loop = trainer.fit_loop.epoch_loop
         self._decided: tuple[int, bool] | None = None  # in which epoch, and how
