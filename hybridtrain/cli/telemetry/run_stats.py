@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridtrain.lightning.run_context import strategy_of
+
 
 @dataclass
 class RunStats:
@@ -72,7 +74,7 @@ def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
     Args:
         trainer: with the strategy that knows better, if one does.
     """
-    known: Any = getattr(trainer.strategy, "run_stats", dict)()
+    known: Any = getattr(strategy_of(trainer), "run_stats", dict)()
     if not known.get("updates") or (stats is not None and stats.updates == known["updates"]):
         return stats
     return RunStats.of(known, workers=trainer.world_size, train_s=known["training_s"])

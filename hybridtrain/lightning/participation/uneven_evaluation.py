@@ -16,7 +16,9 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.hooks.loop_hooks import BEHIND_EVALUATION, BEHIND_LOADER
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
 
 
@@ -47,9 +49,9 @@ class UnevenEvaluation:
         if self._predicts:
             precede(loop, "on_run_end", self._end)
         else:
-            precede(loop, "_store_dataloader_outputs", lambda: self._meet("between"))
+            precede(loop, BEHIND_LOADER, lambda: self._meet("between"))
             precede(loop, "on_run_end", self._end)
-            precede(loop, "_on_evaluation_end", self._conclude)
+            precede(loop, BEHIND_EVALUATION, self._conclude)
 
     @property
     def _predicts(self) -> bool:
@@ -103,7 +105,9 @@ class UnevenEvaluation:
     def _share_outcome(self, rests: bool) -> None:
         """Those who have rested become as the first who has not (and is not lost on the way)."""
         trainer = self._trainer
-        at_home = trainer.strategy.callbacks_at_home  # both sides have them; the module's own vary
+        at_home = context_of(
+            trainer
+        ).callbacks_at_home  # both sides have them; the module's own vary
         callbacks = trainer.callbacks if at_home is None else at_home
         mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)
         known = self._client.gather("end of an evaluation", mine, patient=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.run_context import RunContext
 
 
-def check_own_parameters(strategy: Any, trainer: Any) -> None:
+def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
     """Look at what was asked for beside it.
 
     Raises:

@@ -11,6 +11,7 @@ from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
+from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters
 from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.step.accumulation import Accumulation
@@ -314,7 +315,7 @@ class Session:
 
     def accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""
-        return self._module.automatic_optimization and self.trainer.fit_loop._should_accumulate()
+        return self._module.automatic_optimization and accumulates(self.trainer)
 
     @torch.no_grad()
     def average(self) -> None:
