@@ -42,6 +42,8 @@ What is between them and the server, and what happens to them:
                       {worker: [6, 7], joins_at: 30}, {worker: 1, slower: 4, from: 5, until: 20}]
   interrupt=true      who computes what cannot count any more begins anew at once, as the
                       literature assumes of backup workers (default: notices when it pushes)
+  update_s=X          seconds that an update takes the server, which makes one after the other
+                      (default 0)
 
 What is trained (default: nothing, only time passes):
   task=NAME           digits, parabola, speech, own ...: as for python -m hybridtrain, and so are

@@ -24,7 +24,7 @@ LENGTHS = ("mini_batches", "seconds")
 FILES = ("json", "plot", "html")
 COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
 NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
-OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt"]
+OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt", "update_s"]
 OPTIONS += ["batch_size", *LENGTHS, "seed", *FILES, "correction"]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
@@ -181,7 +181,8 @@ def _times(given: Given, slower: Mapping[int, float]) -> Times:
 def _conditions(given: Given, trains: bool) -> Conditions:
     script = read_script(given["script"]) if "script" in given else Script()
     network = _network(given, trains)
-    return Conditions(network, script, _yes("interrupt", given.get("interrupt", "false")))
+    interrupts = _yes("interrupt", given.get("interrupt", "false"))
+    return Conditions(network, script, interrupts, _number("update_s", given.get("update_s", "0")))
 
 
 def _network(given: Given, trains: bool) -> Network:

@@ -35,14 +35,18 @@ def register_workers(
     n_workers: int,
     exchange: Exchange,
     update: NamedUpdate | None = None,
+    timed: bool = False,
 ) -> tuple[SimulatedReplicas | None, EpochSource | None]:
-    """Have the server train the task, if there is one; who computes, and what data there are."""
+    """Have the server train the task, if there is one; who computes, and what data there are.
+
+    ``timed``: updates end when the world says so.
+    """
     if task is None or optimizer is None:
-        server.adopt(None, IdleOptimizers())
+        server.adopt(None, IdleOptimizers(timed))
         return None, None
     requirements = server.requirements
     store = Store(layout_of(task), n_workers, private_parameters=True, holding=requirements.holds)
-    replicas = SimulatedReplicas(task, optimizer, store, exchange, update)
+    replicas = SimulatedReplicas(task, optimizer, store, exchange, update, timed)
     server.adopt(store, replicas.optimizers)
     if not isinstance(task, TrainingTask):
         return replicas, None

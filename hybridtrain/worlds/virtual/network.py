@@ -6,7 +6,7 @@ the server, and the release, which brings the parameters, the same to come back;
 a load takes the latency. Links do not disturb each other. With ``server_bandwidth`` the server's
 own link is one queue in each direction: what has arrived over the workers' links passes it one
 after the other, in the order of arrival. A worker computes only between release and push: sending
-does not overlap with computing. Decisions and updates take no time.
+does not overlap with computing. Decisions take no time.
 """
 
 from __future__ import annotations

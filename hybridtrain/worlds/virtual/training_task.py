@@ -20,6 +20,7 @@ from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import NamedUpdate, update_of
 from hybridtrain.updates.per_tensor import clip_gradients
 from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.worlds.virtual.timed_optimizers import TimedOptimizers
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -127,6 +128,7 @@ class SimulatedReplicas:
         store: masters and W rows, of the task's layout.
         exchange: what workers hand over.
         update: how the masters move, unless it is as the exchange wants it.
+        timed: an update ends when the world says so.
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class SimulatedReplicas:
         store: Store,
         exchange: Exchange,
         update: NamedUpdate | None = None,
+        timed: bool = False,
     ) -> None:
         self.task, self.store = task, store
         slots = store.layout.slots
@@ -147,7 +150,8 @@ class SimulatedReplicas:
         self._users, self._update = make_optimizer(masters), update_of(exchange, update)
         optimizer = self._update.over(self._users)
         numbers = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        self.optimizers = Optimizers([build_update(optimizer, numbers, store, pool)], store, pool)
+        kind = TimedOptimizers if timed else Optimizers
+        self.optimizers = kind([build_update(optimizer, numbers, store, pool)], store, pool)
         for worker in range(store.n_workers):
             store.refresh(worker)
         self._workers = [

@@ -8,8 +8,8 @@ told by the :class:`Conditions`. Nothing waits and nothing depends on this machi
 is the same for its seed, down to the last bit. With a *task* gradients are real; without one only
 time is simulated.
 
-What is due at the same moment goes in this order: timers of the policy, the script, workers by
-their numbers.
+What is due at the same moment goes in this order: timers of the policy, ends of updates, the
+script, workers by their numbers.
 
 Legend: P elements of one dtype's buffer, W workers.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
 
 import torch
 
@@ -25,7 +26,14 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, exchange_of
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import Begin, Gather, Gathered, Push, Refused, Released
-from hybridtrain.protocol.server_events import Admitted, Event, Received, Removed, TimerExpired
+from hybridtrain.protocol.server_events import (
+    Admitted,
+    Event,
+    Received,
+    Removed,
+    TimerExpired,
+    UpdateEnded,
+)
 from hybridtrain.server.server import Server
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
@@ -37,8 +45,10 @@ from hybridtrain.worlds.virtual.service_times import Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, SimulatedReplicas, Task
 
 # When, which worker, the number of what it does (an older one will not happen), and what. Events of
-# the script have negative numbers in the worker's place, so that they come first.
-Due = tuple[float, int, int, Push | Begin | Gather | Dies | Joins]
+# the script have negative numbers in the worker's place, so that they come first; ends of updates
+# the least.
+Due = tuple[float, int, int, Push | Begin | Gather | Dies | Joins | UpdateEnded]
+_THE_SERVER = -sys.maxsize
 
 INWARDS, OUTWARDS = 0, 1
 
@@ -97,8 +107,10 @@ class VirtualWorld:
         self._in_link: set[int] = set()  # whose contribution passes the server's link
         self._link_s = [0.0, 0.0]  # until when the server's link is busy, inwards and outwards
         self._met: Gathered | None = None  # what the last meeting came to
+        self._update_s = self._under.update_s
+        self._ending: int | None = None  # the update whose end is due
         self._replicas, self._source = register_workers(
-            self.server, task, optimizer, n_workers, exchange, update
+            self.server, task, optimizer, n_workers, exchange, update, self._update_s > 0
         )
         self._at_once = self._source is None and not self.server.requirements.takes_turns
         self._start(n_workers)
@@ -155,6 +167,12 @@ class VirtualWorld:
 
     def _step(self) -> None:
         """The next thing happens."""
+        before = self.server.statistics.version
+        self._happens()
+        if self.server.statistics.version > before:
+            self._updated()
+
+    def _happens(self) -> None:
         wake_s = self.server.wake_at_s
         if wake_s is not None and (not self._due or wake_s <= self._due[0][0]):
             self.now_s = max(self.now_s, wake_s)
@@ -174,6 +192,8 @@ class VirtualWorld:
                 self._on(Received(worker, what))
             case Begin():
                 self._on(Received(worker, what))
+            case UpdateEnded():
+                self._on(what)
             case Dies():
                 self._die(what.worker)
             case Joins():
@@ -267,11 +287,8 @@ class VirtualWorld:
                 self._go_on(worker, self.now_s)
                 return
             push = finished
-        before = self.server.statistics.version
         self._read.pop(worker, None)
         self._on(Received(worker, push))
-        if self.server.statistics.version > before:
-            self._updated()
 
     def _updated(self) -> None:
         if self._source is not None:
@@ -304,6 +321,10 @@ class VirtualWorld:
                 self._begin_epoch(worker, reply)
             elif isinstance(reply, Refused):
                 raise UserError(reply.reason)
+        if self._update_s and (ticket := self.server.under_way) not in (None, self._ending):
+            self._ending = ticket
+            end = UpdateEnded(ticket)
+            heapq.heappush(self._due, (self.now_s + self._update_s, _THE_SERVER, ticket, end))
 
     def _begin_epoch(self, worker: int, reply: Gathered) -> None:
         """All have met, and the worker goes on with the newest parameters."""
