@@ -25,7 +25,7 @@ FILES = ("json", "plot", "html")
 COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
 NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
 OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt", "update_s"]
-OPTIONS += ["batch_size", *LENGTHS, "seed", *FILES, "correction"]
+OPTIONS += ["shards", "delay", "batch_size", *LENGTHS, "seed", *FILES, "correction"]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
 Given = Mapping[str, str]
@@ -39,7 +39,7 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
-    given = options(others, OPTIONS, families=("slower",))
+    given = options(others, OPTIONS, families=("slower", "delay"))
     train, correction = _train(given, overrides), _correction(given, overrides)
     slower = {
         _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
@@ -199,8 +199,24 @@ def _network(given: Given, trains: bool) -> Network:
         server_bandwidth=_number(
             "network.server_bandwidth", given.get("network.server_bandwidth", "inf")
         ),
+        shards=_shards(given),
         size_bytes=4 * _whole("parameters", given.get("parameters", "0"), least=0),
     )
+
+
+def _shards(given: Given) -> tuple[float, ...]:
+    """By how many seconds the messages of each shard take longer, on average."""
+    delays_s = [0.0] * _whole("shards", given.get("shards", "1"))
+    for name, value in given.items():
+        if name.startswith("delay."):
+            shard = _whole("delay.S", name.removeprefix("delay."), least=0)
+            if shard >= len(delays_s):
+                raise UserError(
+                    f"{name} was given, but {len(delays_s)} shards have the numbers 0 to "
+                    f"{len(delays_s) - 1}; set shards=N"
+                )
+            delays_s[shard] = _number(name, value)
+    return tuple(delays_s)
 
 
 def _length(given: Given, trains: bool) -> float | None:

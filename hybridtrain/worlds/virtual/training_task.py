@@ -8,18 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from hybridtrain.exchanges import Exchange, LocalExchange, Offer
-from hybridtrain.memory import Layout, Store
+from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
-from hybridtrain.updates import Optimizers, build_update
+from hybridtrain.updates import Optimizers
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import NamedUpdate, update_of
 from hybridtrain.updates.per_tensor import clip_gradients
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.worlds.virtual.sharding import shards_of
 from hybridtrain.worlds.virtual.timed_optimizers import TimedOptimizers
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -76,16 +77,18 @@ class SimulatedWorker:
     """What an exchange sees of one worker, whose parameters and optimizer are its own.
 
     Args:
-        worker: its number.
-        store: has the masters, as the worker has read them last.
+        masters: as the worker has read them last.
         make_optimizer: makes the user's optimizer.
         exchange: of this worker alone.
     """
 
     def __init__(
-        self, worker: int, store: Store, make_optimizer: MakeOptimizer, exchange: LocalExchange
+        self,
+        masters: list[torch.Tensor],
+        make_optimizer: MakeOptimizer,
+        exchange: LocalExchange,
     ) -> None:
-        self.masters = [store.parameter(worker, slot) for slot in store.layout.slots]
+        self.masters = masters
         self._trained = [torch.nn.Parameter(master.clone()) for master in self.masters]
         self.parameters = [parameter.data for parameter in self._trained]
         self.optimizer = make_optimizer(self._trained)
@@ -125,7 +128,7 @@ class SimulatedReplicas:
     Args:
         task: what is trained.
         make_optimizer: makes the user's optimizer for the task's parameters.
-        store: masters and W rows, of the task's layout.
+        stores: masters and W rows of each shard of the parameters.
         exchange: what workers hand over.
         update: how the masters move, unless it is as the exchange wants it.
         timed: an update ends when the world says so.
@@ -135,30 +138,45 @@ class SimulatedReplicas:
         self,
         task: Task,
         make_optimizer: MakeOptimizer,
-        store: Store,
+        stores: Sequence[Store],
         exchange: Exchange,
         update: NamedUpdate | None = None,
         timed: bool = False,
     ) -> None:
-        self.task, self.store = task, store
-        slots = store.layout.slots
-        for slot, value in zip(slots, task.parameters(), strict=True):
+        self.task = task
+        self._places = [(store, slot) for store in stores for slot in store.layout.slots]
+        for (store, slot), value in zip(self._places, task.parameters(), strict=True):
             store.master(slot).copy_(value)
-        masters = [torch.nn.Parameter(store.master(slot)) for slot in slots]
-        number_of = {id(master): number for number, master in enumerate(masters)}
-        pool = Pool(1)
+        masters = [torch.nn.Parameter(store.master(slot)) for store, slot in self._places]
         self._users, self._update = make_optimizer(masters), update_of(exchange, update)
         optimizer = self._update.over(self._users)
-        numbers = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        kind = TimedOptimizers if timed else Optimizers
-        self.optimizers = kind([build_update(optimizer, numbers, store, pool)], store, pool)
-        for worker in range(store.n_workers):
+        self.shards = shards_of(
+            optimizer, masters, stores, TimedOptimizers if timed else Optimizers
+        )
+        workers = range(stores[0].n_workers)
+        for store, worker in product(stores, workers):
             store.refresh(worker)
+        self._gradients = [
+            [store.gradient(worker, slot) for store, slot in self._places] for worker in workers
+        ]
+        self._values = [
+            [store.parameter(worker, slot) for store, slot in self._places] for worker in workers
+        ]
         self._workers = [
-            SimulatedWorker(worker, store, make_optimizer, exchange)
-            for worker in range(store.n_workers)
+            SimulatedWorker(values, make_optimizer, exchange)
+            for values in self._values
             if isinstance(exchange, LocalExchange)
         ]
+
+    @property
+    def shares(self) -> list[float]:
+        """How large each shard is, in [0, 1]."""
+        sizes = [sum(slot.numel for slot in shard.store.layout.slots) for shard in self.shards]
+        return [size / sum(sizes) for size in sizes]
+
+    def part(self, shard: int, push: Push) -> Push:
+        """What of a push is this shard's."""
+        return push if len(self.shards) == 1 else self.shards[shard].part(push)
 
     def compute(self, worker: int, push: Push) -> Push | None:
         """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
@@ -168,9 +186,7 @@ class SimulatedReplicas:
             gradients = self.task.gradient(worker, own.parameters)
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
             return self._offered(worker, own, own.advance(gradients, push.weight, clip))
-        slots = self.store.layout.slots
-        values = [self.store.parameter(worker, slot) for slot in slots]
-        gradients = self.task.gradient(worker, values)
+        gradients = self.task.gradient(worker, self._values[worker])
         absent = self._into_row(worker, gradients)
         if isinstance(self.task, TrainingTask):
             return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
@@ -207,16 +223,10 @@ class SimulatedReplicas:
 
     def _into_row(self, worker: int, values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
         """Returns the numbers of the parameters for which there is nothing."""
-        for slot, value in zip(self.store.layout.slots, values, strict=True):
-            row = self.store.gradient(worker, slot)
+        for row, value in zip(self._gradients[worker], values, strict=True):
             row.zero_() if value is None else row.copy_(value)
         return tuple(number for number, value in enumerate(values) if value is None)
 
     def masters(self) -> list[torch.Tensor]:
         """The master parameters as they are now, copied."""
-        return [self.store.master(slot).clone() for slot in self.store.layout.slots]
-
-
-def layout_of(task: Task) -> Layout:
-    """Where the task's parameters lie."""
-    return Layout.of((f"{number}", value) for number, value in enumerate(task.parameters()))
+        return [store.master(slot).clone() for store, slot in self._places]
