@@ -55,6 +55,8 @@ What is trained (default: nothing, only time passes):
                       the clipping count. One module in one process computes all gradients
   correction=NAME     of late gradients: by_staleness, polynomial:exponent=0.5, dc_asgd,
                       dc_asgd_adaptive, gap_aware
+  exchange=NAME       what workers hand over: gradient (default), movement:every=8,
+                      accumulated:n_push=4:n_fetch=4 (with strategy=async: Downpour)
 
 What to write:
   json=FILE           the figures

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.recording import service_times
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
@@ -25,7 +26,7 @@ FILES = ("json", "plot", "html")
 COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
 NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
 OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt", "update_s"]
-OPTIONS += ["shards", "delay", "batch_size", *LENGTHS, "seed", *FILES, "correction"]
+OPTIONS += ["shards", "delay", "batch_size", *LENGTHS, "seed", *FILES, "correction", "exchange"]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
 Given = Mapping[str, str]
@@ -40,7 +41,7 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
     given = options(others, OPTIONS, families=("slower", "delay"))
-    train, correction = _train(given, overrides), _correction(given, overrides)
+    train = _train(given, overrides)
     slower = {
         _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
         for name, value in given.items()
@@ -53,7 +54,8 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
         slower=slower,
         conditions=_conditions(given, bool(overrides)),
         train=train,
-        correction=correction,
+        correction=_of_gradients("correction", given, overrides, make_correction),
+        exchange=_of_gradients("exchange", given, overrides, make_exchange),
         batch_size=_whole("batch_size", given.get("batch_size", "32")),
         mini_batches=_length(given, bool(overrides)),
         seconds=_seconds(given),
@@ -110,17 +112,19 @@ def _value(text: str) -> bool | float | str | None:
     return text
 
 
-def _correction(given: Given, overrides: Sequence[str]) -> Any:
-    """What ``make_correction`` takes."""
-    if given.get("correction", "null") == "null":
+def _of_gradients(
+    name: str, given: Given, overrides: Sequence[str], make: Callable[[Any], object]
+) -> Any:
+    """What ``make`` takes."""
+    if given.get(name, "null") == "null":
         return None
     if not overrides:
         raise UserError(
-            f"correction={given['correction']} was given without task=...; a correction changes "
-            "gradients, so there must be some"
+            f"{name}={given[name]} was given without task=...; a {name} is one of gradients, so "
+            "there must be some"
         )
-    spec = _spec("correction", given["correction"])
-    make_correction(spec)
+    spec = _spec(name, given[name])
+    make(spec)
     return spec
 
 

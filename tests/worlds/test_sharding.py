@@ -286,3 +286,17 @@ def test_the_command_line_has_it() -> None:
         UserError, match=r"delay\.3 was given, but 3 shards have the numbers 0 to 2"
     ):
         parse([*given, "shards=3", "delay.3=0.5"])
+
+
+@pytest.mark.slow
+def test_downpour_with_shards_from_the_command_line() -> None:
+    given = ["strategy=async", "exchange=accumulated:n_push=2:n_fetch=2", "workers=2"]
+    given += ["task=parabola", "trainer.max_epochs=1", "shards=2", "delay.1=0.5"]
+    plan, _ = parse(given)
+    row = simulate(plan, plan.strategies[0], 2)
+    assert row.updates > 0 and row.network_share > 0
+
+
+def test_an_exchange_needs_gradients() -> None:
+    with pytest.raises(UserError, match="exchange=movement was given without task="):
+        parse(["exchange=movement"])
