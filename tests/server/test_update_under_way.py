@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hybridtrain.policies import FirstK, OnArrival, Policy, WaitForAll, make_policy
-from hybridtrain.protocol.messages import Refused, Released, Stopped
+from hybridtrain.protocol.messages import Done, Install, Refused, Released, Share, Stopped
 from hybridtrain.protocol.notices import Gone
 from hybridtrain.protocol.server_events import (
     Admitted,
@@ -131,6 +131,21 @@ def test_the_place_of_a_worker_that_is_restarted_is_kept() -> None:
     assert told == [[], [], [(0, Gone(1, 0, for_now=True))], []]
     assert ended(served) == released(1, 0, 1)
     assert served.value() == -2.0
+
+
+def test_a_free_worker_that_is_restarted_meanwhile_begins_at_the_version_before() -> None:
+    served = timed(2, OnArrival())
+    served.push(0, 1.0)
+    served.server.on(Removed(0, announced=True, returns=True))
+    served.server.on(Restarted(0))
+    served.server.on(Received(0, Share(served.layout)))
+    assert (0, Done()) in served.server.on(Received(0, Install()))
+    assert float(served.store.parameter(0, served.layout.slots[0])[0]) == 0.0
+    assert ended(served) == [], "it has not pushed"
+    assert served.push(0, 10.0) == []
+    assert ended(served) == released(2, 0)
+    assert served.value() == -11.0
+    assert served.server.statistics.ages == {0: 1, 1: 1}, "it has read version 0"
 
 
 @pytest.mark.parametrize("policy", [WaitForAll(), OnArrival()])
