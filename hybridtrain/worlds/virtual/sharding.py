@@ -58,6 +58,9 @@ def servers_of(
 
 def first_timer(servers: Sequence[Server]) -> tuple[float, int]:
     """When the first policy wants to be told the time, and of which server it is."""
+    if len(servers) == 1:
+        wake_s = servers[0].wake_at_s
+        return (math.inf if wake_s is None else wake_s), 0
     first_s, whose = math.inf, 0
     for shard, server in enumerate(servers):
         wake_s = server.wake_at_s

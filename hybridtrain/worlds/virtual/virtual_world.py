@@ -23,8 +23,8 @@ from __future__ import annotations
 import heapq
 import math
 import sys
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -53,8 +53,7 @@ from hybridtrain.worlds.virtual.sharding import Answers, check_shards, first_tim
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, SimulatedReplicas, Task
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(NamedTuple):
     """What a worker has said reaches a server."""
 
     said: Push | Begin | Gather
@@ -121,7 +120,6 @@ class VirtualWorld:
         self._answers = [Answers(n_shards) for _ in range(n_workers)]
         self._turns = self.server.requirements.takes_turns
         self._interrupts = self._under.interrupt and self.server.requirements.drops_late
-        self._met: Gathered | None = None  # what the last meeting came to
         self._update_s = self._under.update_s
         self._ending: list[int | None] = [None for _ in self.servers]  # updates that have begun
         self._replicas, self._source = register_workers(
@@ -130,11 +128,13 @@ class VirtualWorld:
         self._at_once = self._source is None and not self._turns
         shares = self._replicas.shares if self._replicas else [1 / n_shards] * n_shards
         self._links = self._under.network.links(shares, n_workers, seed)
-        self._near = n_shards == 1 and not self._links[0].loaded_s + self._links[0].mean_s
+        near = self._replicas is None or not self._links[0].loaded_s
+        self._direct = n_shards == 1 and near and not self._links[0].mean_s  # computed, and there
         self._start(n_workers)
 
     def _start(self, n_workers: int) -> None:
         """At time 0 everybody who is there has the parameters and computes."""
+        self._met: Gathered | None = None  # what the last meeting came to
         self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
         self._work: dict[int, Push] = {}  # what the worker will push, where they differ
         self._asked: set[int] = set()  # who waits for its turn
@@ -210,7 +210,7 @@ class VirtualWorld:
             case Push():
                 self._computed(worker, what)
             case Arrival():
-                self._arrive(worker, shard, what)
+                self._arrive(worker, shard, what.said)
             case UpdateEnded():
                 self._on(shard, what)
             case Dies():
@@ -240,7 +240,9 @@ class VirtualWorld:
             at_s = self.now_s + links.latency_s  # without a load
         else:
             sent_s = links.passed_s(OUTWARDS, self.now_s) if links.passing_s else self.now_s
-            at_s = sent_s + links.loaded_s + links.delay_s(worker)
+            at_s = sent_s + links.loaded_s
+            if links.mean_s:
+                at_s += links.delay_s(worker)
         if len(self.servers) > 1:
             answers = self._answers[worker]
             if not answers.all_there(shard, self.now_s, at_s):
@@ -277,10 +279,7 @@ class VirtualWorld:
         self._compute(worker, at_s, push)
 
     def _compute(self, worker: int, begin_s: float, push: Push) -> None:
-        """The worker computes.
-
-        Who is due at the same moment as others goes by its number.
-        """
+        """The worker computes."""
         work_s = self._draws[worker]()
         end_s = begin_s + work_s
         if worker in self._finish:
@@ -289,7 +288,8 @@ class VirtualWorld:
         if self._interrupts:
             self._read[worker] = self.server.statistics.version
         number = self._doing[worker] = self._doing[worker] + 1
-        heapq.heappush(self._due, (end_s, worker, number, 0, push))
+        at_s = end_s + self._links[0].loaded_s if self._direct else end_s
+        heapq.heappush(self._due, (at_s, worker, number, 0, push))
 
     def _computed(self, worker: int, push: Push) -> None:
         """The worker has come to the end of its mini-batch, and hands over what there is."""
@@ -299,8 +299,8 @@ class VirtualWorld:
             self.network_s -= self._links[0].loaded_s
             self._work.pop(worker, None)
             self._go_on(worker, self.now_s)
-        elif self._near:
-            self._arrive(worker, 0, Arrival(made))
+        elif self._direct:
+            self._arrive(worker, 0, made)
         else:
             self._say(worker, made, self.now_s)
 
@@ -329,23 +329,25 @@ class VirtualWorld:
                 self.network_s += delay_s if shard == 0 else 0.0
             heapq.heappush(self._due, (at_s + way_s, worker, number, shard, Arrival(part)))
 
-    def _arrive(self, worker: int, shard: int, what: Arrival) -> None:
+    def _arrive(self, worker: int, shard: int, said: Push | Begin | Gather) -> None:
         """Something has come over the worker's link; the server's own may be busy."""
-        said, links = what.said, self._links[shard]
-        if isinstance(said, Gather):
-            self.servers[shard].statistics.waits(worker)
         if isinstance(said, Push):
+            links = self._links[shard]
             if links.passing_s and (worker, shard) not in self._in_link:
                 self._in_link.add((worker, shard))
                 through_s = links.passed_s(INWARDS, self.now_s)
                 self.network_s += through_s - self.now_s if shard == 0 else 0.0
+                what = Arrival(said)
                 heapq.heappush(self._due, (through_s, worker, self._doing[worker], shard, what))
                 return
-            self._in_link.discard((worker, shard))
+            if self._in_link:
+                self._in_link.discard((worker, shard))
             if shard == 0:
                 self.events += 1
                 self._read.pop(worker, None)
                 self._work.pop(worker, None)
+        elif isinstance(said, Gather):
+            self.servers[shard].statistics.waits(worker)
         self._on(shard, Received(worker, said))
 
     # ---- servers --------------------------------------------------------------------------------
