@@ -55,6 +55,7 @@ from hybridtrain.protocol.server_events import (
     Removed,
     Restarted,
     TimerExpired,
+    UpdateEnded,
 )
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
 from hybridtrain.server.batch_queue import BatchQueue
@@ -149,6 +150,9 @@ class Server:
                 return self.membership.admit(worker)
             case TimerExpired():
                 return self._guarded([], self._rounds.wake) or self._free_the_stuck()
+            case UpdateEnded(ticket):
+                replies = self._guarded([], lambda: self._rounds.complete(ticket))
+                return replies or self._free_the_stuck()
             case BrokenOff():
                 self._rounds.broken = True
                 return self._wishes.answer() + self._dismiss(waits=True)
@@ -206,18 +210,25 @@ class Server:
         return self._rounds.wake_at_s
 
     @property
+    def under_way(self) -> int | None:
+        """The number of the update that goes on until an ``UpdateEnded``, if one does."""
+        update = self._rounds.under_way
+        return None if update is None else update.ticket
+
+    @property
     def training(self) -> bool:
         """Whether it has begun, so that others could go on with it."""
         return bool(self.optimizers.updates)
 
     def _free_the_stuck(self) -> Replies:
-        """If all who are left wait, and no timer runs, they would wait for ever."""
+        """If all who are left wait, and no timer or update runs, they would wait for ever."""
         if len(self._rounds.waiting) + self._meeting.n_waiting < len(self._members):
             return []
         if (
             self._stopped
             or not self._members
             or self.wake_at_s is not None
+            or self.under_way is not None
             or self.membership.missing
         ):
             return []

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.recording import service_times
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
@@ -24,8 +25,8 @@ LENGTHS = ("mini_batches", "seconds")
 FILES = ("json", "plot", "html")
 COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
 NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
-OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt"]
-OPTIONS += ["batch_size", *LENGTHS, "seed", *FILES, "correction"]
+OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt", "update_s"]
+OPTIONS += ["shards", "delay", "batch_size", *LENGTHS, "seed", *FILES, "correction", "exchange"]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
 Given = Mapping[str, str]
@@ -39,8 +40,8 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
-    given = options(others, OPTIONS, families=("slower",))
-    train, correction = _train(given, overrides), _correction(given, overrides)
+    given = options(others, OPTIONS, families=("slower", "delay"))
+    train = _train(given, overrides)
     slower = {
         _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
         for name, value in given.items()
@@ -53,7 +54,8 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
         slower=slower,
         conditions=_conditions(given, bool(overrides)),
         train=train,
-        correction=correction,
+        correction=_of_gradients("correction", given, overrides, make_correction),
+        exchange=_of_gradients("exchange", given, overrides, make_exchange),
         batch_size=_whole("batch_size", given.get("batch_size", "32")),
         mini_batches=_length(given, bool(overrides)),
         seconds=_seconds(given),
@@ -110,17 +112,19 @@ def _value(text: str) -> bool | float | str | None:
     return text
 
 
-def _correction(given: Given, overrides: Sequence[str]) -> Any:
-    """What ``make_correction`` takes."""
-    if given.get("correction", "null") == "null":
+def _of_gradients(
+    name: str, given: Given, overrides: Sequence[str], make: Callable[[Any], object]
+) -> Any:
+    """What ``make`` takes."""
+    if given.get(name, "null") == "null":
         return None
     if not overrides:
         raise UserError(
-            f"correction={given['correction']} was given without task=...; a correction changes "
-            "gradients, so there must be some"
+            f"{name}={given[name]} was given without task=...; a {name} is one of gradients, so "
+            "there must be some"
         )
-    spec = _spec("correction", given["correction"])
-    make_correction(spec)
+    spec = _spec(name, given[name])
+    make(spec)
     return spec
 
 
@@ -181,7 +185,8 @@ def _times(given: Given, slower: Mapping[int, float]) -> Times:
 def _conditions(given: Given, trains: bool) -> Conditions:
     script = read_script(given["script"]) if "script" in given else Script()
     network = _network(given, trains)
-    return Conditions(network, script, _yes("interrupt", given.get("interrupt", "false")))
+    interrupts = _yes("interrupt", given.get("interrupt", "false"))
+    return Conditions(network, script, interrupts, _number("update_s", given.get("update_s", "0")))
 
 
 def _network(given: Given, trains: bool) -> Network:
@@ -198,8 +203,24 @@ def _network(given: Given, trains: bool) -> Network:
         server_bandwidth=_number(
             "network.server_bandwidth", given.get("network.server_bandwidth", "inf")
         ),
+        shards=_shards(given),
         size_bytes=4 * _whole("parameters", given.get("parameters", "0"), least=0),
     )
+
+
+def _shards(given: Given) -> tuple[float, ...]:
+    """By how many seconds the messages of each shard take longer, on average."""
+    delays_s = [0.0] * _whole("shards", given.get("shards", "1"))
+    for name, value in given.items():
+        if name.startswith("delay."):
+            shard = _whole("delay.S", name.removeprefix("delay."), least=0)
+            if shard >= len(delays_s):
+                raise UserError(
+                    f"{name} was given, but {len(delays_s)} shards have the numbers 0 to "
+                    f"{len(delays_s) - 1}; set shards=N"
+                )
+            delays_s[shard] = _number(name, value)
+    return tuple(delays_s)
 
 
 def _length(given: Given, trains: bool) -> float | None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import ExchangeSpec, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.staleness import CorrectionSpec, make_correction
 from hybridtrain.worlds.virtual.conditions import Conditions
@@ -53,6 +54,7 @@ class SimulationPlan:
     seed: int = 0
     train: Train | None = None
     correction: CorrectionSpec = None
+    exchange: ExchangeSpec = None  # what goes with the policy
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def _world(plan: SimulationPlan, way: Way, workers: int) -> tuple[VirtualWorld, 
         optimizer=optimizer,
         conditions=replace(plan.conditions, network=network),
         correction=make_correction(plan.correction),
+        exchange=None if plan.exchange is None else make_exchange(plan.exchange),
     )
     wanted = getattr(task, "epochs", math.inf) if plan.mini_batches is None else math.inf
     return world, wanted

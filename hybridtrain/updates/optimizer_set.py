@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -41,6 +41,18 @@ class Stepped:
     again: Again | None = None
     news: Groups | None = None
     turn: StepNumber | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Not yet: what :meth:`Optimizers.step` may answer in place of what came of a round.
+
+    The contributions have been read, so their rows may be written again. The masters are those of
+    the version before until ``finish`` is called, once, which moves them; it may raise what a step
+    may raise.
+    """
+
+    finish: Callable[[], Stepped]
 
 
 class Optimizers:
@@ -120,7 +132,7 @@ class Optimizers:
 
     # ---- one round ------------------------------------------------------------------------------
 
-    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
+    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
         """Apply one round's pushes, all for one optimizer, and what is held for it.
 
         Those that abstain have no share, but what they tell of hyper-parameters and groups does
