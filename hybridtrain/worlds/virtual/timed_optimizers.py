@@ -22,11 +22,11 @@ class TimedOptimizers(Optimizers):
 
     def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
         number = next(iter(pushes.values())).optimizer if number is None else number
-        holds, before = number in self.holding, self._values(number)
+        holds, before = number in self.holding, self._copied(number)
         stepped = super().step(pushes, number)
         if not isinstance(stepped, Stepped) or not (stepped.workers or holds):
             return stepped  # there was nothing to do
-        after = self._values(number)
+        after = self._copied(number)
         self._put(before)
         return Pending(partial(self._finish, stepped, after))
 
@@ -34,7 +34,7 @@ class TimedOptimizers(Optimizers):
         self._put(after)
         return stepped
 
-    def _values(self, number: int) -> Values:
+    def _copied(self, number: int) -> Values:
         """What the masters of this optimizer are."""
         assert self._place is not None, "what steps has a store"
         store = self._place[0]

@@ -176,10 +176,10 @@ class SimulatedReplicas:
         self._gradients = [
             [store.gradient(worker, slot) for store, slot in self._places] for worker in workers
         ]
-        self._values = [
+        self._copies = [
             [store.parameter(worker, slot) for store, slot in self._places] for worker in workers
         ]
-        self._make = partial(_worker, self._values, make_optimizer, exchange, fresh)
+        self._make = partial(_worker, self._copies, make_optimizer, exchange, fresh)
         alone = isinstance(exchange, LocalExchange)
         self._workers = [self._make(worker) for worker in workers if alone]
 
@@ -219,7 +219,7 @@ class SimulatedReplicas:
             gradients = self.task.gradient(worker, own.values)
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
             return self._offered(worker, own, own.advance(gradients, push.weight, clip))
-        gradients = self.task.gradient(worker, self._values[worker])
+        gradients = self.task.gradient(worker, self._copies[worker])
         absent = self._into_row(worker, range(len(self._places)), gradients)
         if isinstance(self.task, TrainingTask):
             return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)

@@ -195,7 +195,7 @@ class VirtualWorld:
         self.now_s = at_s
         match what:
             case Push():
-                self._computed(worker, what)
+                self._end_mini_batch(worker, what)
             case Arrival():
                 self._arrive(worker, shard, what.said)
             case UpdateEnded():
@@ -284,7 +284,7 @@ class VirtualWorld:
         at_s = end_s + self._links[0].loaded_s if self._direct else end_s
         heapq.heappush(self._due, (at_s, worker, number, 0, push))
 
-    def _computed(self, worker: int, push: Push) -> None:
+    def _end_mini_batch(self, worker: int, push: Push) -> None:
         """The worker has come to the end of its mini-batch, and hands over what there is."""
         made = push if self._replicas is None else self._finished(worker, push, self._replicas)
         self.events += self._alone
