@@ -15,6 +15,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.cli.hydra_config import complete_overrides, compose_config, conf_dir, groups
+from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.exchanges import exchange_of, make_exchange
 from hybridtrain.policies import POLICIES, make_policy
@@ -94,6 +95,23 @@ def test_every_scheme_is_the_same_from_the_command_line_and_by_its_name() -> Non
         updates = plain(row["update"]), parts.get("update")
         one, other = (update_of(exchange, each).over(optimizer) for each in updates)
         assert type(one) is type(other) and one.defaults == other.defaults
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "strategy.exchange.every=[8,16]",
+        "strategy.exchange.every={longest:16,seconds_per_step:[0.6,1.5]}",
+        "strategy.exchange.every=4",
+        "strategy.exchange.compress=int4",
+    ],
+)
+@pytest.mark.parametrize("name", ["local_sgd", "post_local_sgd", "diloco", "async_diloco"])
+def test_how_often_and_how_it_is_encoded_may_be_said_in_every_form(name: str, given: str) -> None:
+    overrides = [f"strategy={name}", given, "++run_dir=somewhere"]
+    cfg = compose_config(overrides)
+    check_config(cfg, overrides)
+    make_exchange(plain(cfg.strategy.exchange))
 
 
 @pytest.mark.parametrize("name", groups()["optimizer"])

@@ -69,7 +69,7 @@ class Loaders:
         self._former: tuple[int, int] | None = None  # the same before the last step
         self.position = EpochPosition(trainer)
         self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
-        self._begin_evaluation()
+        self._begin_evaluation(client.there)
         self._moved = False  # what Lightning iterates over has another length now
 
     def attach(self) -> None:
@@ -109,11 +109,12 @@ class Loaders:
             return self._training(dataloader, not kept and not self._trainer.overfit_batches)
         indices = order_of(dataloader, shuffle, self._client)(0)
         if mode != RunningStage.PREDICTING:
-            return EvaluationSampler(indices, self._client.rank, self._group)
+            place = self._evaluating.index(self._client.worker)
+            return EvaluationSampler(indices, place, self._group)
         return Whole(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
 
-    def _begin_evaluation(self) -> None:
-        self._group = Group(len(self._client.there))
+    def _begin_evaluation(self, workers: tuple[int, ...]) -> None:
+        self._evaluating, self._group = workers, Group(len(workers))
         self._predict_limit = self._trainer.limit_predict_batches
 
     def _dealt(self, batches: Any) -> Dealt:

@@ -130,6 +130,11 @@ def combined_loader(loop: Any) -> Any:
     return loop._combined_loader
 
 
+def forget_loaders(loop: Any) -> None:
+    """An evaluation makes its loaders anew when it begins next."""
+    loop._combined_loader = None
+
+
 def combination_of(combined: Any) -> str:
     """How it combines several loaders: the ``mode`` of a ``CombinedLoader``."""
     mode: str = combined._mode

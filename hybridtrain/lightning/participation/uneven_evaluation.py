@@ -16,7 +16,11 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.lightning.async_training.update_count import precede
-from hybridtrain.lightning.hooks.loop_hooks import BEHIND_EVALUATION, BEHIND_LOADER
+from hybridtrain.lightning.hooks.loop_hooks import (
+    BEHIND_EVALUATION,
+    BEHIND_LOADER,
+    forget_loaders,
+)
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
@@ -29,17 +33,22 @@ class UnevenEvaluation:
         loop: the loop.
         trainer: of this worker.
         client: to the server.
-        begin: what is to be done before loaders are made.
+        begin: what is to be done before loaders are made, for these workers.
     """
 
     def __init__(
-        self, loop: Any, trainer: pl.Trainer, client: Client, begin: Callable[[], None]
+        self,
+        loop: Any,
+        trainer: pl.Trainer,
+        client: Client,
+        begin: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._loop, self._client = loop, client
         self._trainer: Any = trainer
         self._begin = begin
         self._roll: list[str] | None = None  # what everybody did in the evaluation under way
         self.before: int | None = None  # mini-batches until it began, if it is not over
+        self._shared: tuple[int, ...] = ()  # the workers that share what the loaders have
 
     def attach(self) -> None:
         """Stand in the loop's way at its beginning and its end."""
@@ -62,7 +71,10 @@ class UnevenEvaluation:
         module, trainer = self._trainer.lightning_module, self._trainer
         name = "allow_zero_length_dataloader_with_multiple_devices"
         allowed, limit = getattr(module, name), trainer.limit_predict_batches
-        self._begin()
+        if (sharing := self._sharing()) != self._shared:
+            forget_loaders(self._loop)
+            self._shared = sharing
+        self._begin(sharing)
         setattr(module, name, True)
         if self._predicts and isinstance(limit, float) and limit > 0:
             trainer.limit_predict_batches = 1.0  # `Dealt` has seen to it
@@ -71,6 +83,14 @@ class UnevenEvaluation:
         finally:
             setattr(module, name, allowed)
             trainer.limit_predict_batches = limit
+
+    def _sharing(self) -> tuple[int, ...]:
+        """Who shares the samples; where workers may be lost for good, all agree on who is left."""
+        client, choice = self._client, context_of(self._trainer).on_failure.choice
+        if client.n_workers == 1 or client.solo or choice != "continue":
+            return client.there
+        client.gather("who evaluates", None)
+        return client.met
 
     def run(self) -> Any:
         """As Lightning's, but all workers come out of it together."""
