@@ -44,6 +44,10 @@ class Accumulated(BriefRepr):
     def steps(self) -> int:
         return self.n_push
 
+    @property
+    def owes(self) -> bool:
+        return bool(self._sums)
+
     def check(self, n_workers: int) -> None:
         """Any number is right."""
 

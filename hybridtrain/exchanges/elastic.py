@@ -53,6 +53,11 @@ class Elastic:
     def steps(self) -> int:
         return self.every
 
+    @property
+    def owes(self) -> bool:
+        """Never: a worker does not hand over what it has come to, and goes on from there itself."""
+        return False
+
     def check(self, n_workers: int) -> None:
         """Any number is right."""
 

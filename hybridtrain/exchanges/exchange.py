@@ -100,6 +100,11 @@ class LocalExchange(Exchange, Protocol):
 
     keeps: ClassVar[bool]
 
+    @property
+    def owes(self) -> bool:
+        """Whether steps have been made that nothing has been handed over of."""
+        ...
+
     def check(self, n_workers: int) -> None:
         """Raises ``UserError`` if it makes no sense for so many workers."""
         ...

@@ -44,6 +44,10 @@ class Movement(BriefRepr):
     def steps(self) -> int:
         return self._interval.usual
 
+    @property
+    def owes(self) -> bool:
+        return self._steps > 0
+
     def check(self, n_workers: int) -> None:
         self._interval.check(n_workers)
 

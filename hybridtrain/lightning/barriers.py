@@ -49,8 +49,12 @@ class WorkerBarriers(SingleHost):
 
     def flush(self) -> None:
         """All hand over what their own steps have come to, unless not all come here."""
-        if self._session is not None and self._all_come:
-            self._session.flush()
+        if self._session is None or not self._all_come:
+            return
+        owed = self._session.owes
+        self._session.flush()
+        if owed and self._loaders is not None:
+            self._loaders.commit()
 
     @property
     def _all_come(self) -> bool:

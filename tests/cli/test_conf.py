@@ -106,7 +106,7 @@ def test_every_scheme_is_the_same_from_the_command_line_and_by_its_name() -> Non
         "strategy.exchange.compress=int4",
     ],
 )
-@pytest.mark.parametrize("name", ["local_sgd", "post_local_sgd", "diloco", "async_diloco"])
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "async_diloco"])
 def test_how_often_and_how_it_is_encoded_may_be_said_in_every_form(name: str, given: str) -> None:
     overrides = [f"strategy={name}", given, "++run_dir=somewhere"]
     cfg = compose_config(overrides)

@@ -199,7 +199,8 @@ class Absence:
             known = self._client.gather(_MADE, None, patient=True)
             take_steps(loop, next((each for each in known if each is not None), None))
             self._catch_up(self._session)
-            self._loaders.commit()
+            if not self._session.owes:
+                self._loaders.commit()
             progress.increment_processed()
         finally:
             self._sits_out = False

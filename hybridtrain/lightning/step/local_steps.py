@@ -87,6 +87,11 @@ class LocalSteps:
         with torch.no_grad():
             return self._exchange.flush(self)
 
+    @property
+    def owes(self) -> bool:
+        """Whether steps have been made that nothing has been handed over of."""
+        return self._exchange.owes
+
     def hand_over(self, offer: Offer) -> tuple[int, ...]:
         """Into the worker's row; returns the slot numbers of what is not part of it."""
         return self._replica.hand_over(self._numbers, offer.values, offer.encoded)

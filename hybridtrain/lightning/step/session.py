@@ -302,6 +302,15 @@ class Session:
         for step in self.steps if self.has_own_parameters else ():
             step.step_without_data()
 
+    @property
+    def owes(self) -> bool:
+        """Whether the masters lack steps that all workers have made since the last exchange.
+
+        Who goes on from a checkpoint that is made now does them again.
+        """
+        alone = [step.local for step in self.steps if step.local is not None]
+        return self._requirements.whole_rounds and any(local.owes for local in alone)
+
     def flush(self) -> None:
         """Hand over what this worker's own steps have come to, where all do so."""
         for step in self.steps:

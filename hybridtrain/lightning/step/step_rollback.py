@@ -47,7 +47,8 @@ class StepRollback:
 
     def commit(self) -> None:
         """A step has been made, and Lightning will count it now."""
-        self._loaders.commit()
+        if not self._session.owes:
+            self._loaders.commit()
         self._schedules_kept = False
         if self._client.offered is not None:
             loop = self._trainer.fit_loop.epoch_loop
