@@ -48,7 +48,7 @@ class Accumulated(BriefRepr):
     def owes(self) -> bool:
         return bool(self._sums)
 
-    def check(self, n_workers: int) -> None:
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
         """Any number is right."""
 
     def step(self, local: Local) -> Offer | None:

@@ -58,7 +58,7 @@ class Elastic:
         """Never: a worker does not hand over what it has come to, and goes on from there itself."""
         return False
 
-    def check(self, n_workers: int) -> None:
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
         """Any number is right."""
 
     def step(self, local: Local) -> Offer | None:

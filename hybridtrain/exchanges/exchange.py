@@ -105,8 +105,8 @@ class LocalExchange(Exchange, Protocol):
         """Whether steps have been made that nothing has been handed over of."""
         ...
 
-    def check(self, n_workers: int) -> None:
-        """Raises ``UserError`` if it makes no sense for so many workers."""
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
         ...
 
     def step(self, local: Local) -> Offer | None:

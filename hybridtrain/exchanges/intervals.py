@@ -22,8 +22,8 @@ class Interval(Protocol):
         """Steps between two exchanges, of an average worker, in the end."""
         ...
 
-    def check(self, n_workers: int) -> None:
-        """Raises ``UserError`` if it makes no sense for so many workers."""
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
         ...
 
     def length(self, local: Local) -> int:
@@ -41,23 +41,30 @@ class Interval(Protocol):
 
 @dataclass
 class Fixed:
-    """So many steps for each worker; with several numbers, one for each."""
+    """So many steps for each worker; ``each``: there is a number for each worker."""
 
     lengths: tuple[int, ...]
+    each: bool = False
 
     @property
     def usual(self) -> int:
         return max(round(sum(self.lengths) / len(self.lengths)), 1)
 
-    def check(self, n_workers: int) -> None:
-        if len(self.lengths) not in (1, n_workers):
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        if self.each and len(self.lengths) != n_workers:
             raise UserError(
                 f"exchange.every: {len(self.lengths)} numbers were given, {list(self.lengths)}, "
                 f"but there are {n_workers} workers; give one for each, or one number for all"
             )
+        if whole_rounds and len(set(self.lengths)) > 1:
+            raise UserError(
+                f"exchange.every={list(self.lengths)} was given, but all workers step equally "
+                "often under this policy, and would wait for the one with the most steps; give one "
+                "number, or use policy=async or grace"
+            )
 
     def length(self, local: Local) -> int:
-        return self.lengths[local.worker if len(self.lengths) > 1 else 0]
+        return self.lengths[local.worker if self.each else 0]
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -85,7 +92,7 @@ class Later:
     def usual(self) -> int:
         return self.then
 
-    def check(self, n_workers: int) -> None:
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
         """It is the same for all."""
 
     def length(self, local: Local) -> int:
@@ -122,9 +129,9 @@ def interval(given: Every) -> Interval:
     """
     if isinstance(given, Mapping):
         return _changing({str(key): value for key, value in given.items()})
-    several = isinstance(given, Sequence) and given and not isinstance(given, str | bytes)
+    several = isinstance(given, Sequence) and bool(given) and not isinstance(given, str | bytes)
     numbers: Any = given if several else (given,)
-    return Fixed(tuple(positive("exchange.every", each) for each in numbers))
+    return Fixed(tuple(positive("exchange.every", each) for each in numbers), several)
 
 
 def _changing(given: dict[str, Any]) -> Interval:
@@ -163,4 +170,4 @@ def _by_speed(longest: int, seconds_per_step: Any = None) -> Fixed:
             "(service_s in its summary.json): [0.6, 1.5]"
         )
     fastest = min(times)
-    return Fixed(tuple(max(int(fastest / time * longest), 1) for time in times))
+    return Fixed(tuple(max(int(fastest / time * longest), 1) for time in times), True)

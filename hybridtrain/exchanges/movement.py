@@ -48,8 +48,8 @@ class Movement(BriefRepr):
     def owes(self) -> bool:
         return self._steps > 0
 
-    def check(self, n_workers: int) -> None:
-        self._interval.check(n_workers)
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        self._interval.check(n_workers, whole_rounds)
 
     def step(self, local: Local) -> Offer | None:
         local.step()

@@ -73,7 +73,7 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         )
     _check(policy, needs, exchange)
     if isinstance(exchange, LocalExchange):
-        exchange.check(n_workers)
+        exchange.check(n_workers, needs.whole_rounds)
     place: Place = "masters" if needs.whole_rounds else "copy"
     free: Data = "dealt" if needs.turns else "queue"
     later, steps = needs.later, exchange.steps

@@ -99,3 +99,13 @@ def test_there_is_one_number_for_each_worker_or_one_for_all() -> None:
     with pytest.raises(UserError, match=r"3 numbers were given, \[4, 2, 1\], .* 2 workers"):
         combine(make_policy("async"), exchange, 2)
     assert combine(make_policy("async"), exchange, 3).gathers == 2
+    alone = make_exchange({"name": "movement", "every": [4]})
+    with pytest.raises(UserError, match=r"1 numbers were given, \[4\], .* 2 workers"):
+        combine(make_policy("async"), alone, 2)
+
+
+def test_in_lock_step_all_exchange_equally_often() -> None:
+    unequal = make_exchange({"name": "movement", "every": [4, 8]})
+    with pytest.raises(UserError, match=r"every=\[4, 8\].*step equally often.*policy=async or"):
+        combine(make_policy("hybrid"), unequal, 2)
+    combine(make_policy("hybrid"), make_exchange({"name": "movement", "every": [4, 4]}), 2)
