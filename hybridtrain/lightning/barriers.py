@@ -24,6 +24,7 @@ class WorkerBarriers(SingleHost):
 
     requirements: Requirements
     saves_alone = False  # this worker writes a checkpoint that the others do not know of
+    tells = False  # it says where training is, perhaps in the middle of a step
     _absence: Absence
     _count: UpdateCount | None
     _loaders: Loaders | None
@@ -58,14 +59,18 @@ class WorkerBarriers(SingleHost):
 
     @property
     def _all_come(self) -> bool:
-        """Whether the others do what this worker does."""
-        broken_off = self.client.stop is not None or self.client.solo
-        return not broken_off and not self.saves_alone
+        """Whether the others do what this worker does, or run freely, so that none waits."""
+        broken_off = self.client.stop is not None or self.client.solo or self.tells
+        return not broken_off and not (self._alone and self.requirements.whole_rounds)
 
     @property
     def _all_meet(self) -> bool:
-        """Whether they do it at the same time, too."""
-        return self._all_come and not self.collectives.local and not self.collectives.alone
+        """Whether they do it at the same time."""
+        return self._all_come and not self.collectives.local and not self._alone
+
+    @property
+    def _alone(self) -> bool:
+        return self.saves_alone or bool(self.collectives.alone)
 
     def validate_behind_last(self) -> None:
         """As on one device the last step is not counted yet, also if others have made it."""

@@ -142,6 +142,7 @@ class WorkerContext(RunContext, Protocol):
     """In a worker."""
 
     saves_alone: bool
+    tells: bool
 
     def gather_states(self) -> None:
         """All save together: what is each worker's own comes to the one who writes."""

@@ -238,6 +238,8 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
+        if self.tells and self._session is not None and self._session.has_own_parameters:
+            return  # which are not to be touched in the middle of a step
         self.flush()
         if self._count is not None and self._session is not None and self.is_global_zero:
             version, self._snapshot = self._session.snapshot()

@@ -11,6 +11,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.recording import service_times
+from hybridtrain.registration import SCHEMES
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.arguments import options
@@ -74,14 +75,24 @@ def _is_training(argument: str) -> bool:
 
 
 def way(text: str) -> Way:
-    """A strategy and its options: ``backup:k=3``, ``first_k:k=3:late=use``.
+    """A strategy and its options: ``backup:k=3``, ``local_sgd:every=32``.
+
+    Where a strategy has an exchange of its own, options are the exchange's.
 
     Raises:
-        UserError: if there is no such policy, or it takes no such options.
+        UserError: if there is no such strategy, or it takes no such options.
     """
     given = _spec("strategy", text)
-    make_policy(given)
-    return Way(text, given)
+    name, options = (given, {}) if isinstance(given, str) else (given["name"], given)
+    if name not in SCHEMES:
+        make_policy(given)
+        return Way(text, given)
+    parts = SCHEMES[name]
+    known = parts["exchange"]
+    exchange = {"name": known} if isinstance(known, str) else dict(known)
+    exchange |= {key: value for key, value in options.items() if key != "name"}
+    make_exchange(exchange)
+    return Way(text, parts["policy"], exchange, parts.get("update"))
 
 
 def _spec(what: str, text: str) -> Any:

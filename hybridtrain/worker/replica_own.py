@@ -86,13 +86,14 @@ class OwnReplica:
         return {}
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, keep: bool = False) -> None:
         """The module's parameters become the masters as this worker has read them last.
 
-        Where the worker's own are to be kept, they come back with :meth:`put_back`.
+        Where the worker's own are to be kept (``keep``: this time, too), they come back with
+        :meth:`put_back`.
         """
         for number in self._following:
-            if self._keeps and number not in self._kept:
+            if (keep or self._keeps) and number not in self._kept:
                 self._kept[number] = self._parameters[number].detach().clone()
             self._parameters[number].copy_(self._masters[number])
 

@@ -106,7 +106,7 @@ class RejoinState:
         instead = {
             "optimizer_state": without_fetching,
             "lightning_module_state_dict": lambda: state,
-            "saves_alone": True,  # in the middle of a step, perhaps
+            "tells": True,
         }
         vars(context).update(instead)
         try:

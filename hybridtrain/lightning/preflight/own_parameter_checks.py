@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
+
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import RunContext
 
@@ -44,6 +46,13 @@ def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
             f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "
             "over seldom, and would be rounded; leave it out, or use exchange=gradient"
         )
+    for callback in trainer.callbacks if strategy.world_size > 1 else ():
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise UserError(
+                f"{type(callback).__name__} was given with {asked}, but it would average each "
+                "worker's own parameters, and what is validated and saved are the masters; leave "
+                "it out, or use exchange=gradient"
+            )
     module = trainer.lightning_module
     if trainer.state.fn == "fit" and not module.automatic_optimization:
         raise UserError(

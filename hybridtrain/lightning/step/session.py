@@ -233,7 +233,9 @@ class Session:
         self._client.settle()
         changed = bool(self.replica.writes())
         version, saved = self._client.snapshot(refresh=not changed)
-        if not changed:
+        if isinstance(self.replica, OwnReplica):
+            self.replica.refresh(keep=self.owes)
+        elif not changed:
             self.replica.refresh()
         states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
         return version, self.saved.with_inner(states)

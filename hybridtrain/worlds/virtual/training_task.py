@@ -198,6 +198,11 @@ class SimulatedReplicas:
         """Whether workers step parameters of their own."""
         return bool(self._workers)
 
+    @property
+    def loss(self) -> float | None:
+        """Of the last mini-batch, if the task knows it."""
+        return self.task.loss if isinstance(self.task, TrainingTask) else None
+
     def bytes_of(self, shard: int, part: Push) -> int:
         """What a worker that trains alone has handed over to this shard."""
         if part.encoded is not None or part.weight <= 0:

@@ -299,10 +299,10 @@ class VirtualWorld:
     def _finished(self, worker: int, push: Push, replicas: SimulatedReplicas) -> Push | None:
         """What the worker has computed, at its own parameters, if it is handed over."""
         computed = replicas.compute(worker, push) if push.weight > 0 else push
+        if (loss := replicas.loss if computed is None else computed.loss) is not None:
+            self.curve.add(self.now_s, loss)
         if computed is None:
             return None
-        if computed.loss is not None:
-            self.curve.add(self.now_s, computed.loss)
         return computed if self._source is None else self._source.told(computed)
 
     def _say(self, worker: int, said: Push | Begin | Gather, at_s: float) -> None:

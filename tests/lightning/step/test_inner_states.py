@@ -11,6 +11,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
+from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
 from hybridtrain.lightning.step.inner_states import tell_what_is_dropped
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
@@ -65,6 +66,18 @@ def test_an_evaluation_changes_nothing_where_each_goes_on_from_its_own(tmp_path:
     often = fitted(tmp_path, SCHEMES["elastic"], val_check_interval=1, callbacks=[])
     never = fitted(tmp_path, SCHEMES["elastic"], limit_val_batches=0, callbacks=[])
     assert all(map(torch.equal, often.parameters(), never.parameters()))
+
+
+@pytest.mark.parametrize("name", ["local_sgd", *(pytest.param("elastic", marks=pytest.mark.slow),)])
+def test_a_checkpoint_that_one_worker_makes_alone_changes_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    alone = PeriodicCheckpoint(str(tmp_path), every_updates=1, keep=99)
+    often = fitted(tmp_path, SCHEMES[name], callbacks=[alone])
+    never = fitted(tmp_path, SCHEMES[name], callbacks=[])
+    assert all(map(torch.equal, often.parameters(), never.parameters()))
+    made = {torch.load(x, weights_only=True)["global_step"] for x in tmp_path.glob("periodic*")}
+    assert len(made) == 18
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.callbacks import BaseFinetuning, EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -282,6 +282,7 @@ def test_an_optimizer_that_cannot_be_served_is_refused(
         ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
         ({"correction": "gap_aware"}, None, ["correction="]),
         ({}, "manual", ["automatic_optimization", "exchange=gradient"]),
+        ({}, "averaged", ["EMAWeightAveraging", "each worker's own", "exchange=gradient"]),
     ],
 )
 def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
@@ -289,9 +290,12 @@ def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
 ) -> None:
     class Own(Manual, Regression): ...
 
-    kind: Callable[[], Any] = Own if change else Regression
+    kind: Callable[[], Any] = Own if change == "manual" else Regression
     strategy = HybridStrategy("hybrid", exchange="movement", **options)
-    trainer = make_trainer(strategy, 2, max_epochs=1, default_root_dir=tmp_path)
+    callbacks = [EMAWeightAveraging()] if change == "averaged" else []
+    trainer = make_trainer(
+        strategy, 2, max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks
+    )
     with pytest.raises(UserError) as error:
         trainer.fit(kind(), DataLoader(regression_data(), SIZE))
     for fragment in fragments:
