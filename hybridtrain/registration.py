@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hybridtrain.policies.schemes import SCHEMES
+
 _LIGHTNING = "pytorch_lightning"
 
 DESCRIPTIONS = {
@@ -36,26 +38,6 @@ DESCRIPTIONS = {
     "easgd": "parameters in host memory; workers train on their own, tied to them by a force",
     "diloco": "parameters in host memory; as local_sgd, with an outer Nesterov momentum",
     "async_diloco": "parameters in host memory; as diloco, but only those wait who come together",
-}
-# What a name stands for, where it is not that of a policy.
-SCHEMES: dict[str, dict[str, Any]] = {
-    "local_sgd": {"policy": "hybrid", "exchange": "movement"},
-    "downpour": {"policy": "async", "exchange": "accumulated"},
-    "post_local_sgd": {
-        "policy": "hybrid",
-        "exchange": {"name": "movement", "every": {"then": 16, "at": "first_decay", "first": 1}},
-    },
-    "easgd": {"policy": "async", "exchange": "elastic"},
-    "diloco": {
-        "policy": "hybrid",
-        "exchange": {"name": "movement", "every": 30},
-        "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
-    },
-    "async_diloco": {
-        "policy": "grace",
-        "exchange": {"name": "movement", "every": 30},
-        "update": "delayed_nesterov",
-    },
 }
 
 

@@ -46,13 +46,8 @@ def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
             f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "
             "over seldom, and would be rounded; leave it out, or use exchange=gradient"
         )
-    for callback in trainer.callbacks if strategy.world_size > 1 else ():
-        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            raise UserError(
-                f"{type(callback).__name__} was given with {asked}, but it would average each "
-                "worker's own parameters, and what is validated and saved are the masters; leave "
-                "it out, or use exchange=gradient"
-            )
+    if strategy.world_size > 1:
+        _check_callbacks(trainer, asked)
     module = trainer.lightning_module
     if trainer.state.fn == "fit" and not module.automatic_optimization:
         raise UserError(
@@ -60,3 +55,13 @@ def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
             "that train on their own must count their steps alike, and only Lightning's own loop "
             "tells how many a mini-batch has; use automatic optimization, or exchange=gradient"
         )
+
+
+def _check_callbacks(trainer: Any, asked: str) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise UserError(
+                f"{type(callback).__name__} was given with {asked}, but it would average each "
+                "worker's own parameters, and what is validated and saved are the masters; leave "
+                "it out, or use exchange=gradient"
+            )
