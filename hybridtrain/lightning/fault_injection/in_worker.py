@@ -127,14 +127,14 @@ class Injection(pl.Callback):
         self._fault_log.reach(self._client.worker, self._step, os.getpid())
         self._visit("pull", self._step - 1)
 
-    def _half_written(self, write: Callable[..., None]) -> Callable[..., None]:
-        def torn(part: str, folder: int, content: Any) -> None:
+    def _half_written(self, write: Callable[..., bool]) -> Callable[..., bool]:
+        def torn(part: str, folder: int, content: Any, name: str) -> bool:
             fd, _ = files._open(part, folder)
             with os.fdopen(fd, "wb") as file:
                 file.write(memoryview(content)[: len(content) // 2])
                 file.flush()
                 self._visit("checkpoint")
-            write(part, folder, content)
+            return write(part, folder, content, name)
 
         return torn
 
