@@ -16,6 +16,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from hybridtrain.policies.schemes import SCHEMES
+
 _LIGHTNING = "pytorch_lightning"
 
 DESCRIPTIONS = {
@@ -28,14 +30,14 @@ DESCRIPTIONS = {
     "k_batch_async": "parameters in host memory; apply any k mini-batches, keep what is late",
     "softsync": "parameters in host memory; apply as many mini-batches as there are workers",
     "ssp": "parameters in host memory; nobody is more than a few steps ahead of the slowest",
+    "grace": "parameters in host memory; apply each gradient, go on with who comes shortly behind",
     "hogwild": "parameters in host memory; workers step them themselves, without a lock",
     "local_sgd": "parameters in host memory; workers train on their own, and average now and then",
     "downpour": "parameters in host memory; workers train on their own, push and fetch, never wait",
-}
-# What a name stands for, where it is not that of a policy.
-SCHEMES: dict[str, dict[str, Any]] = {
-    "local_sgd": {"policy": "hybrid", "exchange": "movement"},
-    "downpour": {"policy": "async", "exchange": "accumulated"},
+    "post_local_sgd": "parameters in host memory; as hybrid first, as local_sgd later",
+    "easgd": "parameters in host memory; workers train on their own, tied to them by a force",
+    "diloco": "parameters in host memory; as local_sgd, with an outer Nesterov momentum",
+    "async_diloco": "parameters in host memory; as diloco, but only those wait who come together",
 }
 
 

@@ -8,6 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What needs a GPU runs where ``-m`` asks for it by name; ``-m slow`` alone does not."""
+    asked: str = config.getoption("markexpr") or ""
+    if "gpu" in asked:
+        return
+    without = [item for item in items if item.get_closest_marker("gpu") is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in without])
+    items[:] = without
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test that is marked ``own_process`` runs in a fork of this one."""

@@ -123,6 +123,42 @@ def test_tasks_are_ordinary_lightning_code_that_knows_no_strategy() -> None:
     assert not offenders(files_of("tasks"), *map(folder, inside))
 
 
+def asks_trainer_for_strategy(node: ast.AST) -> bool:
+    """``trainer.strategy``, ``self._trainer.strategy``, ``vars(trainer)["strategy"]`` and so on."""
+    match node:
+        case ast.Attribute(value=owner, attr="strategy"):
+            pass
+        case ast.Call(func=ast.Name("getattr"), args=[owner, ast.Constant("strategy"), *_]):
+            pass
+        case _:
+            return False
+    return ast.unparse(owner).endswith("trainer")
+
+
+@pytest.mark.parametrize(
+    ("code", "asks"),
+    [
+        ("self._trainer.strategy.client", True),
+        ("getattr(job.trainer, 'strategy')", True),
+        ("cfg.strategy.policy", False),
+        ("context_of(trainer).client", False),
+    ],
+)
+def test_a_question_for_the_strategy_is_known_as_one(code: str, asks: bool) -> None:
+    assert any(map(asks_trainer_for_strategy, ast.walk(ast.parse(code)))) is asks
+
+
+def test_one_module_alone_takes_the_strategy_from_a_trainer_and_types_it() -> None:
+    rest = [f for f in FILES if "tasks" not in f.parts]  # ordinary Lightning code, as users write
+    found = {
+        str(path.relative_to(PACKAGE))
+        for path in rest
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if asks_trainer_for_strategy(node)
+    }
+    assert found == {"lightning/run_context.py"}
+
+
 # ---- rooms --------------------------------------------------------------------------------------
 
 MODULES = [path for path in FILES if path.name not in ("__init__.py", "__main__.py")]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 
 import pytest
 
-from hybridtrain.recovery.lifecycle import TABLE, LifecycleEvent, WorkerState
+from hybridtrain.lightning.data import epoch_state
+from hybridtrain.recovery import lifecycle
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtrain"
@@ -117,16 +120,26 @@ def test_every_option_of_a_strategy_is_listed() -> None:
     assert {each for each in options if f"`{each}`" not in page} == set()
 
 
-def test_the_states_of_a_worker_are_those_of_the_code() -> None:
+Transitions = Mapping[tuple[StrEnum, StrEnum], StrEnum]
+
+
+@pytest.mark.parametrize(
+    ("number", "table"),
+    [(1, lifecycle.TABLE), (2, epoch_state.TABLE)],
+    ids=["of a worker", "of an epoch"],
+)
+def test_the_states_on_the_page_are_those_of_the_code(number: int, table: Transitions) -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page.partition("| event | from | to |")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    text = page.split("| event | from | to |")[number].partition("\n\n")[0]
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    rows = [line for line in lines if len(line) == 3 and line[0][:1] != "-"]
+    states = {str(state) for pair in table.items() for state in (pair[0][0], pair[1])}
     found = {
-        (WorkerState(state), LifecycleEvent(event)): WorkerState(then)
-        for event, before, then in (row for row in rows if len(row) == 3 and row[0][:1] != "-")
-        for state in before.split(", ")
+        (state, event): then
+        for event, before, then in rows
+        for state in (states if before == "every state" else before.split(", "))
     }
-    assert found == TABLE
+    assert found == {(str(state), str(event)): str(then) for (state, event), then in table.items()}
 
 
 def test_decisions_are_numbered_and_each_is_in_the_contents_once() -> None:

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 import pytorch_lightning as pl
 from omegaconf import DictConfig
 from pytorch_lightning.loggers import Logger
-from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.cli.best_checkpoint import logged
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher
 from hybridtrain.lightning.results.full_disk import let_write
+from hybridtrain.lightning.run_context import strategy_of
 
 # The trainer's options that matter to a test.
 _SHARED = ("precision", "limit_test_batches", "deterministic", "benchmark", "inference_mode")
@@ -45,8 +46,8 @@ def evaluate(
     """Test ``subject`` and return its metrics. Raises UserError when it has no test."""
     if not has_test(subject.module, subject.data):
         raise UserError(f"task {cfg.task.name!r} has no test set; leave test_only=true away")
-    launcher = trainer.strategy.launcher
-    if not isinstance(launcher, _SubprocessScriptLauncher) or trainer.world_size == 1:
+    launcher = strategy_of(trainer).launcher
+    if not isinstance(launcher, ScriptLauncher) or trainer.world_size == 1:
         trainer = _single(cfg, trainer, loggers)
     trainer.test(
         subject.module,

@@ -16,13 +16,10 @@ from typing import Any, Literal, cast
 
 import torch
 from pytorch_lightning.strategies import DDPStrategy
-from pytorch_lightning.strategies.launchers import (
-    _MultiProcessingLauncher,
-    _SubprocessScriptLauncher,
-)
 
 from hybridtrain.cli.sweep.job_process import PARENT
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.trainer_hooks import ProcessLauncher, ScriptLauncher
 from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
 
 START_METHODS = ("auto", "fork", "spawn", "popen")
@@ -84,7 +81,7 @@ class BoundDDP(DDPStrategy):
             self._launcher = _Ranks(self, start_method=self._start_method)
 
 
-class _Ranks(_MultiProcessingLauncher):
+class _Ranks(ProcessLauncher):
     """Ranks that are forked or spawned."""
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
@@ -114,7 +111,7 @@ def _temporary_files_aside() -> Iterator[None]:
         tempfile.tempdir = former
 
 
-class _Commands(_SubprocessScriptLauncher):
+class _Commands(ScriptLauncher):
     """Ranks that are this command, run again: it looks for its parent (``jobs.adopt``)."""
 
     strategy: BoundDDP

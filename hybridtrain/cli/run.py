@@ -39,6 +39,7 @@ from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
@@ -72,7 +73,7 @@ def execute(cfg: DictConfig) -> CommandOutcome:
         return _outcome(cfg, parts)
 
     def strategy() -> Any:
-        return box[0].trainer.strategy if box else None
+        return strategy_of(box[0].trainer) if box else None
 
     with terminating(), no_process_left(), vanishing_sockets():
         outcome = guarded(lambda: mapping_signals(body, strategy), overrides)

@@ -17,6 +17,7 @@ from hybridtrain.cli.resume import kept_runs
 from hybridtrain.cli.validation.host_checks import refusal_of
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.run_context import strategy_of
 
 
 def begin(cfg: DictConfig) -> None:
@@ -37,7 +38,7 @@ def begin(cfg: DictConfig) -> None:
 @contextmanager
 def keeping_whole(trainer: Trainer) -> Iterator[None]:
     """Let Lightning's own strategies write checkpoints as ours do."""
-    strategy: Any = trainer.strategy
+    strategy: Any = strategy_of(trainer)
     if hasattr(strategy, "keeping"):
         yield
         return
@@ -64,5 +65,5 @@ def writable(loggers: Sequence[Logger]) -> list[Logger]:
 
 def unsaved(trainer: Trainer) -> dict[str, str]:
     """The checkpoints that a disk has refused, with its reasons."""
-    keeping = getattr(trainer.strategy, "keeping", None)
+    keeping = getattr(strategy_of(trainer), "keeping", None)
     return {} if keeping is None else dict(keeping.unsaved.lost)

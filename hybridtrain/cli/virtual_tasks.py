@@ -16,7 +16,9 @@ from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.trainer_hooks import give_module
 from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
+from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.protocol.messages import Clip
 
 MakeLesson = Callable[[int], ModuleTask]  # number of workers -> a fresh one
@@ -78,7 +80,7 @@ def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:
 def _loader(module: Any, data: Any, trainer: VirtualTrainer) -> Any:
     """The training data's, after everything that has to come before."""
     module.trainer = trainer
-    trainer.strategy._lightning_module = module
+    give_module(strategy_of(trainer), module)
     parts = [module] if data is None else [data, module]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -12,6 +12,7 @@ import torch
 # policy allows. "shared": the masters, which it writes to. "own": memory of its own, which its own
 # optimizer moves.
 Parameters = Literal["read", "shared", "own"]
+RESIDUALS = "residuals"  # in an exchange's state: what compression has left out so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,19 +21,35 @@ class Offer:
 
     ``values``: one for each parameter of the optimizer, in its shape, or ``None`` where there is
     nothing; ``weight``: what it counts for, in samples; ``fetch``: the worker wants the newest
-    masters back (else it only hears that it may go on).
+    masters back (else it only hears that it may go on); ``encoded``: what travels instead of the
+    values, (n,) uint8, if something does (:mod:`hybridtrain.exchanges.compression`); ``samples``:
+    used since the last offer, if that is another number.
     """
 
     values: Sequence[torch.Tensor | None]
     weight: float
     fetch: bool = True
+    encoded: torch.Tensor | None = None
+    samples: float | None = None
+
+    @property
+    def only_fetches(self) -> bool:
+        """Whether nothing of what was computed since the last offer is in it."""
+        return self.samples is None and all(value is None for value in self.values)
 
 
 class Local(Protocol):
     """What an exchange sees of one worker, for one of its optimizers; lists are in one order."""
 
     parameters: list[torch.Tensor]  # the worker's own
-    masters: list[torch.Tensor]  # as this worker has read them last; not to be written to
+    fresh: bool  # they are as they are now: nobody moves them while this worker computes
+    worker: int  # its number
+    workers: int  # how many train
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """As this worker has read them last; not to be written to."""
+        ...
 
     @property
     def gradients(self) -> Sequence[torch.Tensor | None]:
@@ -42,6 +59,11 @@ class Local(Protocol):
     @property
     def samples(self) -> float:
         """Behind these gradients."""
+        ...
+
+    @property
+    def rate(self) -> float:
+        """The largest learning rate of the user's optimizer, as it is now."""
         ...
 
     def step(self) -> None:
@@ -72,8 +94,20 @@ class Exchange(Protocol):
 class LocalExchange(Exchange, Protocol):
     """What a worker with parameters of its own (``"own"``) does at the steps of one optimizer.
 
-    Each worker has a copy for each optimizer, and that remembers what it needs.
+    Each worker has a copy for each optimizer, and that remembers what it needs. ``keeps``: workers
+    go on from parameters of their own where all have met; else from the masters.
     """
+
+    keeps: ClassVar[bool]
+
+    @property
+    def owes(self) -> bool:
+        """Whether steps have been made that nothing has been handed over of."""
+        ...
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
+        ...
 
     def step(self, local: Local) -> Offer | None:
         """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""
@@ -83,8 +117,8 @@ class LocalExchange(Exchange, Protocol):
         """The others make a step for which this worker has no data."""
         ...
 
-    def take(self, local: Local, newest: list[torch.Tensor]) -> None:
-        """The server has let the worker go on, from these masters."""
+    def take(self, local: Local, newest: list[torch.Tensor]) -> Offer | None:
+        """The server has let the worker go on, with these masters; perhaps something follows."""
         ...
 
     def flush(self, local: Local) -> Offer | None:
@@ -92,4 +126,15 @@ class LocalExchange(Exchange, Protocol):
 
         ``None``: there has been no step since the last offer.
         """
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint is to keep of it for this worker, when all has been handed over.
+
+        What nobody else could go on with lies under ``RESIDUALS``.
+        """
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
         ...

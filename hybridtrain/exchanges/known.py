@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridtrain.exchanges.accumulated import Accumulated
+from hybridtrain.exchanges.elastic import Elastic
 from hybridtrain.exchanges.exchange import Exchange
 from hybridtrain.exchanges.gradient import Gradient, InPlace
 from hybridtrain.exchanges.movement import Movement
@@ -19,6 +20,7 @@ EXCHANGES: dict[str, Callable[..., Exchange]] = {
     "in_place": InPlace,
     "movement": Movement,
     "accumulated": Accumulated,
+    "elastic": Elastic,
 }
 
 

@@ -1,36 +1,55 @@
 """Local SGD: each worker trains on its own for some steps, then all take the mean.
 
 Stich, *Local SGD Converges Fast and Communicates Little*, ICLR 2019 (arXiv:1805.09767), algorithm
-1; McMahan et al., AISTATS 2017 (arXiv:1602.05629), who weigh by samples, as here.
+1; McMahan et al., AISTATS 2017 (arXiv:1602.05629), who weigh by samples, as here. With an outer
+optimizer over the masters it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from hybridtrain.exchanges.exchange import Local, Offer, Parameters
-from hybridtrain.util.named_choice import positive
+from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
+from hybridtrain.exchanges.exchange import RESIDUALS, Local, Offer, Parameters
+from hybridtrain.exchanges.intervals import Every, Interval, interval
+from hybridtrain.util.named_choice import BriefRepr
 
 
-@dataclass
-class Movement:
-    """Every ``every`` steps a worker hands over how far it has moved from the masters."""
+@dataclass(repr=False)
+class Movement(BriefRepr):
+    """Every ``every`` steps a worker hands over how far it has moved from the masters.
 
-    every: int = 8
+    ``compress``: how that is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
+    """
+
+    every: Every = 8
+    compress: CodecSpec = None
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
+    keeps: ClassVar[bool] = False
+    _interval: Interval = field(init=False, repr=False)
     _steps: int = field(default=0, init=False, repr=False)
     _samples: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        positive("exchange.every", self.every)
+        self._interval = interval(self.every)
+        self.compress = make_codec(self.compress)
+        self.compressor = Compressor(self.compress)
 
     @property
     def steps(self) -> int:
-        return self.every
+        return self._interval.usual
+
+    @property
+    def owes(self) -> bool:
+        return self._steps > 0
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        self._interval.check(n_workers, whole_rounds)
 
     def step(self, local: Local) -> Offer | None:
         local.step()
@@ -39,7 +58,7 @@ class Movement:
 
     def skip(self, local: Local) -> Offer | None:
         self._steps += 1
-        return self.flush(local) if self._steps == self.every else None
+        return self.flush(local) if self._steps >= self._interval.length(local) else None
 
     def take(self, local: Local, newest: list[torch.Tensor]) -> None:
         torch._foreach_copy_(local.parameters, newest)
@@ -49,4 +68,11 @@ class Movement:
             return None
         moved = torch._foreach_sub(local.masters, local.parameters)
         samples, self._steps, self._samples = self._samples, 0, 0.0
-        return Offer(moved, samples)
+        return self.compressor.offer(moved, samples)
+
+    def state(self) -> dict[str, Any]:
+        return {**self._interval.state(), RESIDUALS: self.compressor.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._interval.load_state(state)
+        self.compressor.load_state(state.get(RESIDUALS, {}))

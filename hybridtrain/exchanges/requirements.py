@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.exchange import Exchange
+from hybridtrain.exchanges.exchange import Exchange, LocalExchange
 from hybridtrain.policies import Needs, Policy
 
 Place = Literal["masters", "copy", "own", "shared"]
@@ -72,6 +72,8 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
             "hybridtrain.policies.Needs, such as Needs(whole_rounds=True)"
         )
     _check(policy, needs, exchange)
+    if isinstance(exchange, LocalExchange):
+        exchange.check(n_workers, needs.whole_rounds)
     place: Place = "masters" if needs.whole_rounds else "copy"
     free: Data = "dealt" if needs.turns else "queue"
     later, steps = needs.later, exchange.steps
@@ -97,6 +99,8 @@ def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
         reason = "workers that write to the masters cannot wait for one another's updates"
     elif shared and needs.holds:
         reason = "nothing is handed over that could be put aside"
+    elif isinstance(exchange, LocalExchange) and exchange.keeps and needs.holds:
+        reason = "what is put aside is averaged, and here it adds up"
     elif needs.turns:
         reason = "one worker computes at a time there"
     elif needs.drops_late:

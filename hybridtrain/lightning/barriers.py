@@ -24,6 +24,7 @@ class WorkerBarriers(SingleHost):
 
     requirements: Requirements
     saves_alone = False  # this worker writes a checkpoint that the others do not know of
+    tells = False  # it says where training is, perhaps in the middle of a step
     _absence: Absence
     _count: UpdateCount | None
     _loaders: Loaders | None
@@ -49,9 +50,27 @@ class WorkerBarriers(SingleHost):
 
     def flush(self) -> None:
         """All hand over what their own steps have come to, unless not all come here."""
-        broken_off = self.client.stop is not None or self.client.solo
-        if self._session is not None and not broken_off and not self.saves_alone:
-            self._session.flush()
+        if self._session is None or not self._all_come:
+            return
+        owed = self._session.owes
+        self._session.flush()
+        if owed and self._loaders is not None:
+            self._loaders.commit()
+
+    @property
+    def _all_come(self) -> bool:
+        """Whether the others do what this worker does, or run freely, so that none waits."""
+        broken_off = self.client.stop is not None or self.client.solo or self.tells
+        return not broken_off and not (self._alone and self.requirements.whole_rounds)
+
+    @property
+    def _all_meet(self) -> bool:
+        """Whether they do it at the same time."""
+        return self._all_come and not self.collectives.local and not self._alone
+
+    @property
+    def _alone(self) -> bool:
+        return self.saves_alone or bool(self.collectives.alone)
 
     def validate_behind_last(self) -> None:
         """As on one device the last step is not counted yet, also if others have made it."""
@@ -61,7 +80,7 @@ class WorkerBarriers(SingleHost):
     def align(self) -> None:
         """All workers meet, and agree. In lock-step they always do."""
         self.client.settle()
-        self.flush()
+        self.flush()  # before others are asked whether anything is left
         if self._losses is not None:
             self._losses.end_epoch()
         self.meet()
@@ -69,6 +88,7 @@ class WorkerBarriers(SingleHost):
 
     def meet(self) -> None:
         """As in ``align``, at the end of a worker's part, which need not be the epoch's."""
+        self.flush()
         self.collectives.local = False
         agree(self._session, self._count, self.collectives)
         if self._losses is not None:

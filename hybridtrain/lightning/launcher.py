@@ -16,10 +16,6 @@ from typing import Any, NoReturn
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.seed import reset_seed
-from pytorch_lightning.strategies.launchers.launcher import _Launcher
-from pytorch_lightning.strategies.launchers.multiprocessing import _GlobalStateSnapshot
-from pytorch_lightning.trainer import call
-from pytorch_lightning.utilities.exceptions import _TunerExitException
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine
@@ -30,6 +26,13 @@ from hybridtrain.lightning.failover.worker_end import end_worker, report_failure
 from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
 from hybridtrain.lightning.fault_injection.in_worker import inject
 from hybridtrain.lightning.forked_state import forget_process_group, stop_sharing
+from hybridtrain.lightning.hooks.trainer_hooks import (
+    GlobalState,
+    Launcher,
+    TunerExit,
+    leave_signals_alone,
+    tear_down,
+)
 from hybridtrain.lightning.lean_hooks import be_lean
 from hybridtrain.lightning.preflight.correction_checks import check_correction
 from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
@@ -40,7 +43,7 @@ from hybridtrain.lightning.replay.recording import Runner
 from hybridtrain.lightning.replay.run_record import serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
-from hybridtrain.lightning.run_context import RunContext
+from hybridtrain.lightning.run_context import RunContext, context_of, strategy_of
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
 from hybridtrain.lightning.stop_iteration import take_for_an_error
 from hybridtrain.memory.scratch_file import Scratch
@@ -56,7 +59,7 @@ from hybridtrain.worlds.local.process_world import ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted
 
 
-class HybridLauncher(_Launcher):
+class HybridLauncher(Launcher):
     """Runs a trainer's function in W worker processes, serving and supervising them.
 
     Args:
@@ -224,12 +227,12 @@ def threads_of_a_worker(strategy: RunContext) -> int:
     return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted
 
 
-def carried(trainer: pl.Trainer, start_method: str) -> _GlobalStateSnapshot | None:
+def carried(trainer: pl.Trainer, start_method: str) -> GlobalState | None:
     """What a spawned worker has not from a fork."""
     if start_method == "fork":
         return None
     trainer.lightning_module.cpu()  # on a device, a handle to that memory would be sent
-    return _GlobalStateSnapshot.capture()
+    return GlobalState.capture()
 
 
 # ---- inside a worker ----------------------------------------------------------------------------
@@ -243,7 +246,7 @@ class _Job:
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    global_state: _GlobalStateSnapshot | None
+    global_state: GlobalState | None
     loggers: list[dict[str, Any]]
     version: int = 0  # updates so far, then
     told: bytes = b""  # where training is, for a worker that is restarted
@@ -257,7 +260,7 @@ class _Job:
         given |= signature(self.function).bind(*self.args, **self.kwargs).arguments
         given |= {f"callbacks[{n}]": callback for n, callback in enumerate(trainer.callbacks)}
         given |= {f"loggers[{n}]": logger for n, logger in enumerate(trainer.loggers)}
-        return given | {"strategy": trainer.strategy, "trainer": trainer}
+        return given | {"strategy": strategy_of(trainer), "trainer": trainer}
 
 
 def _run_in_process(job: _Job, client: Client) -> Any:
@@ -276,21 +279,21 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     trainer: Any = job.trainer
     for logger, state in zip(trainer.loggers, job.loggers, strict=False):
         vars(logger).update(state)
-    trainer._signal_connector.register_signal_handlers = lambda: None  # the parent handles them
+    leave_signals_alone(trainer)  # the parent handles them
     back = Rejoin(job.told, job.version, trainer, client) if job.told else None
-    trainer.strategy.enter_worker(client, trainer, back)
-    inject(trainer, client, trainer.strategy.faults)
+    context = context_of(trainer)
+    context.enter_worker(client, trainer, back)
+    inject(trainer, client, context.faults)
     listen(trainer, job.warned)
-    trainer.strategy.keeping.take_over(trainer)
+    context.keeping.take_over(trainer)
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
         returned = job.function(**arguments(job, back))
         client.gather("the way home", None)  # or who should pack could be lost alone, and last
         return pack(trainer, returned, job.room)
-    except _TunerExitException:  # the search for a learning rate is over, and there was no more
-        call._call_teardown_hook(trainer)
-        trainer._teardown()
+    except TunerExit:  # the search for a learning rate is over, and there was no more
+        tear_down(trainer)
         return pack(trainer, None, job.room)
     except StopRequested as stop:
         client.note(Stopped())

@@ -18,7 +18,8 @@ from pytorch_lightning.loops import training_epoch_loop
 from pytorch_lightning.profilers import PassThroughProfiler, Profiler
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
-_NOTE = "_current_fx_name"
+from hybridtrain.lightning.hooks.trainer_hooks import RUNNING_HOOK
+
 _NOTHING: AbstractContextManager[None] = nullcontext()
 _SIGNATURES: dict[Hashable, bool] = {}
 
@@ -33,7 +34,7 @@ def be_lean() -> None:
 
 
 def _set(module: LightningModule, name: str, value: Any) -> None:
-    if name == _NOTE:  # a string, or nothing
+    if name == RUNNING_HOOK:  # a string, or nothing
         module.__dict__[name] = value
     else:
         super(LightningModule, module).__setattr__(name, value)

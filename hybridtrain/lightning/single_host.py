@@ -12,6 +12,7 @@ from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWri
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
+from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.worker.client import Client
 
@@ -29,7 +30,6 @@ class SingleHost:
     _final_stats: dict[str, Any] | None = None
     _collectives: Collectives | None = None  # of a worker
     _ahead: Ahead | None = None  # where workers compute on devices of their own
-    ending_epoch = False  # and no callback but our own has heard of that
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Take a module that was given as ``torch.compile(module)``.
@@ -38,8 +38,8 @@ class SingleHost:
         calls them. Only a mark on the module makes Lightning refuse all strategies but its own,
         because some wrap or replace modules.
         """
-        if name == "_lightning_module" and value is not None:
-            value._compiler_ctx = None
+        if name == MODULE and value is not None:
+            forget_compiler(value)
         super().__setattr__(name, value)
 
     @property

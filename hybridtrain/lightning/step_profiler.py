@@ -23,6 +23,8 @@ from pytorch_lightning.profilers import Profiler
 from rich.console import Console
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.trainer_hooks import MODULE
+from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.profiling import Phase, Track, follow, timed
 from hybridtrain.profiling.phases import phase_of, short_name
 from hybridtrain.profiling.profile_report import Report
@@ -103,7 +105,7 @@ class StepProfiler(Profiler):
 
     @property
     def _trainer(self) -> Any:
-        return vars(self)["_lightning_module"].trainer  # Lightning sees to it
+        return vars(self)[MODULE].trainer  # Lightning sees to it
 
     def _begin(self, n_workers: int) -> None:
         """Everything until the first epoch is one span."""
@@ -119,7 +121,7 @@ class StepProfiler(Profiler):
         folder = Path(self.dirpath or trainer.default_root_dir)
         parts = folder / _PARTS
         self.leave(parts, trainer.global_rank)
-        trainer.strategy.barrier("profile")
+        strategy_of(trainer).barrier("profile")
         if trainer.is_global_zero:
             conclude(self, folder, parts, trainer.world_size)
 
@@ -139,8 +141,8 @@ class StepProfiler(Profiler):
         timed(self._track, client, "snapshot", Phase.CHECKPOINT, "snapshot")
         timed(self._track, trainer.fit_loop.epoch_loop.val_loop, "run", Phase.VALIDATION)
         self._follow_releases(self._track, client)
-        strategy = trainer.strategy
-        follow(strategy, "on_train_start", lambda: self._watch_session(strategy._session))
+        context = context_of(trainer)
+        follow(context, "on_train_start", lambda: self._watch_session(context.session))
 
     def _follow_releases(self, track: Track, client: Client) -> None:
         """Sending is measured apart from waiting for the answer."""

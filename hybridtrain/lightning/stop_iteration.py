@@ -16,10 +16,6 @@ from types import CodeType
 from typing import Any
 
 from pytorch_lightning.loops import fetchers
-from pytorch_lightning.loops.evaluation_loop import _EvaluationLoop
-from pytorch_lightning.loops.fit_loop import _FitLoop
-from pytorch_lightning.loops.prediction_loop import _PredictionLoop
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils.fetch import (
     _BaseDatasetFetcher,
@@ -27,22 +23,14 @@ from torch.utils.data._utils.fetch import (
     _MapDatasetFetcher,
 )
 
-_LOOPS: tuple[tuple[type[Any], str], ...] = (
-    (_FitLoop, "on_advance_start"),
-    (_FitLoop, "advance"),
-    (_FitLoop, "on_advance_end"),
-    (_TrainingEpochLoop, "advance"),
-    (_TrainingEpochLoop, "on_advance_end"),
-    (_EvaluationLoop, "_evaluation_step"),
-    (_EvaluationLoop, "_store_dataloader_outputs"),
-    (_PredictionLoop, "_predict_step"),
-)
+from hybridtrain.lightning.hooks.loop_hooks import ITERATING
+
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def take_for_an_error() -> None:
     """From now on, in this process and in those that a DataLoader forks from it."""
-    for loop, name in _LOOPS:
+    for loop, name in ITERATING:
         _replace(loop, name, _strict_loop)
     _replace(_MapDatasetFetcher, "fetch", _strict)
     _replace(_IterableDatasetFetcher, "__init__", _strict)

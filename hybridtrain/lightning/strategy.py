@@ -10,11 +10,9 @@ worker's own copy, brought up to date with every release.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import signature
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -22,7 +20,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
-from hybridtrain.exchanges import ExchangeSpec, Requirements, exchange_of
+from hybridtrain.exchanges import Requirements, exchange_of
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
@@ -39,6 +37,7 @@ from hybridtrain.lightning.failover.failure_handling import FailureHandling
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
+from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.precision import take_over
@@ -48,14 +47,15 @@ from hybridtrain.lightning.step.gradient_guard import OnFault
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
-from hybridtrain.lightning.strategy_options import DataOptions, known_options
+from hybridtrain.lightning.strategy_arguments import StrategyArguments, given_flat, with_options
+from hybridtrain.lightning.strategy_options import DataOptions
 from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.monitoring.hang_detector import HangTimeout
-from hybridtrain.policies import Spec, make_policy
+from hybridtrain.policies import make_policy
 from hybridtrain.recovery.failure_policy import OnFailure
-from hybridtrain.updates.named import UpdateSpec, update_of
-from hybridtrain.updates.staleness import CorrectionSpec, make_correction
+from hybridtrain.updates.named import update_of
+from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.named_choice import positive
 from hybridtrain.worker.client import Client
 
@@ -63,50 +63,8 @@ from hybridtrain.worker.client import Client
 class HybridStrategy(WorkerBarriers, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
-    Args:
-        policy: when a gradient counts: the name of one of ``hybridtrain.policies.POLICIES``
-            (``"hybrid"``: wait for all, apply their mean), a mapping with its name and parameters
-            (``{"name": "backup", "k": 3}``), or an object of :class:`hybridtrain.policies.Policy`.
-        workers_per_device: how many workers share one device.
-        start_method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or ``"auto"``: fork where that is
-            safe (Linux, CUDA not yet initialised), else spawn.
-        threads_per_worker: torch threads of each worker; ``"auto"``: cores divided by workers.
-        stop_grace_s: how long workers may take to stop after Ctrl-C or a failure, in seconds.
-        num_samples_key: the entry of a batch that tells how many samples it has (a number, or a
-            tensor or list with the samples along its first dimension), where it cannot be seen.
-        on_nonfinite: when a worker's gradient is not finite: ``"raise"`` ends the run and says
-            whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it;
-            ``"auto"``: raise, but drop where a ``SpikeDetection`` sees a loss that is not finite.
-        on_oom: the same when a worker runs out of memory in a step.
-        batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
-        iterable: what is done about streams, whose samples cannot be shared out: ``"deal"``: each
-            worker takes every W-th mini-batch; ``"own"``: they share themselves out; ``None``:
-            as ``"own"``, with a warning.
-        keep_order: go through training data that are not shuffled in their order, also with
-            several workers; else they are shuffled then, as under DDP.
-        correction: what is done about late gradients: nothing, or one of
-            ``hybridtrain.updates.staleness.CORRECTIONS``, given like a policy.
-        transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
-        device_memory_fraction: of its GPU, for each worker, above 0 and up to 1; ``None``: an equal
-            share where several workers have one, and no limit for one alone.
-        checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
-        on_failure: when a worker fails or dies: ``"stop"`` all, ``"continue"`` without it, or
-            ``"restart"`` it.
-        min_workers: with fewer left, the run stops.
-        max_restarts: in the whole run; ``None``: any number.
-        hang_timeout_s: seconds without a sign of life after which a worker is killed; ``"auto"``:
-            from its own past; ``None``: never. Its stacks are printed before.
-        record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
-        exchange: what workers hand over: the name of one of ``hybridtrain.exchanges.EXCHANGES``, a
-            mapping with its name and parameters (``{"name": "movement", "every": 8}``), or an
-            object; ``None``: gradients, or what goes with the policy.
-        update: how the masters move: ``"user"`` (the module's own optimizer), ``"mean"``, a name of
-            ``torch.optim`` or of :mod:`hybridtrain.updates.delay_tolerant`, or a mapping with its
-            name and arguments (``{"name": "adagrad", "lr": 0.1}``); ``None``: what goes with the
-            exchange.
-        faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
-            :class:`hybridtrain.testing.faults.Fault`.
-        **lightning: passed on to Lightning's ``ParallelStrategy``.
+    The options are listed below; they lie in groups in
+    :mod:`hybridtrain.lightning.strategy_arguments`.
 
     Raises:
         UserError: if an argument makes no sense.
@@ -125,50 +83,26 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     callbacks_at_home: list[pl.Callback] | None = None  # of workers
     _abstains = False
 
-    def __init__(
-        self,
-        policy: Spec = "hybrid",
-        workers_per_device: int = 1,
-        start_method: str = "auto",
-        threads_per_worker: int | Literal["auto"] = "auto",
-        stop_grace_s: float = 30.0,
-        num_samples_key: str | int | None = None,
-        on_nonfinite: str = "auto",
-        on_oom: str = "raise",
-        batch_size_per_worker: Sequence[int] | None = None,
-        iterable: str | None = None,
-        keep_order: bool = False,
-        correction: CorrectionSpec = None,
-        transport_dtype: str | None = None,
-        record: str | Path | None = None,
-        checkpoint: str = "blocking",
-        on_failure: str = "stop",
-        min_workers: int = 1,
-        max_restarts: int | None = 3,
-        faults: Sequence[Any] = (),
-        hang_timeout_s: float | Literal["auto"] | None = "auto",
-        device_memory_fraction: float | None = None,
-        exchange: ExchangeSpec = None,
-        update: UpdateSpec = None,
-        **lightning: Any,
-    ) -> None:
-        known_options(lightning, signature(HybridStrategy).parameters.keys() - {"lightning"})
-        super().__init__(**lightning)
-        self.policy, self.correction = make_policy(policy), make_correction(correction)
-        self.exchange = exchange_of(self.policy, exchange)
-        self.update = update_of(self.exchange, update)
+    @given_flat(StrategyArguments)
+    def __init__(self, given: StrategyArguments) -> None:
+        super().__init__(**given.for_lightning())
+        self.policy, self.correction = make_policy(given.policy), make_correction(given.correction)
+        self.exchange = exchange_of(self.policy, given.exchange)
+        self.update = update_of(self.exchange, given.update)
         self.requirements = Requirements()  # of policy and exchange, once W is known
-        self.workers_per_device = positive("workers_per_device", workers_per_device)
-        self.start_method, self.threads_per_worker = start_method, threads_per_worker
-        self.device_memory = DeviceMemory.of(device_memory_fraction)
-        self.stop_grace_s, self.on_fault = stop_grace_s, OnFault(on_nonfinite, on_oom)
-        self.transport = Transport.of(transport_dtype)
+        self.workers_per_device = positive("workers_per_device", given.workers_per_device)
+        self.start_method, self.threads_per_worker = given.start_method, given.threads_per_worker
+        self.device_memory = DeviceMemory.of(given.device_memory_fraction)
+        self.stop_grace_s = given.stop_grace_s
+        self.on_fault = OnFault(given.on_nonfinite, given.on_oom)
+        self.transport = Transport.of(given.transport_dtype)
         self.data_options = DataOptions.of(
-            num_samples_key, batch_size_per_worker, iterable, keep_order
+            given.num_samples_key, given.batch_size_per_worker, given.iterable, given.keep_order
         )
-        self.recording, self.keeping = Recording.at(record), CheckpointWriting.of(checkpoint)
-        self.on_failure = OnFailure.of(on_failure, min_workers, max_restarts)
-        self.faults, self.patience = Faults.of(faults), HangTimeout.of(hang_timeout_s)
+        self.recording = Recording.at(given.record)
+        self.keeping = CheckpointWriting.of(given.checkpoint)
+        self.on_failure = OnFailure.of(given.on_failure, given.min_workers, given.max_restarts)
+        self.faults, self.patience = Faults.of(given.faults), HangTimeout.of(given.hang_timeout_s)
 
     # ---- who and where --------------------------------------------------------------------------
 
@@ -196,15 +130,16 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
-        trainer.callbacks.insert(0, WorkerCallback(client, self))
-        precede(trainer._checkpoint_connector, "dump_checkpoint", self.before_checkpoint)
+        trainer.callbacks.insert(0, WorkerCallback(client, self, self._loaders.position))
+        precede(trainer, "save_checkpoint", self.gather_states)
+        precede(dumper(trainer), "dump_checkpoint", self.before_checkpoint)
         if back is not None:
             back.prepare()
 
     def setup(self, trainer: pl.Trainer) -> None:
         assert self.lightning_module is not None
         if trainer.state.fn == "fit":
-            synchronise(self.lightning_module, self._layer_sync, self.collectives)
+            synchronise(self.lightning_module, layer_sync(self), self.collectives)
         super().setup(trainer)
         self.collectives.teach(self.lightning_module)
         if trainer.state.fn == "fit":
@@ -243,6 +178,11 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             self._session.close()
         if self.cluster_environment is not None and self.accelerator is not None:
             super().teardown()
+
+    @property
+    def session(self) -> Session | None:
+        """Forward, backward and steps of the training under way."""
+        return self._session
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -287,10 +227,19 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
+    def gather_states(self) -> None:
+        """All save together: what is each worker's own comes to the one who writes."""
+        if self._session is not None and self._session.has_own_parameters and self._all_meet:
+            self.client.settle()
+            self.flush()
+            self._session.gather_states()
+
     def before_checkpoint(self) -> None:
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
+        if self.tells and self._session is not None and self._session.has_own_parameters:
+            return  # which are not to be touched in the middle of a step
         self.flush()
         if self._count is not None and self._session is not None and self.is_global_zero:
             version, self._snapshot = self._session.snapshot()
@@ -298,7 +247,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Moments from the server, hyper-parameters from this worker's optimizer."""
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        optimizer = plain_optimizer(optimizer)
         if self._session is None or not self._session.steps or not self.is_global_zero:
             return without_fetching(optimizer)  # only worker 0's is saved
         if self._snapshot is None:
@@ -311,4 +260,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             if self._session is None:
                 optimizer.load_state_dict(state)
             else:
-                self._session.load(optimizer, state)
+                self._session.saved.load(optimizer, state)
+
+
+HybridStrategy.__doc__ = with_options(HybridStrategy.__doc__)

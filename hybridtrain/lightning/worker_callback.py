@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import pytorch_lightning as pl
 
-from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.agreement import Validations
 from hybridtrain.lightning.async_training.update_count import agree_on_validating
-from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
+from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.preflight.correction_checks import advise
+from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.monitoring.heartbeat import Doing
 from hybridtrain.worker.client import Client
-
-
-class Aligning(Protocol):
-    """The strategy, as far as it is needed here."""
-
-    ending_epoch: bool
-    keeping: CheckpointWriting
-    requirements: Requirements
-
-    def align(self) -> None: ...
-
-    def await_turn(self) -> None: ...
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool: ...
 
 
 class WorkerCallback(pl.Callback):
@@ -38,10 +25,11 @@ class WorkerCallback(pl.Callback):
     Args:
         client: knows of requests to stop.
         strategy: aligns.
+        position: of this worker in the epoch.
     """
 
-    def __init__(self, client: Client, strategy: Aligning) -> None:
-        self._client, self._strategy = client, strategy
+    def __init__(self, client: Client, strategy: WorkerContext, position: EpochPosition) -> None:
+        self._client, self._strategy, self._position = client, strategy, position
         self._beat = client.heartbeat.beat
         self._advises = client.worker == 0
         self._marks_checkpoints = False
@@ -86,13 +74,12 @@ class WorkerCallback(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._beat(Doing.EPOCH)
-        self._strategy.ending_epoch = True  # and stays so if this is broken off
         self._client.check_stop()
         self._strategy.align()
         if self._advises:
             advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
             self._advises = False
-        self._strategy.ending_epoch = False
+        self._position.on(EpochEvent.CLOSES)  # not if this is broken off
 
     def on_validation_start(self, *_: Any) -> None:
         """Before any other callback, which may swap parameters for the validation."""

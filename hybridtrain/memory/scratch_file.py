@@ -28,8 +28,7 @@ class Scratch:
 
     def load(self) -> Any:
         """What the other process has put there, by :func:`fill`; tensors are views of the file."""
-        # From the parent, which has started this process, so not a stranger's pickle.
-        return torch.load(self.path, weights_only=False, mmap=True)
+        return read(self.path)
 
     def close(self) -> None:
         """It will not be read again; what was read stays."""
@@ -49,3 +48,11 @@ def fill(path: str, content: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
+
+
+def read(path: str, rest: bytes = b"") -> Any:
+    """What :func:`fill` has put into a file of another process, or has returned as bytes."""
+    # From the parent or another worker of this run, so not a stranger's pickle.
+    if rest:
+        return torch.load(io.BytesIO(rest), weights_only=False)
+    return torch.load(path, weights_only=False, mmap=True)

@@ -107,6 +107,11 @@ class Store:
         """The place of the worker's gradient of this parameter, in the parameter's shape."""
         return self._view("gradients", worker, slot)
 
+    def front(self, worker: int) -> torch.Tensor:
+        """The bytes of the worker's row, (n,) uint8, for what is encoded."""
+        start, end = self.region_of_gradients(worker)
+        return self.arena.tensor(start, end - start, torch.uint8)
+
     def mean(self, slot: Slot) -> torch.Tensor:
         """The place of the mean gradient of this parameter, in the parameter's shape."""
         return self._view("means", 0, slot)

@@ -12,7 +12,8 @@ from hybridtrain.policies import policy
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.deadline import Deadline
 from hybridtrain.policies.first_k import FirstK, Softsync
-from hybridtrain.policies.on_arrival import LockFree, OnArrival
+from hybridtrain.policies.grace import Grace
+from hybridtrain.policies.on_arrival import LockFree, NotTooLate, OnArrival
 from hybridtrain.policies.policy import Needs, Policy
 from hybridtrain.policies.registry import POLICIES, Spec, make_policy
 from hybridtrain.policies.round_robin import RoundRobin
@@ -45,10 +46,12 @@ __all__ = [
     "Drop",
     "Fact",
     "FirstK",
+    "Grace",
     "Joined",
     "Left",
     "LockFree",
     "Needs",
+    "NotTooLate",
     "OnArrival",
     "Order",
     "Policy",

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from hybridtrain.errors import UserError
 from hybridtrain.policies.policy import Needs
-from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release
+from hybridtrain.protocol.facts import Apply, Drop, Fact, Joined, Order, Pushed, Release
 
 
 @dataclass
@@ -32,6 +33,49 @@ class OnArrival:
                 return self._answers[worker]
             case _:
                 return ()
+
+
+@dataclass
+class NotTooLate(OnArrival):
+    """The same, but what was computed at parameters of too many updates ago does not count.
+
+    Ringmaster ASGD: Maranjyan, Tyurin, Richtárik 2025 (arXiv:2501.16168), algorithm 1, whose delay
+    threshold is ``max_staleness`` + 1.
+
+    Args:
+        max_staleness: updates since the worker has read the parameters; a contribution that is
+            later is dropped, and its mini-batch is done again.
+
+    Raises:
+        UserError: if it is no whole number from 0 on.
+    """
+
+    max_staleness: int = 0
+    _updates: int = field(default=0, init=False, repr=False)
+    _read: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # at which update
+
+    def __post_init__(self) -> None:
+        if type(self.max_staleness) is not int or self.max_staleness < 0:
+            raise UserError(
+                f"max_staleness={self.max_staleness!r} was given; it must be a whole number from 0 "
+                "on, or null (nothing is too late)"
+            )
+
+    def begin(self, n_workers: int) -> Needs:
+        self._updates, self._read = 0, {}
+        return Needs(whole_rounds=False, drops_late=n_workers > 1)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        match fact:
+            case Joined(worker):
+                self._read[worker] = self._updates
+            case Pushed(worker, last=last):
+                late = self._updates - self._read.get(worker, self._updates)
+                counts = last or late <= self.max_staleness
+                self._updates += counts
+                self._read[worker] = self._updates
+                return (Apply((worker,)) if counts else Drop((worker,)), Release((worker,)))
+        return ()
 
 
 @dataclass

@@ -9,7 +9,8 @@ from hybridtrain.errors import UserError
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.deadline import Deadline
 from hybridtrain.policies.first_k import FirstK, Softsync
-from hybridtrain.policies.on_arrival import LockFree, OnArrival
+from hybridtrain.policies.grace import Grace
+from hybridtrain.policies.on_arrival import LockFree, NotTooLate, OnArrival
 from hybridtrain.policies.policy import Policy
 from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
@@ -47,6 +48,11 @@ def k_batch_async(k: int | None = None) -> Policy:
     return FirstK(k, late="use", several=True)
 
 
+def on_arrival(max_staleness: int | None = None) -> Policy:
+    """Each contribution counts when it comes, unless it is too late."""
+    return OnArrival() if max_staleness is None else NotTooLate(max_staleness=max_staleness)
+
+
 def switch(
     first: Spec = "hybrid",
     then: Spec = "async",
@@ -67,7 +73,8 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "k_batch_async": k_batch_async,
     "softsync": Softsync,
     "ssp": BoundedStaleness,
-    "async": OnArrival,
+    "async": on_arrival,
+    "grace": Grace,
     "hogwild": LockFree,
     "switch": switch,
 }

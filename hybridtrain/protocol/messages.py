@@ -107,7 +107,8 @@ class Push:
     whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers and policies
     that compare losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of
     the optimizer's state, by slot number, as ``torch.save`` writes it. ``fetch``: I want the newest
-    parameters with my release.
+    parameters with my release. ``encoded``: so many bytes at the front of my row are my
+    contribution, encoded as the exchange has it.
     """
 
     optimizer: int
@@ -128,6 +129,7 @@ class Push:
     state: bytes | None = None
     own: bool = False
     fetch: bool = True
+    encoded: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,17 @@ class TimerExpired:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateEnded:
+    """The update that the server has under way has ended. ``ticket``: its number."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
 class BrokenOff:
     """It is late: nobody is waited for any longer."""
 
 
-Event = Received | Completed | Removed | Restarted | Admitted | TimerExpired | BrokenOff
+Event = (
+    Received | Completed | Removed | Restarted | Admitted | TimerExpired | UpdateEnded | BrokenOff
+)

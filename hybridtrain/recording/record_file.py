@@ -34,7 +34,7 @@ CELL_BYTES = 28
 CRC_BYTES = 4  # of a cell, at its end
 TELLS = 255  # the kind of a cell that announces JSON
 NOBODY = 65535  # the worker of an event that is nobody's
-WOKE = "Woke"  # the kind of such an event
+WOKE, ENDED = NOBODYS = ("Woke", "UpdateEnded")  # the kinds of such events
 
 TITLE = b"hybridtrain record %3d\n\n"
 _CRC = struct.Struct("<I")
@@ -45,7 +45,7 @@ TYPE = np.dtype(
         ("kind", "u1"),
         ("free", "u1"),
         ("worker", "<u2"),
-        ("print", "<u4"),  # checksum of what was brought; of TELLS: bytes that follow
+        ("print", "<u4"),  # checksum of what was brought, or ticket; of TELLS: bytes that follow
         ("at_s", "<f8"),  # since the record began
         ("own_s", "<f4"),  # of a push: what the worker has computed since its release
         ("samples", "<f4"),  # of a push

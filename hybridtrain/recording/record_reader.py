@@ -21,12 +21,12 @@ from hybridtrain.recording.record_file import (
     CELL_BYTES,
     CRC_BYTES,
     NOBODY,
+    NOBODYS,
     RECORD_NAME,
     TELLS,
     TITLE,
     TYPE,
     VERSION,
-    WOKE,
     Record,
 )
 
@@ -210,7 +210,7 @@ def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) 
     Args:
         at: where each lies, in bytes.
     """
-    nobodys = [n for n, kind in enumerate(kinds) if kind == WOKE]
+    nobodys = [n for n, kind in enumerate(kinds) if kind in NOBODYS]
     stranger = np.where(
         np.isin(events["kind"], nobodys), events["worker"] != NOBODY, events["worker"] >= n_workers
     )

@@ -38,6 +38,7 @@ from hybridtrain.protocol.server_events import (
     Received,
     Removed,
     TimerExpired,
+    UpdateEnded,
 )
 from hybridtrain.recording.checksums import (
     GradientRows,
@@ -45,14 +46,14 @@ from hybridtrain.recording.checksums import (
     checksum_of_parameters,
     checksum_of_state,
 )
-from hybridtrain.recording.record_file import NOBODY, VERSION, WOKE, Writer
+from hybridtrain.recording.record_file import ENDED, NOBODY, VERSION, WOKE, Writer
 from hybridtrain.server.pushes import samples_of
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 
 FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *NOTES))
-KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT)
+KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT, ENDED)
 
 
 def kind_of(event: Event) -> str | None:
@@ -68,6 +69,8 @@ def kind_of(event: Event) -> str | None:
             return FINISHED
         case TimerExpired():
             return WOKE
+        case UpdateEnded():
+            return ENDED
     return None
 
 
@@ -156,7 +159,8 @@ class RecordingServer(Server):
             case BrokenOff():
                 self._end_record("workers did not stop in time, and were broken off")
         if (kind := kind_of(event)) is not None:
-            self._writer.event(kind, getattr(event, "worker", NOBODY), 0, now_s, 0.0, 0.0)
+            worker, ticket = getattr(event, "worker", NOBODY), getattr(event, "ticket", 0)
+            self._writer.event(kind, worker, ticket, now_s, 0.0, 0.0)
 
     def _end_record(self, reason: str) -> None:
         if self._writer.refusal is None:

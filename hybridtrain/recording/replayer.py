@@ -13,9 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from hybridtrain.protocol.messages import Described, Install, Note, Request, Stopped
-from hybridtrain.protocol.server_events import Completed, Event, Received, Removed, TimerExpired
+from hybridtrain.protocol.server_events import (
+    Completed,
+    Event,
+    Received,
+    Removed,
+    TimerExpired,
+    UpdateEnded,
+)
 from hybridtrain.recording.checksums import GradientRows, checksum_of, checksum_of_parameters
-from hybridtrain.recording.record_file import NOBODY, WOKE, Record, RecordEvent
+from hybridtrain.recording.record_file import ENDED, NOBODY, WOKE, Record, RecordEvent
 from hybridtrain.recording.recorder import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended
@@ -114,6 +121,8 @@ class Replayer:
         worker = event.worker
         if event.kind == WOKE:
             return TimerExpired()
+        if event.kind == ENDED:
+            return UpdateEnded(event.print)
         if event.kind in (LOST, LEFT):
             self._world.abandon(worker)
             return Removed(worker, announced=event.kind == LEFT)

@@ -49,6 +49,8 @@ def _row(run: Run, name: str) -> dict[str, Any]:
         "staleness_max": run.figure("staleness", "max"),
         "dropped": sum(dropped) if (dropped := run.figures("dropped")) else None,
         "lead_max": max(run.figures("lead", "max"), default=None),
+        "sent_bytes": run.figure("handed_over", "sent_bytes"),
+        "saved_bytes": run.figure("handed_over", "saved_bytes"),
         "overrides": " ".join(run.overrides),
     }
 

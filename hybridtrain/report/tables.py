@@ -35,6 +35,8 @@ def results(shown: Sequence[Shown], out: Path) -> Part:
         "max": [x.run.figure("staleness", "max") for x in shown],
         "dropped": [_total(x.run.figures("dropped")) for x in shown],
         "lead, max": [max(x.run.figures("lead", "max"), default=None) for x in shown],
+        "handed over, bytes": [x.run.figure("handed_over", "sent_bytes") for x in shown],
+        "saved, bytes": [x.run.figure("handed_over", "saved_bytes") or None for x in shown],
         "workers": [x.run.figure("workers") for x in shown],
         "files": [_files(x.run, out) for x in shown],
     }

@@ -19,6 +19,7 @@ from hybridtrain.protocol.facts import (
     Fact,
     Joined,
     Left,
+    Order,
     Pushed,
     Ready,
     Release,
@@ -28,11 +29,13 @@ from hybridtrain.protocol.facts import (
 )
 from hybridtrain.protocol.messages import Average, Averaged, DrawnBatch, Push, Reply, Writes
 from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
 from hybridtrain.server.pushes import by_optimizer, release, samples_of
 from hybridtrain.server.refusals import objection, too_early
 from hybridtrain.server.run_statistics import RunStatistics
-from hybridtrain.updates import Optimizers, Stepped
+from hybridtrain.server.update_under_way import UpdateUnderWay
+from hybridtrain.updates import Optimizers, Pending, Stepped
 from hybridtrain.updates.thread_pool import Pool
 
 Replies = list[tuple[int, Reply]]
@@ -49,6 +52,7 @@ class Rounds:
         queue: where mini-batches come from.
         workers: all that are there from the start.
         pool: who does the arithmetic.
+        handed_over: counts and decodes what is pushed.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Rounds:
         queue: BatchQueue,
         workers: Iterable[int],
         pool: Pool,
+        handed_over: HandedOver,
     ) -> None:
         self.store: Store | None = None
         self.optimizers = Optimizers()
@@ -66,13 +71,15 @@ class Rounds:
         self.wake_at_s: float | None = None  # when the policy wants to be told the time
         self._policy, self.requirements = policy, requirements
         self._statistics, self._queue = statistics, queue
-        self._averaging = Averaging(workers, pool)
+        self._averaging, self._handed_over = Averaging(workers, pool), handed_over
         self._pushes: dict[int, Push] = {}  # of those who wait
         self._means: dict[int, Averaged] = {}  # of those who have one, and have not pushed yet
         self._ready: set[int] = set()  # who waits to begin
         self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
         self._outcome: dict[int, Stepped] = {}  # of the pushes of those who wait
         self.last: int | None = None  # the version behind which no update is made
+        self.under_way: UpdateUnderWay | None = None
+        self._tickets = 0  # of updates that did not end at once
         for worker in sorted(workers):
             if self.join(worker):
                 raise UserError(too_early(policy, worker))
@@ -121,6 +128,7 @@ class Rounds:
         others = self._pushes if self.requirements.whole_rounds else {}
         if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
+        self._handed_over.take(worker, push, self.store, self.optimizers)
         self._pushes[worker] = push
         self._statistics.pushed(worker, self._samples(push), push.fault)
         self._means.pop(worker, None)
@@ -155,6 +163,8 @@ class Rounds:
 
     def admit(self, worker: int) -> Replies:
         """The worker is there, with the newest parameters."""
+        if self.under_way is not None:
+            self.under_way.forget(worker)
         return [*self.join(worker), self._release(worker)]
 
     def lost(self, worker: int) -> Replies:
@@ -176,10 +186,15 @@ class Rounds:
         return self.join(worker)  # it may have been parked
 
     def settle_held(self, worker: int) -> None:
-        """What the worker has contributed and is held will count, whatever becomes of it."""
+        """What the worker has contributed and is held will count, whatever becomes of it.
+
+        So will its part of an update that is under way.
+        """
         for other, _, covers in self._held:
             if other == worker:
                 self._queue.settle(worker, covers)
+        if self.under_way is not None and (push := self.under_way.pushes.get(worker)) is not None:
+            self._queue.settle(worker, push.covers)
 
     @property
     def pushed(self) -> set[int]:
@@ -201,6 +216,7 @@ class Rounds:
 
     def dissolve(self) -> None:
         """Forget who has pushed or asked; no update will have it any more."""
+        self.under_way = None
         self._lose_pushes(list(self._pushes))
         self._ready.clear()
         self._averaging.dissolve()
@@ -209,7 +225,11 @@ class Rounds:
         """Nobody waits for their release any more; who was only held back has its part in one."""
         for worker in workers:
             push, outcome = self._pushes.pop(worker, None), self._outcome.pop(worker, None)
-            if push is not None and outcome is None:
+            update = self.under_way
+            if update is not None:
+                update.forget(worker)
+            part = update is not None and push is not None and update.has(worker, push)
+            if push is not None and outcome is None and not part:
                 self._statistics.dropped(worker, self._samples(push))
 
     # ---- orders ---------------------------------------------------------------------------------
@@ -217,14 +237,25 @@ class Rounds:
     def _obey(self, fact: Fact) -> Replies:
         if self.broken:
             return []
-        replies: Replies = []
         orders = self._policy.on(fact)
-        for order in orders if not self._over else ():
+        if self.under_way is not None:
+            self.under_way.behind += orders
+            return []
+        return self._do(orders)
+
+    def _do(self, orders: Sequence[Order]) -> Replies:
+        """One after the other; behind an update that does not end at once they wait."""
+        replies: Replies = []
+        left = iter(orders if not self._over else ())
+        for order in left:
             match order:
                 case Apply() if self._over:  # the last update was that of an order before this one
                     break
                 case Apply(workers):
                     self._apply(workers)
+                    if self.under_way is not None:
+                        self.under_way.behind += left
+                        return replies
                 case Release(workers):
                     replies += [self._release(worker) for worker in workers]
                 case Accumulate(workers):
@@ -251,7 +282,32 @@ class Rounds:
         for worker, push in pushes.items():
             self.take(worker, push.writes)
         counted = self._step(pushes)
-        again = any(self._outcome[worker].again for worker in workers)
+        if self.under_way is None:
+            self._made(pushes, counted)
+
+    def complete(self, ticket: int) -> Replies:
+        """The update under way with this number has ended: what stands behind it is obeyed.
+
+        Raises:
+            UserError: ``OptimizerFailed`` if the step failed.
+        """
+        update = self.under_way
+        if update is None or update.ticket != ticket:
+            return []  # nobody waits for it any more
+        self.under_way = None
+        counted = update.counted
+        for pushes, pending in update.steps:
+            stepped = pending.finish()
+            counted += stepped.workers
+            for worker, push in pushes.items():
+                if self._pushes.get(worker) is push:  # it still waits
+                    self._outcome[worker] = stepped
+        self._made(update.pushes, counted)
+        return self._do(update.behind)
+
+    def _made(self, pushes: Mapping[int, Push], counted: Sequence[int]) -> None:
+        """The masters have moved, or are to be moved further with another evaluation."""
+        again = any(worker in self._outcome and self._outcome[worker].again for worker in pushes)
         if not again and (counted or self._held or self.requirements.whole_rounds):
             ages = [self._statistics.age(worker) for worker in counted]
             self._statistics.updated([*ages, *[age for _, age, _ in self._held]])
@@ -263,12 +319,19 @@ class Rounds:
                 self._queue.done(worker, push, self._statistics.version, self._samples(push))
 
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
-        """Who counted, of all optimizers. In lock-step all are for one."""
+        """Who counted, of all optimizers that are done. In lock-step all are for one."""
         counted: list[int] = []
+        pending: list[tuple[Mapping[int, Push], Pending]] = []
         for number, own in by_optimizer(pushes, self.optimizers.holding).items():
             stepped = self.optimizers.step(own, number)
+            if isinstance(stepped, Pending):
+                pending.append((own, stepped))
+                continue
             self._outcome.update(dict.fromkeys(own, stepped))
             counted += stepped.workers
+        if pending:
+            self._tickets += 1
+            self.under_way = UpdateUnderWay(self._tickets, pushes, counted, pending)
         return counted
 
     def _hold(self, worker: int) -> None:

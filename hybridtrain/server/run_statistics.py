@@ -45,6 +45,8 @@ class RunStatistics:
     version: int = 0
     first_version: int = 0
     samples: float = 0.0
+    sent_bytes: int = 0  # of what workers have handed over
+    saved_bytes: int = 0  # by encoding it
     ages: Counter[int] = field(default_factory=Counter)  # staleness -> contributions
     clocks: StepCounts = field(default_factory=StepCounts)  # pushes of those who train
     _accounts: list[_Worker] = field(default_factory=list)
@@ -180,9 +182,10 @@ class RunStatistics:
         that a mini-batch takes each worker; ``dropped``: contributions that came too late, or were
         of a step that was broken off, by worker; ``lead``: pushes ahead of the slowest worker;
         ``effective_batch``: samples behind the average update; ``left_out``: how many
-        contributions each worker had to leave out, by the kind of fault. Staleness is counted per
-        contribution: updates made between the reading of the parameters and the application of the
-        gradient computed from them.
+        contributions each worker had to leave out, by the kind of fault; ``handed_over``: the
+        ``sent_bytes`` of all that was pushed with some weight, and ``saved_bytes``: how many more
+        it was before it was encoded. Staleness is counted per contribution: updates made between
+        the reading of the parameters and the application of the gradient computed from them.
         """
         training_s, updates = self._training_s, self.version - self.first_version
         return {
@@ -211,6 +214,7 @@ class RunStatistics:
                 fault: [account.faults[fault] for account in self._accounts]
                 for fault in sorted(set().union(*(a.faults for a in self._accounts)))
             },
+            "handed_over": {"sent_bytes": self.sent_bytes, "saved_bytes": self.saved_bytes},
             "workers": self.n_workers,
         }
 

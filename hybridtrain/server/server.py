@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, combine, exchange_of
+from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import GetState
 from hybridtrain.policies import Policy
@@ -54,9 +55,11 @@ from hybridtrain.protocol.server_events import (
     Removed,
     Restarted,
     TimerExpired,
+    UpdateEnded,
 )
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
 from hybridtrain.server.batch_queue import BatchQueue
+from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.membership import Membership
 from hybridtrain.server.refusals import missed, stuck
 from hybridtrain.server.rounds import Replies, Rounds
@@ -95,7 +98,8 @@ class Server:
         exchange: Exchange | None = None,
     ) -> None:
         self.policy = policy
-        self.requirements = combine(policy, exchange or exchange_of(policy), n_workers)
+        exchange = exchange or exchange_of(policy)
+        self.requirements = combine(policy, exchange, n_workers)
         self.statistics = RunStatistics(n_workers, clock)
         self.failure: BaseException | None = None  # what an optimizer has raised
         members = self._members = set(range(n_workers))
@@ -103,7 +107,13 @@ class Server:
         self._pool, late = Pool(threads), LateGradients(correction, self.statistics.age)
         self._queue = BatchQueue(self._members)
         self._rounds = Rounds(
-            policy, self.requirements, self.statistics, self._queue, members, self._pool
+            policy,
+            self.requirements,
+            self.statistics,
+            self._queue,
+            members,
+            self._pool,
+            HandedOver(codec_of(exchange), self.statistics),
         )
         self.membership = Membership(
             members, self._meeting, self._queue, self._rounds, self.statistics
@@ -140,6 +150,9 @@ class Server:
                 return self.membership.admit(worker)
             case TimerExpired():
                 return self._guarded([], self._rounds.wake) or self._free_the_stuck()
+            case UpdateEnded(ticket):
+                replies = self._guarded([], lambda: self._rounds.complete(ticket))
+                return replies or self._free_the_stuck()
             case BrokenOff():
                 self._rounds.broken = True
                 return self._wishes.answer() + self._dismiss(waits=True)
@@ -197,18 +210,25 @@ class Server:
         return self._rounds.wake_at_s
 
     @property
+    def under_way(self) -> int | None:
+        """The number of the update that goes on until an ``UpdateEnded``, if one does."""
+        update = self._rounds.under_way
+        return None if update is None else update.ticket
+
+    @property
     def training(self) -> bool:
         """Whether it has begun, so that others could go on with it."""
         return bool(self.optimizers.updates)
 
     def _free_the_stuck(self) -> Replies:
-        """If all who are left wait, and no timer runs, they would wait for ever."""
+        """If all who are left wait, and no timer or update runs, they would wait for ever."""
         if len(self._rounds.waiting) + self._meeting.n_waiting < len(self._members):
             return []
         if (
             self._stopped
             or not self._members
             or self.wake_at_s is not None
+            or self.under_way is not None
             or self.membership.missing
         ):
             return []

@@ -12,7 +12,8 @@ Options (several values: separated by commas, where it says so):
   strategy=NAME,...   strategies, with their options behind colons: hybrid, synchronous,
                       backup:k=3, backup:k=auto, k_async:k=3, k_batch_sync:k=3,
                       k_batch_async:k=3, softsync:n=2, ssp:lead=2, async,
-                      switch:first=hybrid:then=async:at_update=100 (default hybrid,async)
+                      switch:first=hybrid:then=async:at_update=100 (default hybrid,async);
+                      with task=...: local_sgd:every=32, diloco, easgd, async_diloco, downpour
   workers=N,...       how many workers, those that join later included (default 8)
   batch_size=N        samples in a mini-batch (default 32)
   mini_batches=N      length of the run, in mini-batches of all workers together (default 20000;
@@ -37,11 +38,17 @@ What is between them and the server, and what happens to them:
   network.latency_s=X         of every message, one way (default 0)
   network.bandwidth=X         bytes per second of each worker's own link, with parameters=N
   network.server_bandwidth=X  bytes per second of the server's link, which all share in turn
+  shards=N            parameters in N shards, each with a server of its own that knows nothing of
+                      the others; figures are those of shard 0 (default 1)
+  delay.S=X           messages of shard S take longer than the latency by X seconds on average,
+                      exponentially distributed (may be given for several)
   parameters=N        numbers (4 bytes each) in a contribution, and in what a release brings
   script=FILE.yaml    or the YAML itself: [{worker: 3, dies_at: 10}, {worker: 3, joins_at: 25},
                       {worker: [6, 7], joins_at: 30}, {worker: 1, slower: 4, from: 5, until: 20}]
   interrupt=true      who computes what cannot count any more begins anew at once, as the
                       literature assumes of backup workers (default: notices when it pushes)
+  update_s=X          seconds that an update takes the server, which makes one after the other
+                      (default 0)
 
 What is trained (default: nothing, only time passes):
   task=NAME           digits, parabola, speech, own ...: as for python -m hybridtrain, and so are
@@ -49,6 +56,8 @@ What is trained (default: nothing, only time passes):
                       the clipping count. One module in one process computes all gradients
   correction=NAME     of late gradients: by_staleness, polynomial:exponent=0.5, dc_asgd,
                       dc_asgd_adaptive, gap_aware
+  exchange=NAME       what workers hand over: gradient (default), movement:every=8,
+                      accumulated:n_push=4:n_fetch=4 (with strategy=async: Downpour)
 
 What to write:
   json=FILE           the figures

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
+from hybridtrain.policies.schemes import SCHEMES
 from hybridtrain.recording import service_times
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
 from hybridtrain.updates.staleness import make_correction
@@ -24,8 +26,8 @@ LENGTHS = ("mini_batches", "seconds")
 FILES = ("json", "plot", "html")
 COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
 NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
-OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt"]
-OPTIONS += ["batch_size", *LENGTHS, "seed", *FILES, "correction"]
+OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt", "update_s"]
+OPTIONS += ["shards", "delay", "batch_size", *LENGTHS, "seed", *FILES, "correction", "exchange"]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
 Given = Mapping[str, str]
@@ -39,8 +41,8 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
-    given = options(others, OPTIONS, families=("slower",))
-    train, correction = _train(given, overrides), _correction(given, overrides)
+    given = options(others, OPTIONS, families=("slower", "delay"))
+    train = _train(given, overrides)
     slower = {
         _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
         for name, value in given.items()
@@ -53,7 +55,8 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
         slower=slower,
         conditions=_conditions(given, bool(overrides)),
         train=train,
-        correction=correction,
+        correction=_of_gradients("correction", given, overrides, make_correction),
+        exchange=_of_gradients("exchange", given, overrides, make_exchange),
         batch_size=_whole("batch_size", given.get("batch_size", "32")),
         mini_batches=_length(given, bool(overrides)),
         seconds=_seconds(given),
@@ -72,14 +75,24 @@ def _is_training(argument: str) -> bool:
 
 
 def way(text: str) -> Way:
-    """A strategy and its options: ``backup:k=3``, ``first_k:k=3:late=use``.
+    """A strategy and its options: ``backup:k=3``, ``local_sgd:every=32``.
+
+    Where a strategy has an exchange of its own, options are the exchange's.
 
     Raises:
-        UserError: if there is no such policy, or it takes no such options.
+        UserError: if there is no such strategy, or it takes no such options.
     """
     given = _spec("strategy", text)
-    make_policy(given)
-    return Way(text, given)
+    name, options = (given, {}) if isinstance(given, str) else (given["name"], given)
+    if name not in SCHEMES:
+        make_policy(given)
+        return Way(text, given)
+    parts = SCHEMES[name]
+    known = parts["exchange"]
+    exchange = {"name": known} if isinstance(known, str) else dict(known)
+    exchange |= {key: value for key, value in options.items() if key != "name"}
+    make_exchange(exchange)
+    return Way(text, parts["policy"], exchange, parts.get("update"))
 
 
 def _spec(what: str, text: str) -> Any:
@@ -110,17 +123,19 @@ def _value(text: str) -> bool | float | str | None:
     return text
 
 
-def _correction(given: Given, overrides: Sequence[str]) -> Any:
-    """What ``make_correction`` takes."""
-    if given.get("correction", "null") == "null":
+def _of_gradients(
+    name: str, given: Given, overrides: Sequence[str], make: Callable[[Any], object]
+) -> Any:
+    """What ``make`` takes."""
+    if given.get(name, "null") == "null":
         return None
     if not overrides:
         raise UserError(
-            f"correction={given['correction']} was given without task=...; a correction changes "
-            "gradients, so there must be some"
+            f"{name}={given[name]} was given without task=...; a {name} is one of gradients, so "
+            "there must be some"
         )
-    spec = _spec("correction", given["correction"])
-    make_correction(spec)
+    spec = _spec(name, given[name])
+    make(spec)
     return spec
 
 
@@ -181,7 +196,8 @@ def _times(given: Given, slower: Mapping[int, float]) -> Times:
 def _conditions(given: Given, trains: bool) -> Conditions:
     script = read_script(given["script"]) if "script" in given else Script()
     network = _network(given, trains)
-    return Conditions(network, script, _yes("interrupt", given.get("interrupt", "false")))
+    interrupts = _yes("interrupt", given.get("interrupt", "false"))
+    return Conditions(network, script, interrupts, _number("update_s", given.get("update_s", "0")))
 
 
 def _network(given: Given, trains: bool) -> Network:
@@ -198,8 +214,24 @@ def _network(given: Given, trains: bool) -> Network:
         server_bandwidth=_number(
             "network.server_bandwidth", given.get("network.server_bandwidth", "inf")
         ),
+        shards=_shards(given),
         size_bytes=4 * _whole("parameters", given.get("parameters", "0"), least=0),
     )
+
+
+def _shards(given: Given) -> tuple[float, ...]:
+    """By how many seconds the messages of each shard take longer, on average."""
+    delays_s = [0.0] * _whole("shards", given.get("shards", "1"))
+    for name, value in given.items():
+        if name.startswith("delay."):
+            shard = _whole("delay.S", name.removeprefix("delay."), least=0)
+            if shard >= len(delays_s):
+                raise UserError(
+                    f"{name} was given, but {len(delays_s)} shards have the numbers 0 to "
+                    f"{len(delays_s) - 1}; set shards=N"
+                )
+            delays_s[shard] = _number(name, value)
+    return tuple(delays_s)
 
 
 def _length(given: Given, trains: bool) -> float | None:

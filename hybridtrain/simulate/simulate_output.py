@@ -38,6 +38,7 @@ _CELLS: dict[str, Callable[[SimulationRow], str]] = {
     "dropped": lambda row: str(row.dropped),
     "stale": lambda row: _short(row.staleness_mean),
     "99 %": lambda row: str(row.staleness_p99),
+    "handed over": lambda row: f"{row.sent_bytes / 1e6:,.3g} MB",
     "loss": lambda row: _short(row.loss[-1][1]) if row.loss else "-",
 }
 
@@ -48,6 +49,7 @@ def heads(rows: Sequence[SimulationRow]) -> list[str]:
         "workers": len({row.workers for row in rows}) == 1,
         "network": not any(row.network_share for row in rows),
         "dropped": not any(row.dropped for row in rows),
+        "handed over": not any(row.sent_bytes for row in rows),
         "loss": not any(row.loss for row in rows),
     }
     return [head for head in _CELLS if not idle.get(head)]

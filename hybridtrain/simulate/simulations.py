@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import ExchangeSpec, exchange_of, make_exchange
 from hybridtrain.policies import make_policy
+from hybridtrain.updates.named import UpdateSpec, update_of
 from hybridtrain.updates.staleness import CorrectionSpec, make_correction
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
@@ -25,10 +27,12 @@ Train = Callable[[int], tuple[Task, MakeOptimizer]]
 
 @dataclass(frozen=True)
 class Way:
-    """A strategy as the user wrote it, and the policy's name and options that this means."""
+    """A strategy as the user wrote it, and the policy, exchange and update that this means."""
 
     label: str
     given: Any
+    exchange: ExchangeSpec = None  # what goes with the policy
+    update: UpdateSpec = None  # what goes with the exchange
 
 
 HYBRID, ASYNC = Way("hybrid", "hybrid"), Way("async", "async")
@@ -53,6 +57,7 @@ class SimulationPlan:
     seed: int = 0
     train: Train | None = None
     correction: CorrectionSpec = None
+    exchange: ExchangeSpec = None  # what goes with the policy
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,7 @@ class SimulationRow:
     staleness: dict[int, int]
     loss: list[tuple[float, float]]  # (virtual time, mean of the losses around it)
     events_per_s: float  # of this process's time on its core
+    sent_bytes: int = 0  # that workers have handed over
 
 
 def simulate(plan: SimulationPlan, way: Way, workers: int) -> SimulationRow:
@@ -126,7 +132,14 @@ def _world(plan: SimulationPlan, way: Way, workers: int) -> tuple[VirtualWorld, 
         VirtualWorld, make_policy(way.given), workers, plan.times, plan.batch_size, plan.seed
     )
     if plan.train is None:
+        if way.exchange is not None:
+            raise UserError(
+                f"strategy={way.label} was given without task=...; its workers train on their own, "
+                "so there must be something to train"
+            )
         return make(conditions=plan.conditions), math.inf
+    exchange = plan.exchange if way.exchange is None else way.exchange
+    made = make_exchange(exchange) if exchange is not None else exchange_of(make_policy(way.given))
     task, optimizer = plan.train(workers)
     size_bytes = sum(value.numel() * value.element_size() for value in task.parameters())
     network = replace(plan.conditions.network, size_bytes=size_bytes)
@@ -135,6 +148,8 @@ def _world(plan: SimulationPlan, way: Way, workers: int) -> tuple[VirtualWorld, 
         optimizer=optimizer,
         conditions=replace(plan.conditions, network=network),
         correction=make_correction(plan.correction),
+        exchange=made,
+        update=update_of(made, way.update),
     )
     wanted = getattr(task, "epochs", math.inf) if plan.mini_batches is None else math.inf
     return world, wanted
@@ -166,4 +181,5 @@ def _row(plan: SimulationPlan, way: Way, world: VirtualWorld, took_s: float) -> 
         staleness=dict(sorted(statistics.ages.items())),
         loss=world.curve.points(),
         events_per_s=world.events / took_s,
+        sent_bytes=sum(server.statistics.sent_bytes for server in world.servers),
     )

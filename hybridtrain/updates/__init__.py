@@ -4,7 +4,7 @@ from hybridtrain.updates.base import Update
 from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.evaluation import Again, Evaluation
 from hybridtrain.updates.factory import build_update, load_updates
-from hybridtrain.updates.optimizer_set import OptimizerFailed, Optimizers, Stepped
+from hybridtrain.updates.optimizer_set import OptimizerFailed, Optimizers, Pending, Stepped
 from hybridtrain.updates.saved import Saved
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Evaluation",
     "OptimizerFailed",
     "Optimizers",
+    "Pending",
     "Saved",
     "Stepped",
     "Update",

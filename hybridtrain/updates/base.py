@@ -21,7 +21,8 @@ class Update(Protocol):
     ``name`` is that of its class, ``members`` who belongs to which of its groups, ``news`` which
     hyper-parameters its last step has changed by itself; ``under_way``: it waits for one more
     evaluation to end its step. ``moved``: of which parameters, by slot number, its last step has
-    moved only these rows; ``wants_staleness``: contributions are to tell theirs.
+    moved only these rows; ``wants_staleness``: contributions are to tell theirs; ``sums``: they add
+    up, where else they are averaged.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Update(Protocol):
     under_way: bool
     moved: Mapping[int, Rows]
     wants_staleness: bool
+    sums: bool
 
     def read(self, worker: int) -> None:
         """The worker reads the masters as they are now; its next gradient is computed there."""

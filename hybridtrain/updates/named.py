@@ -13,11 +13,13 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange
 from hybridtrain.updates.delay_tolerant.optimizers import AdaDelay, AdaptiveRevision, AsyncAdaDA
 from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.outer import DelayedNesterov, Sum
 from hybridtrain.util.named_choice import hint
 
 UpdateSpec = str | Mapping[str, Any] | None  # a name, or {"name": ..., arguments}
 
-USER, MEAN = "user", "mean"
+USER, MEAN, SUM = "user", "mean", "sum"
+_SUBTRACT: dict[str, type[torch.optim.SGD]] = {MEAN: torch.optim.SGD, SUM: Sum}
 
 
 def _evaluates_once(kind: type[torch.optim.Optimizer]) -> bool:
@@ -29,6 +31,7 @@ OURS: dict[str, type[torch.optim.Optimizer]] = {
     "adaptive_revision": AdaptiveRevision,
     "async_ada_da": AsyncAdaDA,
     "adadelay": AdaDelay,
+    "delayed_nesterov": DelayedNesterov,
 }
 KNOWN: dict[str, type[torch.optim.Optimizer]] = OURS | {
     name.lower(): kind
@@ -42,9 +45,11 @@ KNOWN: dict[str, type[torch.optim.Optimizer]] = OURS | {
 
 @dataclass(frozen=True)
 class NamedUpdate:
-    """How the masters move: ``"user"`` (by the module's own optimizer), ``"mean"`` (what is handed
-    over is subtracted), or an optimizer of ``torch.optim`` or of
-    :mod:`hybridtrain.updates.delay_tolerant` with its arguments.
+    """How the masters move.
+
+    ``"user"``: by the module's own optimizer; ``"mean"`` or ``"sum"``: that of what is handed over
+    is subtracted; or an optimizer of ``torch.optim``, of :mod:`hybridtrain.updates.delay_tolerant`
+    or of :mod:`hybridtrain.updates.outer`, with its arguments.
 
     With ``inherits``, what is not given and the module's own optimizer has as well (the learning
     rate, and whatever a schedule changes) follows the module's own.
@@ -61,11 +66,11 @@ class NamedUpdate:
 
     @property
     def _kind(self) -> type[torch.optim.Optimizer]:
-        return torch.optim.SGD if self.name == MEAN else KNOWN[self.name]
+        return _SUBTRACT.get(self.name) or KNOWN[self.name]
 
     def _follows(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
         """The hyper-parameters that are those of the module's own optimizer."""
-        if self.name == MEAN or not self.inherits:
+        if self.name in _SUBTRACT or not self.inherits:
             return frozenset()
         return frozenset(inspect.signature(self._kind).parameters) & (
             optimizer.defaults.keys() - self.options.keys()
@@ -92,7 +97,7 @@ class NamedUpdate:
             {"params": group["params"], **{key: group[key] for key in follows if key in group}}
             for group in optimizer.param_groups
         ]
-        options = {"lr": 1.0} if self.name == MEAN else dict(self.options)
+        options = {"lr": 1.0} if self.name in _SUBTRACT else dict(self.options)
         try:
             return self._kind(groups, **options)
         except (TypeError, ValueError) as error:
@@ -130,11 +135,11 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
         return None
     options = {"name": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}
     name = str(options.pop("name", None)).lower()
-    known = {USER, MEAN, *KNOWN}
+    known = {USER, *_SUBTRACT, *KNOWN}
     if name not in known:
         raise UserError(
             f"update={given!r} was given{hint(name, known)}; known are {USER} (the module's own "
-            f"optimizer), {MEAN}, {', '.join(OURS)}, and of torch.optim "
+            f"optimizer), {', '.join([*_SUBTRACT, *OURS])}, and of torch.optim "
             f"{', '.join(sorted(KNOWN.keys() - OURS))}"
         )
     takes = set(inspect.signature(KNOWN[name]).parameters) - {"params"} if name in KNOWN else set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -41,6 +41,18 @@ class Stepped:
     again: Again | None = None
     news: Groups | None = None
     turn: StepNumber | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """Not yet: what :meth:`Optimizers.step` may answer in place of what came of a round.
+
+    The contributions have been read, so their rows may be written again. The masters are those of
+    the version before until ``finish`` is called, once, which moves them; it may raise what a step
+    may raise.
+    """
+
+    finish: Callable[[], Stepped]
 
 
 class Optimizers:
@@ -120,7 +132,7 @@ class Optimizers:
 
     # ---- one round ------------------------------------------------------------------------------
 
-    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
+    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
         """Apply one round's pushes, all for one optimizer, and what is held for it.
 
         Those that abstain have no share, but what they tell of hyper-parameters and groups does
@@ -212,15 +224,18 @@ class Optimizers:
         """Everybody's share by samples, or one row for all where gradients are averaged already.
 
         Also what the step's learning rates are multiplied with, as late contributions may count
-        less. Shares sum to 1, so that an optimizer which does not care how long a gradient is
-        makes a shorter step, too.
+        less. Shares sum to 1 (but where contributions add up), so that an optimizer which does not
+        care how long a gradient is makes a shorter step, too.
         """
-        usual = held is None and not self.late.active and not update.wants_staleness
+        plain = not update.wants_staleness and not update.sums
+        usual = held is None and not self.late.active and plain
         if usual and all(map(is_usual, pushes.values())):
             return self._usual_contributions(pushes, update), 1.0
         made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
         if pushes and all(push.averaged for push in pushes.values()):
             return [next(iter(made.values()))], 1.0
+        if update.sums:
+            return list(made.values()), 1.0
         factors = {w: self.late.correct(each, update.members) for w, each in made.items()}
         counts = {w: pushes[w].weight * factor for w, factor in factors.items()}
         weight = sum(push.weight for push in pushes.values()) + (held.weight if held else 0.0)

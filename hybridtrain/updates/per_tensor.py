@@ -37,6 +37,7 @@ class PerTensorUpdate:
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
     ) -> None:
         self.name = type(optimizer).__name__
+        self.sums: bool = getattr(optimizer, "sums", False)
         self.news: Groups | None = None
         self.members = members_of(optimizer, numbers)
         self._optimizer = optimizer

@@ -1,8 +1,8 @@
 """Files that appear whole or not at all, and how a damaged checkpoint is told from a good one.
 
-Writing: what is written has no name until all of it is on the disk; then it gets one beside the
-place where it belongs, and takes that place by renaming, which a file system does at once. So
-whoever is killed leaves the old file and no half of a new one.
+Writing: what is written has no name until all of it is on the disk; then it gets its own. If there
+is such a file already, it gets one beside that, and takes its place by renaming, which a file
+system does at once. So whoever is killed leaves the old file and no half of a new one.
 
 Checking: a checkpoint is a zip archive in which ``torch.save`` keeps a CRC-32 of each record.
 ``torch.load`` does not compare them (torch is built with ``MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS``)
@@ -21,6 +21,7 @@ import time
 import zipfile
 import zlib
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 _NAMELESS = getattr(os, "O_TMPFILE", 0)  # Linux, and not on every file system
@@ -51,8 +52,8 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
     try:
         with suppress(FileNotFoundError):
             os.unlink(part, dir_fd=folder)  # somebody was killed in the midst of this
-        _write_part(part, folder, content)
-        os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+        if not _write_part(part, folder, content, path.name):
+            os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         os.fsync(folder)
     except BaseException:
         with suppress(OSError):
@@ -62,15 +63,25 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
         os.close(folder)
 
 
-def _write_part(part: str, folder: int, content: bytes | memoryview) -> None:
-    """All of it is on the disk before it has a name, where the file system can do that."""
+def _write_part(part: str, folder: int, content: bytes | memoryview, name: str) -> bool:
+    """All of it is on the disk before it has a name, where the file system can do that.
+
+    Returns whether that is its own ``name``, which it gets at once unless another file has it.
+    """
     fd, named = _open(part, folder)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(fd)
-        if not named:
-            os.link(f"/proc/self/fd/{fd}", part, dst_dir_fd=folder, follow_symlinks=True)
+        if named:
+            return False
+        link = partial(os.link, f"/proc/self/fd/{fd}", dst_dir_fd=folder, follow_symlinks=True)
+        try:
+            link(name)
+            return True
+        except FileExistsError:
+            link(part)
+            return False
 
 
 def _open(part: str, folder: int) -> tuple[int, bool]:

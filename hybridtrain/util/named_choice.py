@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -62,6 +63,18 @@ def hint(word: str, words: Iterable[str]) -> str:
 
 def _known(known: Iterable[str]) -> str:
     return f"known are {', '.join(sorted(known))}"
+
+
+class BriefRepr:
+    """A dataclass whose text leaves out what is ``None``.
+
+    Records compare these texts, so an option that is added later must not change the old ones.
+    """
+
+    def __repr__(self) -> str:
+        told = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}  # type: ignore[arg-type]
+        given = ", ".join(f"{name}={value!r}" for name, value in told.items() if value is not None)
+        return f"{type(self).__name__}({given})"
 
 
 def positive(name: str, value: int) -> int:

@@ -123,14 +123,20 @@ class Client:
         averaged: Averaged = self._ask(Average(weight, absent, packed), Averaged, True)[0]
         return averaged
 
-    def offer(self, push: Push, then: Taking, undo: Undoing | None = None) -> None:
+    def offer(
+        self, push: Push, then: Taking, undo: Undoing | None = None, settles: bool = True
+    ) -> None:
         """Offer the gradient in the row; ``then`` is called once, with the release, by ``settle``.
+
+        ``settles``: with it the mini-batches that were drawn so far are done.
 
         Until then neither the row nor the parameters belong to this worker. If the release never
         comes, ``undo`` is called instead.
         """
         self.settle()
-        covers, self._covers = tuple(self._covers), []
+        covers: tuple[DrawnBatch, ...] = ()
+        if settles:
+            covers, self._covers = tuple(self._covers), []
         self.line.send(replace(push, covers=covers) if covers else push)
         self.offered = PendingPush(then, [undo] if undo is not None else [])
 

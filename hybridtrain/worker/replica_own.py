@@ -21,12 +21,22 @@ class OwnReplica:
         parameters: the module's, in the order of the layout's slots.
         store: the shared buffers.
         worker: whose row.
+        keeps: where all meet, the masters are only looked at: training goes on from the worker's.
     """
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], store: Store, worker: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        store: Store,
+        worker: int,
+        keeps: bool = False,
+    ) -> None:
+        self._keeps = keeps
+        self._kept: dict[int, torch.Tensor] = {}  # by number, while the module has the masters
         self._parameters = list(parameters)
         slots = store.layout.slots
         self._rows = [store.gradient(worker, slot) for slot in slots]
+        self._front = store.front(worker)
         self._masters = [store.parameter(worker, slot) for slot in slots]
         self._following = list(range(len(slots)))
         self.packed: tuple[Packed, ...] = ()
@@ -43,10 +53,15 @@ class OwnReplica:
 
     @torch.no_grad()
     def hand_over(
-        self, numbers: Sequence[int], values: Sequence[torch.Tensor | None]
+        self,
+        numbers: Sequence[int],
+        values: Sequence[torch.Tensor | None],
+        encoded: torch.Tensor | None = None,
     ) -> tuple[int, ...]:
-        """Bring these to the row; returns the numbers that have none."""
-        for number, value in zip(numbers, values, strict=True):
+        """Bring these, or what they are encoded as, to the row; returns the numbers without one."""
+        if encoded is not None:
+            self._front[: len(encoded)].copy_(encoded)
+        for number, value in zip(numbers, values, strict=True) if encoded is None else ():
             if value is not None:
                 self._rows[number].copy_(value.to_dense() if value.is_sparse else value)
         return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)
@@ -71,10 +86,39 @@ class OwnReplica:
         return {}
 
     @torch.no_grad()
-    def refresh(self) -> None:
-        """The worker's own parameters become the masters as it has read them last."""
+    def refresh(self, keep: bool = False) -> None:
+        """The module's parameters become the masters as this worker has read them last.
+
+        Where the worker's own are to be kept (``keep``: this time, too), they come back with
+        :meth:`put_back`.
+        """
         for number in self._following:
+            if (keep or self._keeps) and number not in self._kept:
+                self._kept[number] = self._parameters[number].detach().clone()
             self._parameters[number].copy_(self._masters[number])
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Training goes on: the module has the worker's own parameters again."""
+        for number, value in self._kept.items():
+            self._parameters[number].copy_(value)
+        self._kept.clear()
+
+    def forget(self) -> None:
+        """Training begins with the masters."""
+        self._kept.clear()
+
+    def kept(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """Copies of the worker's own, wherever they are now."""
+        return [self._kept.get(n, self._parameters[n].detach()).clone() for n in numbers]
+
+    def keep(self, numbers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+        """These are the worker's own from the next step on."""
+        devices = [self._parameters[number].device for number in numbers]
+        self._kept |= {
+            number: value.to(device, copy=True)
+            for number, value, device in zip(numbers, values, devices, strict=True)
+        }
 
     def close(self) -> None:
         """Nothing is held."""

@@ -35,7 +35,7 @@ CASES = [
     ("strategy=hybrid strategy.policy=backupp", ["backupp", "mean backup?"]),
     (
         "strategy=hybird",
-        ["no strategy 'hybird'", "mean hybrid?", "backup, ddp, downpour, hogwild, hybrid"],
+        ["no strategy 'hybird'", "mean hybrid?", "backup, ddp, diloco, downpour"],
     ),
     ("task=digit", ["no task 'digit'", "mean digits?", "parabola", "speech"]),
     ("trainer.devces=2", ["no key 'devces' in trainer", "mean devices?", "max_epochs"]),

@@ -6,18 +6,21 @@ import inspect
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.cli.hydra_config import complete_overrides, compose_config, conf_dir, groups
+from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.exchanges import exchange_of, make_exchange
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.registration import DESCRIPTIONS, SCHEMES
+from hybridtrain.updates.named import update_of
 
 CHOICES = [(group, name) for group, names in groups().items() for name in names if name != "own"]
 FILES = sorted(x for x in conf_dir().rglob("*.yaml"))
@@ -78,11 +81,37 @@ def test_every_policy_that_needs_no_parameters_is_a_name_for_lightnings_trainer(
         assert trainer.strategy.exchange == expected
 
 
+def plain(value: Any) -> Any:
+    return OmegaConf.to_container(value) if isinstance(value, DictConfig) else value
+
+
 def test_every_scheme_is_the_same_from_the_command_line_and_by_its_name() -> None:
     for name, parts in SCHEMES.items():
         row = compose_config([f"strategy={name}", "++run_dir=somewhere"]).strategy
-        assert row.policy == parts["policy"]
-        assert make_exchange(dict(row.exchange)) == make_exchange(parts["exchange"])
+        assert make_policy(plain(row.policy)) == make_policy(parts["policy"])
+        exchange = make_exchange(parts["exchange"])
+        assert make_exchange(plain(row.exchange)) == exchange
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+        updates = plain(row["update"]), parts.get("update")
+        one, other = (update_of(exchange, each).over(optimizer) for each in updates)
+        assert type(one) is type(other) and one.defaults == other.defaults
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "strategy.exchange.every=[8,16]",
+        "strategy.exchange.every={longest:16,seconds_per_step:[0.6,1.5]}",
+        "strategy.exchange.every=4",
+        "strategy.exchange.compress=int4",
+    ],
+)
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "async_diloco"])
+def test_how_often_and_how_it_is_encoded_may_be_said_in_every_form(name: str, given: str) -> None:
+    overrides = [f"strategy={name}", given, "++run_dir=somewhere"]
+    cfg = compose_config(overrides)
+    check_config(cfg, overrides)
+    make_exchange(plain(cfg.strategy.exchange))
 
 
 @pytest.mark.parametrize("name", groups()["optimizer"])
@@ -136,7 +165,7 @@ def test_help_is_readable_and_needs_no_torch() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     for words in ("speech|digits|parabola", "hybrid|async|ddp", "trainer.devices=N", "Examples"):
         assert words in done.stdout
-    assert "strategy: async, backup, ddp, downpour, hogwild, hybrid, k_async" in done.stdout
+    assert "strategy: async, async_diloco, backup, ddp, diloco, downpour" in done.stdout
     own = [line for line in done.stdout.splitlines() if not line.startswith("strategy: ")]
     assert max(map(len, own)) <= 120  # the list of a group is Hydra's
 

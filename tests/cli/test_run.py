@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from hybridtrain.cli.telemetry.summary import Summary, lines
 from hybridtrain.report.history import read_history
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY, N
@@ -17,7 +18,17 @@ from tests.picking import by_default
 KEYS = {
     *("strategy", "workers", "device", "updates", "samples", "samples_per_s", "wall_s"),
     *("train_s", "started", "effective_batch", "waiting_share", "staleness", "lead", "dropped"),
-    *("left_out", "metrics", "checkpoint", "exit", "error", "slow", "unsaved", "resumed"),
+    *(
+        "left_out",
+        "metrics",
+        "checkpoint",
+        "exit",
+        "error",
+        "slow",
+        "unsaved",
+        "resumed",
+        "handed_over",
+    ),
 }
 
 
@@ -179,6 +190,15 @@ def test_two_runs_of_the_same_second_have_their_own_directories(
     names = [x.name for x in Path("outputs/2030-01-01").iterdir()]
     assert len(names) == 2
     assert all(re.fullmatch(r"00-00-00-[0-9a-f]{4}", x) for x in names)
+
+
+@pytest.mark.parametrize(
+    ("saved", "shown"), [(0, []), (3000, ["handed over  1000 bytes, 3000 saved: 4.0 times fewer"])]
+)
+def test_bytes_are_printed_where_some_were_saved(saved: int, shown: list[str]) -> None:
+    told = Summary("local_sgd", 2, "cpu", handed_over={"sent_bytes": 1000, "saved_bytes": saved})
+    found = [line.strip() for line in lines(told, Path("here"), tensorboard=False)]
+    assert [line for line in found if line.startswith("handed over")] == shown
 
 
 def test_without_a_terminal_progress_is_plain_lines(command: Command) -> None:

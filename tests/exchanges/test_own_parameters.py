@@ -231,7 +231,7 @@ def test_who_does_not_fetch_computes_with_what_it_has_read() -> None:
     made = world(Parabola(), 1, lambda p: torch.optim.SGD(p, lr=0.1), exchange, policy="async")
     made.run(updates=2)
     assert made._replicas is not None
-    store = made._replicas.store
+    store = made._replicas.shards[0].store
     assert float(store.parameter(0, store.layout.slots[0])) == 1.0
     assert made.server.statistics.ages == {0: 1, 1: 1}
     made.run(updates=4)
@@ -320,7 +320,7 @@ def test_parts_that_contradict_each_other_are_named(
 @pytest.mark.parametrize(
     ("given", "fragments"),
     [
-        ("mean_gradient", ["exchange='mean_gradient'", "known are accumulated, gradient"]),
+        ("mean_gradient", ["exchange='mean_gradient'", "known are accumulated, elastic"]),
         ({"name": "movement", "evry": 3}, ["exchange.evry", "did you mean every?"]),
         ({"name": "movement", "every": 0}, ["exchange.every=0", "from 1 on"]),
         ({"name": "accumulated", "n_push": 1.5}, ["exchange.n_push=1.5", "a whole number"]),

@@ -1,7 +1,8 @@
 """Private names of Lightning that this package uses: a new version shows what it breaks.
 
 Each name is looked up in the source of the module that defines it. A name that is used and not
-listed here fails, too: use a public one, or list it.
+listed here fails, too: use a public one, or list it. All are used in one folder, which gives them
+plain names.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import ast
 import importlib
 import inspect
 import re
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hybridtrain"
+HOOKS = PACKAGE / "lightning" / "hooks"
 TRAINER = "pytorch_lightning.trainer"
 
 DEFINED_IN = {
@@ -36,7 +40,6 @@ DEFINED_IN = {
     "_data_fetcher": "pytorch_lightning.loops.fit_loop",
     "_every_n_train_steps": "pytorch_lightning.callbacks.model_checkpoint",
     "_find_last_checkpoints": "pytorch_lightning.callbacks.model_checkpoint",
-    "_experiment": "lightning_fabric.loggers.csv_logs",
     "_generate_state_key": "pytorch_lightning.callbacks.callback",
     "_is_training_done": "pytorch_lightning.loops.training_epoch_loop",
     "_layer_sync": "pytorch_lightning.strategies.parallel",
@@ -66,11 +69,38 @@ DEFINED_IN = {
 DEFINED_IN |= {
     "_val_check_time_interval": f"{TRAINER}.setup",
 }
+# Given as strings, or names that this package has given to something else, too.
+_RESULT = f"{TRAINER}.connectors.logger_connector.result"
+MORE = {
+    "_cache": "torchmetrics.metric",
+    "_current_fx_name": "pytorch_lightning.core.module",
+    "_defer_save_until_validation": "pytorch_lightning.callbacks.model_checkpoint",
+    "_evaluation_step": "pytorch_lightning.loops.evaluation_loop",
+    "_experiment": "lightning_fabric.loggers.csv_logs",
+    "_forward_cache": "torchmetrics.metric",
+    "_interrupt": f"{TRAINER}.call",
+    "_is_synced": "torchmetrics.metric",
+    "_last_checkpoint_saved": "pytorch_lightning.callbacks.model_checkpoint",
+    "_last_global_step_saved": "pytorch_lightning.callbacks.model_checkpoint",
+    "_log_model": "pytorch_lightning.loggers.wandb",
+    "_logged_metrics": f"{TRAINER}.connectors.logger_connector.logger_connector",
+    "_monitor_candidates": "pytorch_lightning.callbacks.model_checkpoint",
+    "_on_before_fetch": "pytorch_lightning.loops.training_epoch_loop",
+    "_on_evaluation_end": "pytorch_lightning.loops.evaluation_loop",
+    "_op": _RESULT,
+    "_optimizer": "pytorch_lightning.core.optimizer",
+    "_predict_step": "pytorch_lightning.loops.prediction_loop",
+    "_progress_bar_metrics": f"{TRAINER}.connectors.logger_connector.logger_connector",
+    "_results": "pytorch_lightning.loops.training_epoch_loop",
+    "_should": _RESULT,
+    "_store_dataloader_outputs": "pytorch_lightning.loops.evaluation_loop",
+    "_sync": _RESULT,
+}
 # Of torch, Hydra and Python.
 OTHERS = {
     "_asdict", "_batch_sampler", "_clear", "_exit",
-    "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_", "_foreach_mul_",
-    "_foreach_norm", "_foreach_sub",
+    "_foreach_add_", "_foreach_clamp_max_", "_foreach_clamp_min_", "_foreach_copy_",
+    "_foreach_mul_", "_foreach_norm", "_foreach_sub",
     "_forkserver", "_forkserver_address", "_fused_adam_", "_fused_adamw_",
     "_fused_sgd_", "_get_node", "_getframe", "_is_in_bad_fork", "_kwargs", "_mode", "_nnz",
     "_optimizer_step_post_hooks", "_optimizer_step_pre_hooks", "_post_accumulate_grad_hooks",
@@ -84,7 +114,6 @@ IMPORTED = {
     "pytorch_lightning.loops.evaluation_loop._EvaluationLoop",
     "pytorch_lightning.loops.fit_loop._FitLoop",
     "pytorch_lightning.loops.prediction_loop._PredictionLoop",
-    "pytorch_lightning.loops.progress._BaseProgress",
     "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop",
     "pytorch_lightning.overrides.distributed._IndexBatchSamplerWrapper",
     "pytorch_lightning.strategies.launchers._MultiProcessingLauncher",
@@ -119,22 +148,26 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
     return found
 
 
-@pytest.fixture(scope="module")
-def nodes() -> list[ast.AST]:
-    trees = [ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))]
-    return [node for tree in trees for node in ast.walk(tree)]
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text())))
 
 
-def test_every_private_name_of_others_is_listed(nodes: list[ast.AST]) -> None:
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_every_private_name_of_others_is_listed() -> None:
+    nodes = [node for path in FILES for node in nodes_of(path)]
     used = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
     private = {name for name in used if name.startswith("_") and not name.startswith("__")}
     assert private - own_names(nodes) == DEFINED_IN.keys() | OTHERS
 
 
-def test_every_import_of_a_private_name_of_lightnings_is_listed(nodes: list[ast.AST]) -> None:
+def test_every_import_of_a_private_name_of_lightnings_is_listed() -> None:
     found = {
         f"{node.module}.{alias.name}"
-        for node in nodes
+        for path in FILES
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom) and "lightning" in (node.module or "").split(".")[0]
         for alias in node.names
         if alias.name.startswith("_")
@@ -142,14 +175,137 @@ def test_every_import_of_a_private_name_of_lightnings_is_listed(nodes: list[ast.
     assert found == IMPORTED
 
 
-@pytest.mark.parametrize("name", sorted(DEFINED_IN))
+@pytest.mark.parametrize("name", sorted(DEFINED_IN | MORE))
 def test_the_installed_lightning_has_it(name: str) -> None:
-    source = inspect.getsource(importlib.import_module(DEFINED_IN[name]))
+    source = inspect.getsource(importlib.import_module((DEFINED_IN | MORE)[name]))
     pattern = rf"def {name}\b|(self|trainer)\.{name}\s*[:=]|^    {name}\s*[:=]"
-    assert re.search(pattern, source, re.MULTILINE), f"{DEFINED_IN[name]} has no {name} any more"
+    assert re.search(pattern, source, re.MULTILINE), (
+        f"{(DEFINED_IN | MORE)[name]} has no {name} any more"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(IMPORTED))
 def test_the_installed_lightning_can_import_it(name: str) -> None:
     module, _, attribute = name.rpartition(".")
     assert hasattr(importlib.import_module(module), attribute)
+
+
+# ---- in one folder ------------------------------------------------------------------------------
+
+# Private names that others have, too, or that are no use of what they name.
+NOT_LIGHTNINGS = {
+    ("lightning/fault_injection/in_parent.py", "_step"): "of our rounds",
+    ("lightning/preflight/spawn_checks.py", "_fabric"): "a list of attributes that are no parts",
+    ("lightning/preflight/spawn_checks.py", "_modules"): "of torch",
+    ("lightning/preflight/spawn_checks.py", "_trainer"): "a list of attributes that are no parts",
+    ("lightning/step/remote_state.py", "_version"): "of torch",
+    ("lightning/step_profiler.py", "_step"): "of our in-place step",
+    ("tasks/speech/batching.py", "_cache"): "of that class",
+    ("worker/device/cuda.py", "_is_in_bad_fork"): "of torch",
+    ("worker/replica_cuda.py", "_version"): "of torch",
+}
+# A subclass calls or overrides these methods: that cannot be done from elsewhere.
+INHERITED = {
+    ("cli/lightning_ddp.py", "_call_children_scripts"),
+    ("cli/lightning_ddp.py", "_collect_rank_zero_results"),
+    ("cli/lightning_ddp.py", "_configure_launcher"),
+    ("cli/lightning_ddp.py", "_launcher"),
+    ("cli/lightning_ddp.py", "_start_method"),
+    ("cli/lightning_ddp.py", "_wrapping_function"),
+    ("lightning/checkpointing/periodic.py", "_generate_state_key"),
+    ("lightning/results/logger_state.py", "_check_log_dir_exists"),
+    ("lightning/strategy.py", "_configure_launcher"),
+    ("lightning/strategy.py", "_launcher"),
+}
+_DEFINED = re.compile(
+    r"\bdef (_[a-z]\w*)"
+    r"|\b(?:self|cls|trainer)\.(_[a-z]\w*)\s*(?::[^=\n]+)?=[^=]"
+    r"|^    (_[a-z]\w*)\s*(?::[^=\n]+)?=",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> set[str]:
+    """All that Lightning and torchmetrics define under private names."""
+    names = ("pytorch_lightning", "lightning_fabric")
+    folders = [Path(str(find_spec(name).origin)).parent for name in names]
+    files = [file for folder in folders for file in folder.rglob("*.py")]
+    files += [Path(str(find_spec("torchmetrics").origin)).parent / "metric.py"]
+    found = {name for f in files for names in _DEFINED.findall(f.read_text()) for name in names}
+    assert found >= DEFINED_IN.keys() - {"_mode"}
+    return found - {""}
+
+
+def touched(path: Path) -> set[str]:
+    """Names of other objects' attributes, also those that are given as strings."""
+    found = set()
+    for node in nodes_of(path):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                pass
+            case ast.Attribute(value=ast.Call(func=ast.Name(id="super"))):
+                pass
+            case ast.Attribute(attr=name) | ast.Constant(value=str(name)):
+                found.add(name)
+    return found
+
+
+def inherited(path: Path) -> set[str]:
+    """Names that classes of Lightning's have given to those in a file, and that these use."""
+    found = set()
+    for node in nodes_of(path):
+        if not isinstance(node, ast.ClassDef) or not node.bases:
+            continue
+        module = importlib.import_module(
+            ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
+        )
+        bases = getattr(module, node.name, object).__mro__
+        theirs = [base for base in bases if base.__module__.partition(".")[0] in LIGHTNINGS]
+        sources = "".join(map(inspect.getsource, theirs))
+        for each in ast.walk(node):
+            match each:
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.Attribute(
+                        value=ast.Name(id="self") | ast.Call(func=ast.Name(id="super")), attr=name
+                    )
+                ) if name[0] == "_" != name[1] and re.search(rf"\b{name}\b", sources):
+                    found.add(name)
+    return found
+
+
+LIGHTNINGS = ("pytorch_lightning", "lightning_fabric", "torchmetrics")
+OUTSIDE = [path for path in FILES if HOOKS not in path.parents]
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+def test_one_folder_alone_touches_private_names_of_lightnings(vocabulary: set[str]) -> None:
+    found = {(name_of(path), name) for path in OUTSIDE for name in touched(path) & vocabulary}
+    assert found == NOT_LIGHTNINGS.keys()
+
+
+def test_all_that_the_folder_touches_is_listed(vocabulary: set[str]) -> None:
+    found = {name for path in FILES if HOOKS in path.parents for name in touched(path)}
+    assert (found & vocabulary) - DEFINED_IN.keys() - OTHERS == MORE.keys()
+
+
+def test_one_folder_alone_imports_private_names_of_lightnings() -> None:
+    found = {
+        (name_of(path), alias.name)
+        for path in OUTSIDE
+        for node in nodes_of(path)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(LIGHTNINGS)
+        for alias in node.names
+        if alias.name.startswith("_")
+    }
+    assert found == set()
+
+
+def test_what_is_inherited_is_listed() -> None:
+    names = ("lightning", "cli")
+    paths = [path for path in OUTSIDE if path.relative_to(PACKAGE).parts[0] in names]
+    assert {(name_of(path), name) for path in paths for name in inherited(path)} == INHERITED

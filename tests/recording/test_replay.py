@@ -124,7 +124,7 @@ def test_every_policy_is_replayed_whose_order_is_known(tmp_path: Path, name: str
 @pytest.mark.parametrize(
     ("policy", "exchange"),
     [
-        ("hybrid", {"name": "movement", "every": 3}),
+        ("hybrid", {"name": "movement", "every": 3, "compress": "topk"}),
         ("async", {"name": "accumulated", "n_push": 2, "n_fetch": 3}),
     ],
 )

@@ -81,6 +81,18 @@ def test_curves_are_drawn_against_time_samples_and_updates(tmp_path: Path) -> No
     assert {"hybrid", "async"} <= set(seen.texts), "links and legends name what differs"
 
 
+def test_bytes_are_shown_and_what_was_saved_where_something_was(tmp_path: Path) -> None:
+    leave(tmp_path / "plain", handed_over={"sent_bytes": 4000, "saved_bytes": 0})
+    _, seen = page_of(tmp_path)
+    assert "handed over, bytes" in seen.texts and "saved, bytes" not in seen.texts
+    leave(tmp_path / "int8", handed_over={"sent_bytes": 1016, "saved_bytes": 2984})
+    _, seen = page_of(tmp_path)
+    assert {"4000", "1016", "saved, bytes", "2984"} <= set(seen.texts)
+    sheet = (tmp_path / "comparison.csv").read_text("utf-8-sig").splitlines()
+    rows = {row["run"]: row for row in csv.DictReader(sheet)}
+    assert (rows["int8"]["sent_bytes"], rows["int8"]["saved_bytes"]) == ("1016", "2984")
+
+
 def test_the_page_needs_nothing_but_itself_and_its_links_lead_to_the_runs(tmp_path: Path) -> None:
     course(leave(tmp_path / "a #1%", "model.width=1"), 0.5)
     leave(tmp_path / "b", "model.width=2")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridtrain import simulate
+from hybridtrain.errors import UserError
 from hybridtrain.simulate import main, parse
 
 ROOT = Path(__file__).parents[2]
@@ -128,3 +129,26 @@ def test_the_module_runs_as_a_command() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0 and "strategy=hybrid,async" in done.stdout
+
+
+def test_strategies_whose_workers_train_on_their_own_stand_beside_the_others() -> None:
+    arguments = ["strategy=hybrid,local_sgd:every=4,diloco:every=4", "task=digits", "workers=2"]
+    plan, _ = parse([*arguments, "mini_batches=41"])  # of an epoch of 48
+    hybrid, local, diloco = (simulate.simulate(plan, each, 2) for each in plan.strategies)
+    assert (hybrid.updates, local.updates, diloco.updates) == (20, 5, 5)
+    assert 0.9 < hybrid.sent_bytes / (4 * local.sent_bytes) < 1.1  # one is under way
+    assert local.sent_bytes == diloco.sent_bytes
+    assert local.loss != diloco.loss
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["strategy=local_sgd"], "strategy=local_sgd was given without task="),
+        (["strategy=local_sgd:evry=3", "task=parabola"], "did you mean every?"),
+    ],
+)
+def test_what_does_not_go_with_them_is_said(given: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said.replace("?", r"\?")):
+        plan, _ = parse(given)
+        simulate.simulate(plan, plan.strategies[0], 2)

@@ -12,6 +12,7 @@ import zipfile
 from contextlib import suppress
 from pathlib import Path
 from subprocess import Popen
+from typing import Any
 
 import pytest
 import torch
@@ -56,6 +57,21 @@ from hybridtrain.util.files import write_whole
 for n in range(10**6):
     write_whole(Path(sys.argv[1]), bytes([n % 256]) * 2**20)
 """
+
+
+def test_a_new_file_has_its_own_name_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever ended between a name beside it and the renaming left a hidden file."""
+    if not hasattr(os, "O_TMPFILE"):
+        pytest.skip("files without a name are Linux's")
+    renamed: list[Any] = []
+    monkeypatch.setattr(os, "replace", lambda *args, **rest: renamed.append(args))
+    write_whole(tmp_path / "new.ckpt", b"first")
+    assert [x.name for x in tmp_path.iterdir()] == ["new.ckpt"] and not renamed
+    write_whole(tmp_path / "new.ckpt", b"second")  # not at its place: it would have been renamed
+    assert renamed == [(".new.ckpt.part", "new.ckpt")]
+    assert (tmp_path / "new.ckpt").read_bytes() == b"first"
 
 
 def test_whoever_is_killed_while_writing_leaves_a_whole_file_and_no_part(tmp_path: Path) -> None:

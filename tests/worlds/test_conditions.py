@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import OnArrival, WaitForAll, make_policy
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.curve import Curve
@@ -317,3 +320,43 @@ def test_a_long_series_is_kept_as_means() -> None:
     assert len(points) <= 8 and points[0][0] < points[-1][0]
     assert all(value == pytest.approx(2 * at_s) for at_s, value in points)
     assert points[0][0] == 7.5, "of the first 16"
+
+
+def test_who_computes_for_a_round_that_a_timer_or_a_death_has_ended_begins_anew_too() -> None:
+    """Not only when a contribution has ended it."""
+    slow = ServiceTimes("lognormal", slower={2: 4.0})
+    deaths = Script((Dies(5.3, 3), Joins(9.0, 3), Dies(17.1, 3)))
+    policy = make_policy({"name": "backup", "k": "auto"})
+    made = world(policy, 4, slow, script=deaths, interrupt=True)
+    while made.now_s < 40.0:
+        made._step()
+        version = made.server.statistics.version
+        assert all(read == version for read in made._read.values())
+    assert made.interrupted > 5
+
+
+def test_what_is_not_handed_over_takes_no_time_on_the_network() -> None:
+    """Every fifth step is pushed: five seconds of computing for one way there and back."""
+    exchange: Any = make_exchange({"name": "accumulated", "n_push": 5, "n_fetch": 5})
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    far = VirtualWorld(
+        OnArrival(), 1, CONSTANT, task=One(), optimizer=sgd, exchange=exchange,
+        conditions=Conditions(Network(latency_s=2.0)),
+    )  # fmt: skip
+    far.run(mini_batches=101)
+    # Steps 0, 5, ... push; steps 4, 9, ... fetch: two of five go to the server and back.
+    assert far.now_s == pytest.approx(101 + 2 * 40 * 2.0)
+    assert far.network_s == pytest.approx(far.now_s - 101 + 2.0), "what is under way is counted"
+
+
+class One:
+    """A parameter whose gradient is itself."""
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [torch.ones(1)]
+
+    def gradient(self, worker: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [values[0].clone()]

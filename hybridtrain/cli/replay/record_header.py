@@ -13,6 +13,7 @@ import torch
 from omegaconf import DictConfig
 
 from hybridtrain.cli.resume.config_values import portable
+from hybridtrain.lightning.run_context import context_if_ours
 
 
 def seed_all(seed: int | None, drawn: int | None = None) -> int | None:
@@ -32,14 +33,14 @@ def seed_all(seed: int | None, drawn: int | None = None) -> int | None:
 
 def describe_run(cfg: DictConfig, trainer: pl.Trainer, drawn_seed: int | None) -> None:
     """Tell the record of the run, if there will be one, what was configured, and where."""
-    recording = getattr(trainer.strategy, "recording", None)
-    if recording is not None:
+    context = context_if_ours(trainer)
+    if context is not None and context.recording is not None:
         about: dict[str, Any] = {"config": portable(cfg), "drawn_seed": drawn_seed}
         about["checkpoints"] = _checkpoints(Path(cfg.run_dir))
         about |= {"directory": str(Path.cwd()), "run_dir": str(Path(cfg.run_dir).absolute())}
         if cfg.ckpt is not None:
             about["ckpt"] = hash_of_checkpoint(Path(cfg.ckpt))
-        recording.about = about
+        context.recording.about = about
 
 
 def _checkpoints(run_dir: Path) -> list[str]:

@@ -19,6 +19,7 @@ from hybridtrain.cli.run import Parts, build
 from hybridtrain.cli.validation.owner_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import changed_code, changed_versions, replay_fit
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.recording import Record
 from hybridtrain.recording.replayer import Replayed
 from hybridtrain.worlds.local.cleanup import vanishing_directory
@@ -102,8 +103,9 @@ def rebuilt(
     cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
     change(cfg)
     parts = build(cfg, [], told["drawn_seed"])
-    strategy: Any = parts.trainer.strategy
-    strategy.load_checkpoint = Elsewhere(strategy.load_checkpoint, told["run_dir"], str(folder))
+    context = context_of(parts.trainer)
+    load = context.load_checkpoint
+    vars(context)["load_checkpoint"] = Elsewhere(load, told["run_dir"], str(folder))
     return parts
 
 

@@ -17,6 +17,7 @@ from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
 from hybridtrain.cli.telemetry.monitor import RunMonitor
+from hybridtrain.lightning.hooks.callback_hooks import purge_from
 from hybridtrain.lightning.results.logger_state import keep_rows
 from hybridtrain.util.files import write_whole
 
@@ -32,7 +33,7 @@ def go_on(loggers: Sequence[Logger], callbacks: Sequence[Callback], step: int) -
             callback.goes_on_at = step
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger._kwargs.setdefault("purge_step", step)  # hides what is logged again
+            purge_from(logger, step)  # hides what is logged again
         elif type(logger) is CSVLogger:
             _cut(Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE, step)
             keep_rows(logger)

@@ -21,6 +21,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from hybridtrain.cli.telemetry.logged_values import log_histogram, scalars
 from hybridtrain.cli.telemetry.run_stats import RunStats
 from hybridtrain.lightning.data.batch_size import samples_in
+from hybridtrain.lightning.hooks.loop_hooks import logged_step
+from hybridtrain.lightning.hooks.result_hooks import callback_metrics
+from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.report.history import History
 
 STATS_FILE = ".run_stats.json"
@@ -76,7 +79,7 @@ class RunMonitor(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
-        self._counts = getattr(trainer.strategy, "run_stats", None) is None
+        self._counts = getattr(strategy_of(trainer), "run_stats", None) is None
         self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
         if self._history is not None and self.goes_on_at is not None:
             with self._disk():
@@ -87,7 +90,7 @@ class RunMonitor(pl.Callback):
         """Stop the clock: validation is no training."""
         self._paused = self._began is not None
         self._stop_clock()
-        self._before = dict(trainer._logger_connector._callback_metrics)  # and collect nothing
+        self._before = dict(callback_metrics(trainer))  # and collect nothing
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Let the clock go on, if it was going."""
@@ -155,7 +158,7 @@ class RunMonitor(pl.Callback):
 
     def stats(self, trainer: pl.Trainer) -> RunStats:
         """The numbers so far, as the strategy knows them or as counted here."""
-        known: Any = getattr(trainer.strategy, "run_stats", dict)()
+        known: Any = getattr(strategy_of(trainer), "run_stats", dict)()
         if self._follows:
             self._train_s += max(0.0, known["training_s"] - self._elapsed_s())
             self._follows = False
@@ -177,7 +180,7 @@ class RunMonitor(pl.Callback):
         if not trainer.is_global_zero or not trainer.loggers:
             return
         # As the rows of training that belong to it.
-        metrics, step = scalars(stats), trainer.fit_loop.epoch_loop._batches_that_stepped
+        metrics, step = scalars(stats), logged_step(trainer)
         ages = stats.staleness.get("histogram", {})
         fresh = {age: n - self._ages.get(age, 0) for age, n in ages.items()}
         self._ages = dict(ages)

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hybridtrain.lightning.run_context import strategy_of
+
 
 @dataclass
 class RunStats:
@@ -17,6 +19,7 @@ class RunStats:
     worker had to leave out, by the kind of fault. ``dropped``: contributions that came too late to
     count, or were of a step that was broken off. ``lead``: mini-batches that a worker is (``now``)
     or was at most (``max``) ahead of the slowest. ``effective_batch``: samples per update.
+    ``handed_over``: by all workers, ``sent_bytes``, and ``saved_bytes`` by compression.
     """
 
     updates: int = 0
@@ -32,6 +35,7 @@ class RunStats:
     dropped: list[int] = field(default_factory=list)
     lead: dict[str, list[int]] = field(default_factory=dict)
     effective_batch: float | None = None
+    handed_over: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ages: dict[Any, int] = self.staleness.get("histogram", {})  # of text, where it was JSON
@@ -70,7 +74,7 @@ def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
     Args:
         trainer: with the strategy that knows better, if one does.
     """
-    known: Any = getattr(trainer.strategy, "run_stats", dict)()
+    known: Any = getattr(strategy_of(trainer), "run_stats", dict)()
     if not known.get("updates") or (stats is not None and stats.updates == known["updates"]):
         return stats
     return RunStats.of(known, workers=trainer.world_size, train_s=known["training_s"])

@@ -41,6 +41,7 @@ class Summary:
     lead: dict[str, list[int]] = field(default_factory=dict)  # now, max: mini-batches, by worker
     dropped: list[int] = field(default_factory=list)  # contributions that did not count, by worker
     left_out: dict[str, list[int]] = field(default_factory=dict)  # fault -> by worker
+    handed_over: dict[str, int] = field(default_factory=dict)  # sent_bytes, saved_bytes
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     unsaved: dict[str, str] = field(default_factory=dict)  # checkpoints that are missing: reasons
@@ -121,6 +122,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("lead", _lead(summary)),
         ("dropped", _dropped(summary)),
         ("left out", _left_out(summary)),
+        ("handed over", _handed_over(summary)),
         *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
         ("not saved", "; ".join(f"{short(k)} ({v})" for k, v in summary.unsaved.items())),
@@ -192,6 +194,13 @@ def _left_out(summary: Summary) -> str:
         f"worker by worker {', '.join(map(str, each))}"
         for fault, each in summary.left_out.items()
     )
+
+
+def _handed_over(summary: Summary) -> str:
+    sent, saved = (summary.handed_over.get(f"{name}_bytes", 0) for name in ("sent", "saved"))
+    if not saved:
+        return ""
+    return f"{sent} bytes, {saved} saved: {(sent + saved) / max(sent, 1):.1f} times fewer"
 
 
 def _duration(seconds: float) -> str:

@@ -23,7 +23,8 @@ PRECISIONS = (
     *("bf16-true", "transformer-engine", "transformer-engine-float16"),
 )
 # Numbers that may also be words, or the reverse; everything else keeps the type of its default.
-FREE = ("trainer.devices", "trainer.overfit_batches", "trainer.fast_dev_run", "seed", "run_dir")
+FREE = {"trainer.devices", "trainer.overfit_batches", "trainer.fast_dev_run", "seed", "run_dir"}
+FREE |= {"strategy.exchange.every"}  # a number, one for each worker, or what changes them
 
 # Besides these at the top, only keys within a group have a type to keep.
 TOP = ("seed", "test", "test_only", "profile", "ckpt")

@@ -21,7 +21,16 @@ from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.update_count import multiples, precede
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochIsOver
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.hooks.callback_hooks import save_every, saves_every
+from hybridtrain.lightning.hooks.loop_hooks import (
+    has_trained_epoch,
+    logged_step,
+    replace_validation_check,
+    set_logged_step,
+    validates_this_epoch,
+)
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
+from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.lightning.step.session import Session
 
 
@@ -43,20 +52,19 @@ class Validations:
         strategy: of this worker.
     """
 
-    def __init__(self, trainer: Any, strategy: Any) -> None:
+    def __init__(self, trainer: Any, strategy: WorkerContext) -> None:
         self._trainer, self._strategy = trainer, strategy
         loop = trainer.fit_loop.epoch_loop
-        self._alone, self._advance = loop._should_check_val_fx, loop.advance
         self._decided: tuple[int, bool] | None = None  # in which epoch, and how
-        loop._should_check_val_fx, loop.advance = self._is_due, self._go_on
+        self._alone = replace_validation_check(trainer, self._is_due)
+        self._advance, loop.advance = loop.advance, self._go_on
 
     def _is_due(self, fetcher: Any) -> bool:
         """Whether to validate behind this mini-batch, which may be the last of this worker."""
-        loop = self._trainer.fit_loop.epoch_loop
-        if not loop._should_check_val_epoch():
+        if not validates_this_epoch(self._trainer):
             return False
         mine = bool(self._alone(fetcher))
-        return self._decide(mine) if mine or loop._is_training_done else False
+        return self._decide(mine) if mine or has_trained_epoch(self._trainer) else False
 
     def _decide(self, mine: bool) -> bool:
         """Whether anybody has come to where a validation is due. Once in an epoch, all meet."""
@@ -69,16 +77,16 @@ class Validations:
         return self._decided[1]
 
     def _go_on(self, fetcher: Any) -> None:
-        loop = self._trainer.fit_loop.epoch_loop
+        trainer = self._trainer
         try:
             self._advance(fetcher)
         except EpochIsOver:
             raise
         except StopIteration:  # there is none (any more) for this worker, which Lightning lets go
-            if loop._should_check_val_epoch() and self._decide(False):
-                stepped = loop._batches_that_stepped
-                loop.on_advance_end(fetcher)
-                loop._batches_that_stepped = stepped
+            if validates_this_epoch(trainer) and self._decide(False):
+                step = logged_step(trainer)
+                trainer.fit_loop.epoch_loop.on_advance_end(fetcher)
+                set_logged_step(trainer, step)
             raise
 
 
@@ -105,7 +113,8 @@ class Multiples(int):
 
 def count_all_updates(callback: ModelCheckpoint, trainer: Any) -> None:
     """A multiple may be an update that another worker has made."""
-    every = callback._every_n_train_steps = Multiples(callback._every_n_train_steps)
+    every = Multiples(saves_every(callback))
+    save_every(callback, every)
 
     def begin() -> None:
         every.since = trainer.global_step
@@ -115,5 +124,5 @@ def count_all_updates(callback: ModelCheckpoint, trainer: Any) -> None:
 
 def _multiples(callback: ModelCheckpoint) -> Multiples:
     """Its own, or some that nobody asks if the callback has come to the trainer in mid-run."""
-    every = callback._every_n_train_steps
+    every = saves_every(callback)
     return every if isinstance(every, Multiples) else Multiples(every)

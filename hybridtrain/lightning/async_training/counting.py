@@ -17,6 +17,7 @@ from hybridtrain.lightning.async_training.update_count import (
     set_global_step,
     step_schedulers,
 )
+from hybridtrain.lightning.hooks.loop_hooks import accumulates, set_logged_step
 from hybridtrain.worker.client import Client
 
 
@@ -48,9 +49,8 @@ class UpdateCount:
     def __init__(self, trainer: Any, client: Client, expected: ExpectedUpdates) -> None:
         self._expected = expected
         self._trainer, self._client, self._before = trainer, client, client.version
-        self._loop: Any = trainer.fit_loop.epoch_loop
-        self._lightnings = self._loop.update_lr_schedulers
-        self._loop.update_lr_schedulers = self._update
+        loop: Any = trainer.fit_loop.epoch_loop
+        self._lightnings, loop.update_lr_schedulers = loop.update_lr_schedulers, self._update
         self._automatic = trainer.lightning_module.automatic_optimization
         # With manual optimization Lightning counts mini-batches, of any number of steps.
         self._numbers_rows = self._automatic or client.n_workers > 1
@@ -75,13 +75,13 @@ class UpdateCount:
 
     def begin_rows(self) -> None:
         """What comes now has the number of the last update: Lightning has not counted it yet."""
-        if not self._loop._should_accumulate():
+        if not accumulates(self._trainer):
             self._counted = False
             self._number_rows()
 
     def _update(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "step" and not update_plateau_schedulers:  # after a mini-batch
-            if not self._loop._should_accumulate():
+            if not accumulates(self._trainer):
                 self._catch_up()
                 self._made, self._counted = self._client.version, False
                 self._number_rows(least=-1)  # no update yet, and so no row
@@ -100,4 +100,4 @@ class UpdateCount:
     def _number_rows(self, least: int = 0) -> None:
         if self._numbers_rows:
             step = self._client.version - (not self._counted)
-            self._loop._batches_that_stepped = max(step, least)
+            set_logged_step(self._trainer, max(step, least))

@@ -34,6 +34,8 @@ import pytorch_lightning as pl
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
+from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_loader
+from hybridtrain.lightning.run_context import context_if_ours
 
 _BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
 
@@ -77,16 +79,16 @@ class ExpectedUpdates:
         return found
 
     def _loaders(self) -> list[Any]:
-        combined = self._trainer.fit_loop._combined_loader
+        combined = combined_loader(self._trainer.fit_loop)
         return [] if combined is None else combined.flattened
 
     def _mini_batches(self) -> float:
         """Of all workers in one epoch; infinite: unknown."""
-        combined = self._trainer.fit_loop._combined_loader
+        combined = combined_loader(self._trainer.fit_loop)
         if not self._loaders() or combined.limits is None:
             return 0
         each = list(map(self._of_loader, combined.flattened, combined.limits))
-        return _BY_MODE.get(combined._mode, max)(each)
+        return _BY_MODE.get(combination_of(combined), max)(each)
 
     def _of_loader(self, loader: Any, limit: float) -> float:
         """``limit``: of this worker's mini-batches, or infinite."""
@@ -132,6 +134,7 @@ def answer_for_all_workers() -> None:
 
 def _estimated(trainer: pl.Trainer) -> float:
     """The updates that training will make, of all workers; see Lightning's own."""
-    expected: ExpectedUpdates | None = getattr(trainer.strategy, "expected_updates", None)
+    context = context_if_ours(trainer)
+    expected = None if context is None else context.expected_updates
     found = None if expected is None else expected.total()
     return _lightnings.fget(trainer) if found is None else found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridtrain.lightning.hooks.loop_hooks import has_trained_epoch, may_stop_early
 from hybridtrain.worker.client import Client
 
 
@@ -39,7 +40,7 @@ class Stopping:
         client, stop = self._client, self._client.stop
         if stop is None or stop.behind is None or client.solo or client.version < stop.behind:
             return
-        if self._trainer.fit_loop._can_stop_early:
+        if may_stop_early(self._trainer):
             self._trainer.should_stop = self._told = True
             raise OthersStop
 
@@ -48,7 +49,7 @@ class Stopping:
         trainer, client = self._trainer, self._client
         if not trainer.should_stop or self._told or client.n_workers == 1:
             return
-        if not trainer.fit_loop._can_stop_early or trainer.fit_loop.epoch_loop._is_training_done:
+        if not may_stop_early(trainer) or has_trained_epoch(trainer):
             return
         client.gather("a wish to stop", None, wish=True)
         all_wish = set(client.met) >= set(client.there)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
-from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning.trainer import call
-from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
-from pytorch_lightning.trainer.states import RunningStage
+
+from hybridtrain.lightning.hooks.loop_hooks import replace_validation_check, validation_seconds
+from hybridtrain.lightning.hooks.trainer_hooks import step_scheduler
+from hybridtrain.lightning.run_context import context_of
 
 
 def set_global_step(trainer: pl.Trainer, completed: int) -> None:
@@ -32,7 +32,7 @@ def set_global_step(trainer: pl.Trainer, completed: int) -> None:
 
 def last_version(trainer: Any) -> int | None:
     """How many updates the user wants at most, where Lightning alone would not see to it."""
-    exact = trainer.strategy.requirements.counts == "worker" or trainer.max_steps == -1
+    exact = context_of(trainer).requirements.counts == "worker" or trainer.max_steps == -1
     return None if exact else int(trainer.max_steps)
 
 
@@ -41,8 +41,7 @@ def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and not config.reduce_on_plateau:
             for _ in range(multiples(config.frequency, before, now)):
-                hook = "lr_scheduler_step"  # users may have one of their own
-                call._call_lightning_module_hook(trainer, hook, config.scheduler, None)
+                step_scheduler(trainer, config.scheduler)
 
 
 def multiples(every: int, before: int, now: int) -> int:
@@ -61,25 +60,6 @@ def precede(owner: Any, method: str, first: Callable[[], object]) -> None:
     setattr(owner, method, call)
 
 
-def remeasure(trainer: pl.Trainer) -> None:
-    """The training loaders have other lengths than when Lightning asked for them."""
-    loop, loader = trainer.fit_loop, trainer.fit_loop._combined_loader
-    if loader is None or loader.limits is None or (length := sized_len(loader)) is None:
-        return
-    lengths = [sized_len(each) for each in loader.flattened]
-    loader.limits[:] = [  # in place: the iterator holds the same list
-        _parse_num_batches(
-            RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches
-        )
-        for n in lengths
-    ]
-    length = len(loader)
-    loop.max_batches = length
-    interval = getattr(trainer, "val_check_interval", None)  # not there where the clock says when
-    if isinstance(interval, float) and trainer.val_check_batch != float("inf"):
-        trainer.val_check_batch = max(1, int(length * interval))
-
-
 def agree_on_validating(trainer: Any, decide: Callable[[bool, bool], bool]) -> None:
     """Where the clock says when to validate, clocks differ: the first that is due decides for all.
 
@@ -87,8 +67,5 @@ def agree_on_validating(trainer: Any, decide: Callable[[bool, bool], bool]) -> N
         trainer: of this worker.
         decide: ``(mine, all_must_agree) -> common``, a meeting of all workers.
     """
-    if trainer._val_check_time_interval is None:
-        return
-    loop = trainer.fit_loop.epoch_loop
-    alone = loop._should_check_val_fx
-    loop._should_check_val_fx = lambda fetcher: decide(alone(fetcher), False)
+    if validation_seconds(trainer) is not None:
+        alone = replace_validation_check(trainer, lambda fetcher: decide(alone(fetcher), False))

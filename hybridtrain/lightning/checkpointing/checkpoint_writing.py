@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,17 @@ from hybridtrain.lightning.async_training.agreement import count_all_updates
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
 from hybridtrain.lightning.checkpointing.unsaved import Unsaved, UnsavedReport
+from hybridtrain.lightning.hooks.callback_hooks import (
+    DECIDING,
+    replace_finding,
+    replace_linking,
+    replace_saving,
+    saves_as_lightning,
+    uploads_checkpoints,
+)
+from hybridtrain.lightning.hooks.trainer_hooks import checkpoint_plugin
 from hybridtrain.lightning.results.full_disk import let_write
+from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.util.files import fault_of
 
 _COARSE_S = 2.0  # clocks of file systems
@@ -110,9 +121,9 @@ class CheckpointWriting:
         Args:
             changes: whether callbacks may be changed, which cannot travel then.
         """
-        strategy = trainer.strategy
+        strategy = strategy_of(trainer)
         let_write(trainer.loggers)
-        if type(strategy._checkpoint_io) in (type(None), TorchCheckpointIO):
+        if type(checkpoint_plugin(strategy)) in (type(None), TorchCheckpointIO):
             strategy.checkpoint_io = WholeCheckpointIO(self.unsaved)
         if changes:
             self.prepare(trainer)
@@ -125,17 +136,17 @@ class CheckpointWriting:
                 self._prepare(callback, trainer)
 
     def _prepare(self, callback: Any, trainer: Any) -> None:
-        strategy = trainer.strategy
+        context = context_of(trainer)
         # Or it would remember a file of a step that is broken off before there is one.
-        precede(callback, "_monitor_candidates", strategy.client.settle)
-        if not strategy.requirements.whole_rounds:
+        precede(callback, DECIDING, context.client.settle)
+        if not context.requirements.whole_rounds:
             count_all_updates(callback, trainer)
-        writer = strategy._checkpoint_io
+        writer = checkpoint_plugin(context)
         if not isinstance(writer, WholeCheckpointIO):
             return
-        _find_whole(callback)
+        replace_finding(callback, _finding_whole)
         if callback.save_last == "link":
-            _link_if_possible(callback, self.unsaved)
+            replace_linking(callback, partial(_linking_if_possible, self.unsaved))
         at_once = any(reads_at_once(each) for each in trainer.loggers)
         if self.how == "background" and not at_once and may_come_later(callback):
             _defer(callback, writer)
@@ -152,9 +163,8 @@ def check_whole(path: Any) -> None:
         raise UserError(f"ckpt_path={str(path)!r} was given, but {fault}; give another")
 
 
-def _find_whole(callback: Any) -> None:
+def _finding_whole(find: Callable[..., Any]) -> Callable[..., Any]:
     """``ckpt_path="last"`` passes over what is torn."""
-    find = callback._find_last_checkpoints
 
     def find_whole(trainer: Any) -> set[str]:
         found = {path: fault_of(Path(path)) for path in find(trainer) if "://" not in path}
@@ -163,12 +173,11 @@ def _find_whole(callback: Any) -> None:
                 rank_zero_warn(f"the checkpoint {path} is passed over: {fault}")
         return {path for path, fault in found.items() if fault is None}
 
-    callback._find_last_checkpoints = find_whole
+    return find_whole
 
 
-def _link_if_possible(callback: Any, unsaved: Unsaved) -> None:
+def _linking_if_possible(unsaved: Unsaved, link: Callable[..., Any]) -> Callable[..., Any]:
     """To a file that is there, on a disk that takes the link."""
-    link = callback._link_checkpoint
 
     def try_to_link(trainer: Any, filepath: str, linkpath: str) -> None:
         try:
@@ -177,23 +186,27 @@ def _link_if_possible(callback: Any, unsaved: Unsaved) -> None:
                 return
         except OSError as error:
             unsaved.lose(linkpath, error)
-        trainer.strategy.barrier()  # as the others do, who link nothing
+        strategy_of(trainer).barrier()  # as the others do, who link nothing
 
-    callback._link_checkpoint = try_to_link
+    return try_to_link
 
 
 def _defer(callback: Any, writer: WholeCheckpointIO) -> None:
-    save, exists = callback._save_checkpoint, callback.file_exists
+    exists = callback.file_exists
 
-    def save_later(*args: Any, **kwargs: Any) -> None:
-        with writer.deferring():
-            save(*args, **kwargs)
+    def saving_later(save: Callable[..., Any]) -> Callable[..., Any]:
+        def save_later(*args: Any, **kwargs: Any) -> None:
+            with writer.deferring():
+                save(*args, **kwargs)
+
+        return save_later
 
     def exists_then(filepath: Any, *args: Any, **kwargs: Any) -> bool:
         writer.wait_for(filepath)
         return bool(exists(filepath, *args, **kwargs))
 
-    callback._save_checkpoint, callback.file_exists = save_later, exists_then
+    replace_saving(callback, saving_later)
+    callback.file_exists = exists_then
 
 
 def may_come_later(callback: Any) -> bool:
@@ -202,13 +215,8 @@ def may_come_later(callback: Any) -> bool:
     A link would lead nowhere until the file is there, and a callback of the user's own may do
     something with it.
     """
-    kind: Any = type(callback)
-    return (
-        isinstance(callback, ModelCheckpoint)
-        and kind._save_checkpoint is ModelCheckpoint._save_checkpoint
-        and kind.file_exists is ModelCheckpoint.file_exists
-        and callback.save_last != "link"
-    )
+    known = isinstance(callback, ModelCheckpoint) and saves_as_lightning(callback)
+    return known and callback.save_last != "link"
 
 
 def reads_at_once(logger: Logger) -> bool:
@@ -216,4 +224,4 @@ def reads_at_once(logger: Logger) -> bool:
     told = type(logger).after_save_checkpoint
     if told in (Logger.after_save_checkpoint, TensorBoardLogger.after_save_checkpoint):
         return False
-    return bool(getattr(logger, "_log_model", True))
+    return uploads_checkpoints(logger)

@@ -16,10 +16,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pytorch_lightning.loops.evaluation_loop import RestartStage
 
 from hybridtrain.lightning.async_training.update_count import precede
-from hybridtrain.lightning.checkpointing.mid_epoch import Resumed
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
+from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState, is_in_end_hook
+from hybridtrain.lightning.hooks.loop_hooks import (
+    is_at_last_batch,
+    set_logged_step,
+    set_restarting,
+    validate_from_beginning,
+    validation_is_due,
+)
+from hybridtrain.lightning.hooks.result_hooks import callback_metrics, log_connector
+from hybridtrain.lightning.run_context import context_of
 
 
 class EpochIsOver(StopIteration):
@@ -31,44 +40,44 @@ class EpochEnds:
 
     Args:
         trainer: of this worker.
+        position: of this worker.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, position: EpochPosition) -> None:
+        self._trainer, self._position = trainer, position
         self._found: dict[str, torch.Tensor] = {}  # metrics in a checkpoint, to go on with
-        self._resumed: Resumed | None = None
         self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts them
 
     def attach(self) -> None:
         """Stand in the way of training at its beginning, and of each epoch at its end."""
         precede(self._trainer.fit_loop, "reset", self._settle)
         precede(self._trainer.fit_loop.epoch_loop, "advance", self._go_on)
-        precede(self._trainer._logger_connector, "on_epoch_end", self._allow)
+        precede(log_connector(self._trainer), "on_epoch_end", self._allow)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The metrics as they were collected last, which is not done again: all would have to."""
-        known = self._trainer._logger_connector._callback_metrics
-        return {name: value.detach().cpu().clone() for name, value in known.items()}
+        known = callback_metrics(self._trainer).items()
+        return {name: value.detach().cpu().clone() for name, value in known}
 
-    def keep(self, state: Mapping[str, torch.Tensor], resumed: Resumed | None) -> None:
-        """This is what a checkpoint says of metrics, and of the epoch that it is of."""
-        self._found, self._resumed = dict(state), resumed
+    def keep(self, state: Mapping[str, torch.Tensor]) -> None:
+        """This is what a checkpoint says of metrics; of the epoch ``position`` has heard."""
+        self._found, resumed = dict(state), self._position.resumed
         self._stepped = None if resumed is None else resumed.stepped
 
     def begin_batch(self) -> None:
         """A mini-batch begins, or there is none any more."""
         if self._stepped is not None:
-            loop = self._trainer.fit_loop.epoch_loop
-            loop._batches_that_stepped, self._stepped = self._stepped, None
+            set_logged_step(self._trainer, self._stepped)
+            self._stepped = None
 
     def _settle(self) -> None:
         """Counters and schedulers have been restored."""
         found, self._found = self._found, {}
-        device = self._trainer.strategy.root_device
-        known = self._trainer._logger_connector._callback_metrics
+        device = context_of(self._trainer).root_device
+        known = callback_metrics(self._trainer)
         known.update({name: value.to(device) for name, value in found.items()})
         loop = self._trainer.fit_loop
-        if found and _was_ending(loop) and self._all_known():
+        if found and _was_ending(self._trainer) and self._all_known():
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
     def _go_on(self) -> None:
@@ -79,15 +88,17 @@ class EpochEnds:
         Raises:
             EpochIsOver: so that Lightning ends the epoch.
         """
-        resumed, loop = self._resumed, self._trainer.fit_loop.epoch_loop
-        if resumed is None or resumed.loaders is None or not loop.restarting:
+        state, resumed = self._position.state, self._position.resumed
+        if resumed is None or not self._position.on(EpochEvent.GOES_ON):
             return
-        fetcher = self._trainer.fit_loop._data_fetcher
-        due = not resumed.over and loop._should_check_val_fx(fetcher)
-        if due and resumed.in_hook:
-            loop.val_loop.batch_progress.reset_on_run()
-            loop.val_loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
-        if resumed.over or (loop.batch_progress.is_last_batch and not due):
+        loop = self._trainer.fit_loop.epoch_loop
+        if resumed.loaders is None or not loop.restarting:
+            return
+        over = state is EpochState.RESUMED_AT_END
+        due = not over and validation_is_due(self._trainer)
+        if due and state is EpochState.RESUMED_IN_HOOK:
+            validate_from_beginning(self._trainer)
+        if over or (loop.batch_progress.is_last_batch and not due):
             self.begin_batch()
             raise EpochIsOver
 
@@ -95,7 +106,7 @@ class EpochEnds:
         """The epoch in which training has gone on ends as every other."""
         loop = self._trainer.fit_loop
         if self._trainer.training and loop.restarting and not loop.restarted_on_epoch_end:
-            loop._restarting = not self._all_known()
+            set_restarting(loop, not self._all_known())
 
     def _all_known(self) -> bool:
         monitored = {
@@ -107,8 +118,7 @@ class EpochEnds:
         return not monitored or monitored <= self._trainer.callback_metrics.keys()
 
 
-def _was_ending(loop: Any) -> bool:
+def _was_ending(trainer: Any) -> bool:
     """Whether nothing was left to do of an epoch but what Lightning does after its callbacks."""
-    now = loop.epoch_progress.current
-    counted = now.ready == now.started == now.processed == now.completed + 1
-    return bool(counted and loop.epoch_loop._num_ready_batches_reached())
+    counted = is_in_end_hook(vars(trainer.fit_loop.epoch_progress.current))
+    return counted and is_at_last_batch(trainer)

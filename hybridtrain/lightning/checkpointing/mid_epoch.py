@@ -22,7 +22,9 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.epoch_order import Begun, Fixed, Order, Seeded
+from hybridtrain.lightning.data.epoch_state import EpochEvent, is_in_end_hook, is_settled
 from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
+from hybridtrain.lightning.hooks.loop_hooks import saved_logged_step
 from hybridtrain.protocol.messages import LoaderPass
 from hybridtrain.protocol.spans import Spans, positions
 
@@ -38,8 +40,7 @@ class Resumed:
     batches: int
     loaders: list[dict[str, Any]] | None
     stepped: int | None = None  # mini-batches with a step so far, if Lightning would miscount them
-    in_hook: bool = False  # written before the validation behind the last mini-batch, if one is due
-    over: bool = False  # after that and after all mini-batches, before anybody had heard of the end
+    event: EpochEvent = EpochEvent.RESUMES  # says where in the epoch the checkpoint was written
 
     def begun(self, number: int, plan: EpochPlan) -> Begun | None:
         """What is left for loader ``number``; nothing is known: a whole epoch."""
@@ -164,7 +165,7 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
     if loops is None:
         return None
     epoch = loops["epoch_progress"]["current"]
-    if epoch["ready"] == epoch["processed"]:
+    if is_settled(epoch):
         return None  # it was written between two epochs
     progress = loops["epoch_loop.batch_progress"]
     if ours is None or not ours["loaders"]:
@@ -173,8 +174,10 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
         return None  # streams: they go on as Lightning lets them
     in_hook = _in_hook(progress) and _done(progress) == ours["batches"]
     stepped = _leave_hook(loops) if in_hook else _set_back(loops, ours["batches"])
-    over = bool(ours.get("over"))
-    return Resumed(ours["epoch"], ours["batches"], ours["loaders"], stepped, in_hook, over)
+    event = EpochEvent.RESUMES_IN_HOOK if in_hook else EpochEvent.RESUMES
+    if ours.get("over"):
+        event = EpochEvent.RESUMES_AT_END
+    return Resumed(ours["epoch"], ours["batches"], ours["loaders"], stepped, event)
 
 
 def _elsewhere(epoch: int, batches: int) -> Resumed:
@@ -193,9 +196,7 @@ def _done(progress: dict[str, Any]) -> int:
 
 def _in_hook(progress: dict[str, Any]) -> bool:
     """Written by a callback at the end of a mini-batch, which is then counted when going on."""
-    total = progress["total"]
-    counted = total["completed"] + 1
-    return bool(total["ready"] == total["started"] == total["processed"] == counted)
+    return is_in_end_hook(progress["total"])
 
 
 def _leave_hook(loops: dict[str, Any]) -> int:
@@ -203,7 +204,7 @@ def _leave_hook(loops: dict[str, Any]) -> int:
     progress = loops["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         counts["completed"] = counts["processed"]
-    return int(loops["epoch_loop.state_dict"]["_batches_that_stepped"]) + 1
+    return saved_logged_step(loops) + 1
 
 
 def _set_back(loops: dict[str, Any], batches: int) -> int | None:
@@ -213,7 +214,7 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
     written then, before it counted that mini-batch.
     """
     progress = loops["epoch_loop.batch_progress"]
-    if _done(progress) == batches and _in_order(progress):
+    if _done(progress) == batches and is_settled(progress["total"]):
         return None
     before = progress["total"]["completed"] - progress["current"]["completed"]
     progress["current"] = dict.fromkeys(progress["current"], batches)
@@ -226,11 +227,4 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
     automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     for steps in (automatic, loops["epoch_loop.manual_optimization.optim_step_progress"]):
         steps["total"]["ready"] = steps["total"]["completed"]  # one was under way
-    stepped: int = loops["epoch_loop.state_dict"]["_batches_that_stepped"]
-    return stepped
-
-
-def _in_order(progress: dict[str, Any]) -> bool:
-    """No mini-batch was under way."""
-    total = progress["total"]
-    return bool(total["ready"] == total["started"] == total["processed"])
+    return saved_logged_step(loops)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
@@ -23,6 +23,8 @@ from pytorch_lightning.callbacks import Checkpoint
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
+from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint
+from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.protocol.messages import Described
 
 _ALONE = (
@@ -107,24 +109,25 @@ class PeriodicCheckpoint(Checkpoint):
         return self.every_s is not None and time.monotonic() - self._last_s >= self.every_s
 
     def _tell(self, trainer: Any) -> None:
-        client = getattr(trainer.strategy, "client", None)
-        if client is not None and trainer.strategy.recording is not None:
+        context = context_if_ours(trainer)
+        if context is not None and context.recording is not None:
             self._saved += 1
-            client.note(Described({f"{self.state_key} {self._saved}": {"batch": self._batches}}))
+            context.client.note(
+                Described({f"{self.state_key} {self._saved}": {"batch": self._batches}})
+            )
 
     def _save(self, trainer: Any) -> None:
-        strategy = trainer.strategy
-        meetings = getattr(strategy, "collectives", None)
-        with nullcontext() if meetings is None else meetings.refusing(_ALONE):
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
+        strategy, context = strategy_of(trainer), context_if_ours(trainer)
+        with nullcontext() if context is None else context.collectives.refusing(_ALONE):
+            checkpoint = dump_checkpoint(trainer)
         step = checkpoint["global_step"]  # others may have made updates that this worker had not
         path = str(Path(self.dirpath) / f"periodic-{step}.ckpt")
         self._files = [*(name for name in self._files if name != path), path]
         checkpoint["callbacks"][self.state_key] = self.state_dict()
-        writer, keeping = strategy.checkpoint_io, getattr(strategy, "keeping", None)
-        background = keeping is not None and keeping.how == "background"
+        writer = strategy.checkpoint_io
+        background = context is not None and context.keeping.how == "background"
         defers = background and isinstance(writer, WholeCheckpointIO)
-        with writer.deferring() if defers else nullcontext():
+        with cast(WholeCheckpointIO, writer).deferring() if defers else nullcontext():
             strategy.save_checkpoint(checkpoint, path)
         while len(self._files) > self.keep:
             strategy.remove_checkpoint(self._files.pop(0))

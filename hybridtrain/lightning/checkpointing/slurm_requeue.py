@@ -19,6 +19,8 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 
+from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint, requeue_slurm_job
+from hybridtrain.lightning.run_context import cluster_environment, context_of
 from hybridtrain.util.anonymous_files import SharedBytes
 
 _ASKED, _DONE = 0, 1  # places in what is shared; how often, modulo 256
@@ -45,7 +47,7 @@ class Warned:
 @contextmanager
 def warnings_noted(trainer: Any) -> Iterator[Warned | None]:
     """In the calling process, while workers run. Only where Lightning would listen, too."""
-    environment = trainer.strategy.cluster_environment
+    environment = cluster_environment(trainer)
     queued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     number = environment.requeue_signal if queued else None
     in_main = threading.current_thread() is threading.main_thread()
@@ -81,17 +83,19 @@ class Requeue(pl.Callback):
     def _look(self, trainer: Any, *_: Any, **__: Any) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run or not self._warned.heed():
             return
-        together = trainer.save_checkpoint  # which waits for all workers
+        context, together = (
+            context_of(trainer),
+            trainer.save_checkpoint,
+        )  # which waits for all workers
 
         def alone(path: str) -> None:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(False)
-            trainer.strategy.save_checkpoint(checkpoint, path)
+            context.save_checkpoint(dump_checkpoint(trainer), path)
 
-        trainer.save_checkpoint, trainer.strategy.saves_alone = alone, True
+        trainer.save_checkpoint, context.saves_alone = alone, True
         try:
-            trainer._signal_connector._slurm_sigusr_handler_fn(self._warned.number, None)
+            requeue_slurm_job(trainer, self._warned.number)
         finally:
-            trainer.save_checkpoint, trainer.strategy.saves_alone = together, False
+            trainer.save_checkpoint, context.saves_alone = together, False
 
     on_train_batch_end = on_validation_batch_end = _look
     on_test_batch_end = on_predict_batch_end = _look

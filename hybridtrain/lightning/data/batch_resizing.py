@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls
-from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from torch.utils.data import BatchSampler, DataLoader
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.loader_hooks import rebuilt
 
 
 def check_batches(dataloader: DataLoader[Any]) -> None:
@@ -27,7 +26,5 @@ def check_batches(dataloader: DataLoader[Any]) -> None:
 
 def with_batches(prepared: DataLoader[Any], batches: Any) -> DataLoader[Any]:
     """Mini-batches, where Lightning has lost them: of an explicit ``batch_sampler``."""
-    args, kwargs = _get_dataloader_init_args_and_kwargs(prepared, prepared.sampler)
-    rebuilt = BatchSampler(prepared.sampler, batches.batch_size, batches.drop_last)
-    kwargs |= {"sampler": None, "batch_sampler": rebuilt, "batch_size": 1, "drop_last": False}
-    return _reinstantiate_wrapped_cls(prepared, *args, **kwargs)
+    found = BatchSampler(prepared.sampler, batches.batch_size, batches.drop_last)
+    return rebuilt(prepared, prepared, found)

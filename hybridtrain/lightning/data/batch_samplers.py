@@ -13,31 +13,25 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls
-from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
 from pytorch_lightning.trainer.states import RunningStage
-from pytorch_lightning.utilities.data import (
-    _dataloader_init_kwargs_resolve_sampler,
-    _get_dataloader_init_args_and_kwargs,
-)
 from torch.utils.data import BatchSampler, DataLoader, Sampler
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.loader_hooks import (
+    gets_our_sampler,
+    noting_indices,
+    rebuilt,
+    takes_a_sampler,
+)
 
 
-def makes_its_own(dataloader: Any, connector: Any) -> bool:
+def makes_its_own(dataloader: Any, trainer: Any) -> bool:
     """Whether a loader's batch sampler would have to take a sampler, and takes none."""
     if not isinstance(dataloader, DataLoader):
         return False
     if dataloader.batch_sampler is None or type(dataloader.batch_sampler) is BatchSampler:
         return False
-    if not connector._requires_distributed_sampler(dataloader):
-        return False
-    try:
-        _dataloader_init_kwargs_resolve_sampler(dataloader, dataloader.sampler)
-    except TypeError:
-        return True
-    return False
+    return gets_our_sampler(trainer, dataloader) and not takes_a_sampler(dataloader)
 
 
 @dataclass(frozen=True)
@@ -87,8 +81,5 @@ def handed(dataloader: DataLoader[Any], sampler: Any, mode: RunningStage) -> Dat
     """The user's loader, with the mini-batches of ``sampler``."""
     plain = copy(dataloader)  # as Lightning knows how to make one anew
     vars(plain)["batch_sampler"] = BatchSampler(dataloader.sampler, 1, False)
-    args, kwargs = _get_dataloader_init_args_and_kwargs(plain, dataloader.sampler)
     predicts = mode == RunningStage.PREDICTING
-    batches = _IndexBatchSamplerWrapper(sampler) if predicts else Handed(sampler)
-    kwargs |= {"sampler": None, "batch_sampler": batches, "batch_size": 1, "drop_last": False}
-    return _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)
+    return rebuilt(dataloader, plain, noting_indices(sampler) if predicts else Handed(sampler))

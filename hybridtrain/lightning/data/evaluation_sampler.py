@@ -8,10 +8,10 @@ from itertools import islice
 from typing import Any
 
 from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
 from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import Sampler
 
+from hybridtrain.lightning.hooks.loop_hooks import limited_batches
 from hybridtrain.worker.client import Client
 
 
@@ -75,7 +75,7 @@ class Dealt(Sampler[Any]):
         length = sized_len(self._batches)
         if length is None:
             return self._limit if isinstance(self._limit, int) else None
-        return int(_parse_num_batches(RunningStage.PREDICTING, length, self._limit))
+        return int(limited_batches(RunningStage.PREDICTING, length, self._limit))
 
     def __len__(self) -> int:
         total = self._total()

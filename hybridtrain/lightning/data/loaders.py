@@ -11,11 +11,11 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.exchanges import Requirements
-from hybridtrain.lightning.async_training.update_count import precede, remeasure
+from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     KEY,
-    Resumed,
     describe,
     others_go_on,
     read,
@@ -31,8 +31,16 @@ from hybridtrain.lightning.data.loader_plan import order_of, plan_of
 from hybridtrain.lightning.data.queue_sampler import QueueSampler
 from hybridtrain.lightning.data.samplers import EpochSampler, ShareSampler
 from hybridtrain.lightning.data.stream_dealing import Dealing, shares_nothing, warn_of_repetition
+from hybridtrain.lightning.hooks.loader_hooks import (
+    decide_on_loaders,
+    gets_our_sampler,
+    inside,
+    put_inside,
+)
+from hybridtrain.lightning.hooks.loop_hooks import remeasure, training_fetcher
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.replay.run_record import data_teller
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.strategy_options import DataOptions
 from hybridtrain.worker.client import Client
 
@@ -59,22 +67,19 @@ class Loaders:
         self._made_in_epoch: int | None = None
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it that are done
         self._former: tuple[int, int] | None = None  # the same before the last step
-        self._resumed: Resumed | None = None
-        self._rng_state, self._ends = RngState(client), EpochEnds(trainer)
-        self._begin_evaluation()
+        self.position = EpochPosition(trainer)
+        self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
+        self._begin_evaluation(client.there)
         self._moved = False  # what Lightning iterates over has another length now
 
     def attach(self) -> None:
         """Take the decision over from the trainer's data connector."""
-        connector: Any = self._trainer._data_connector
-        self._lightnings_prepare = connector._prepare_dataloader
-        connector._resolve_sampler = self.resolve
-        connector._prepare_dataloader = self.prepare
-        strategy = self._trainer.strategy
-        load, save = strategy.load_checkpoint, strategy.save_checkpoint
-        strategy.load_checkpoint = lambda *args, **rest: self.restore(load(*args, **rest))
-        strategy.save_checkpoint = lambda first, *args, **rest: save(
-            self.write(first), *args, **rest
+        self._lightnings_prepare = decide_on_loaders(self._trainer, self.prepare, self.resolve)
+        context = context_of(self._trainer)
+        load, save = context.load_checkpoint, context.save_checkpoint
+        vars(context).update(
+            load_checkpoint=lambda *args, **rest: self.restore(load(*args, **rest)),
+            save_checkpoint=lambda first, *args, **rest: save(self.write(first), *args, **rest),
         )
         trainer = self._trainer
         validation = trainer.fit_loop.epoch_loop.val_loop
@@ -96,8 +101,7 @@ class Loaders:
         self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
     ) -> Any:
         """The sampler that this worker's loader gets (Lightning re-creates the loader with it)."""
-        connector = self._trainer._data_connector
-        if not connector._requires_distributed_sampler(dataloader):
+        if not gets_our_sampler(self._trainer, dataloader):
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
             kept = self._options.keep_order or self._client.n_workers == 1
@@ -105,11 +109,12 @@ class Loaders:
             return self._training(dataloader, not kept and not self._trainer.overfit_batches)
         indices = order_of(dataloader, shuffle, self._client)(0)
         if mode != RunningStage.PREDICTING:
-            return EvaluationSampler(indices, self._client.rank, self._group)
+            place = self._evaluating.index(self._client.worker)
+            return EvaluationSampler(indices, place, self._group)
         return Whole(indices) if dataloader.batch_sampler is not None else self._dealt(indices)
 
-    def _begin_evaluation(self) -> None:
-        self._group = Group(len(self._client.there))
+    def _begin_evaluation(self, workers: tuple[int, ...]) -> None:
+        self._evaluating, self._group = workers, Group(len(workers))
         self._predict_limit = self._trainer.limit_predict_batches
 
     def _dealt(self, batches: Any) -> Dealt:
@@ -117,13 +122,12 @@ class Loaders:
 
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """Lightning's own, with mini-batches of this worker's size."""
-        if makes_its_own(dataloader, self._trainer._data_connector):
+        if makes_its_own(dataloader, self._trainer):
             if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
                 check_batches(dataloader)
             sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
             return handed(dataloader, sampler, mode)
-        requires = self._trainer._data_connector._requires_distributed_sampler
-        chosen = isinstance(dataloader, DataLoader) and requires(dataloader)
+        chosen = isinstance(dataloader, DataLoader) and gets_our_sampler(self._trainer, dataloader)
         prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
         client, option = self._client, self._options.iterable
         if client.n_workers > 1 and mode != RunningStage.PREDICTING:
@@ -136,8 +140,8 @@ class Loaders:
         if prepared.batch_sampler is None and dataloader.batch_sampler is not None:
             prepared = with_batches(prepared, dataloader.batch_sampler)
         if isinstance(getattr(prepared.batch_sampler, "sampler", None), Whole):
-            wrapper: Any = prepared.batch_sampler  # Lightning's, which notes the indices
-            wrapper._batch_sampler = self._dealt(wrapper._batch_sampler)
+            noting = prepared.batch_sampler
+            put_inside(noting, self._dealt(inside(noting)))
         if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
             size = self._options.batch_sizes[self._client.worker]
             check_batches(prepared)
@@ -146,14 +150,14 @@ class Loaders:
         return prepared
 
     def _training(self, dataloader: DataLoader[Any], shuffle: bool) -> EpochSampler:
-        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        epoch, resumed = self.position.epoch, self.position.resumed
         if self._made_in_epoch != epoch:  # the loaders are new or reloaded
             self.samplers, self._made_in_epoch = [], epoch
         order, number = order_of(dataloader, shuffle, self._client), len(self.samplers)
         sizes = self._options.batch_sizes
         plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
-        goes_on = self._resumed is not None and not hasattr(dataloader, "load_state_dict")
-        begun = self._resumed.begun(number, plan) if self._resumed and goes_on else None
+        goes_on = resumed is not None and not hasattr(dataloader, "load_state_dict")
+        begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)
         kind = ShareSampler if self._requirements.data == "shares" else QueueSampler
         self.samplers.append(kind(plan, epoch, self._client, number, begun))
@@ -205,10 +209,9 @@ class Loaders:
         for sampler in self.samplers:
             sampler.commit(version if self.remembers else None)
         self._rng_state.commit()
-        loop = self._trainer.fit_loop
-        ready = loop.epoch_loop.batch_progress.current.ready
+        ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         self._former = self._committed
-        self._committed = (loop.epoch_progress.current.processed, ready)
+        self._committed = (self.position.epoch, ready)
 
     @property
     def under_way(self) -> bool:
@@ -231,17 +234,17 @@ class Loaders:
         """
         if self._trainer.state.fn != "fit" or "optimizer_states" not in checkpoint:
             return checkpoint
-        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        epoch, resumed = self.position.epoch, self.position.resumed
         loops, batches = checkpoint["loops"]["fit_loop"], 0
         # Of the shared queue; what was unseen at the last checkpoint is no longer what is left.
         unseen = {} if self._requirements.whole_rounds or for_now else self._client.unseen
-        ending: bool = self._trainer.strategy.ending_epoch
-        over = ending and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
+        closing = self.position.is_closing
+        over = closing and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
         if over:
             epoch -= 1
             reopen(loops)
-        if self._resumed is not None and self._resumed.epoch == epoch:
-            batches = self._resumed.batches
+        if resumed is not None and resumed.epoch == epoch:
+            batches = resumed.batches
         if self._committed is not None and self._committed[0] == epoch:
             batches = self._committed[1]
         ours = describe(epoch, batches, self.samplers, unseen)
@@ -257,18 +260,18 @@ class Loaders:
     def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as Lightning is to see it; training will go on from there."""
         if self._trainer.state.fn == "fit":
-            self._resumed = read(checkpoint)
-            self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}), self._resumed)
+            self.position.resume(read(checkpoint))
+            self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
             if not self._client.joins:  # who comes back has the generators of who has told
                 self._rng_state.keep(checkpoint.get(KEY, {}).get("dice"))
-        if self._resumed is not None:
+        if self.position.resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
             warnings.filterwarnings("ignore", message)  # and it is all right
         return checkpoint
 
     def _settle(self) -> None:
         """Counters have been restored, and loaders may have been made before they were."""
-        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        epoch = self.position.epoch
         late = [sampler for sampler in self.samplers if sampler.epoch != epoch]
         for sampler in late:
             sampler.set_epoch(epoch)
@@ -279,18 +282,15 @@ class Loaders:
     def _begin_epoch(self) -> None:
         """Lengths are those of this epoch, and so is what is iterated over."""
         loop = self._trainer.fit_loop
-        epoch = loop.epoch_progress.current.processed
-        if self._resumed is not None and self._resumed.epoch != epoch:
-            self._resumed, self._moved = None, True
-            remeasure(self._trainer)
+        self._moved |= self.position.begin()
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
         lightning_iterates = self._trainer.current_epoch > 0 and not goes_on
         stale = self._moved or any(sampler.stale() for sampler in self.samplers)
         if self._rng_state.waits:
             self._rng_state.compare()
-            if self._resumed is None:  # an epoch begins, and an iterator draws a number
+            if self.position.resumed is None:  # an epoch begins, and an iterator draws a number
                 self._rng_state.throw()
                 stale = True
         if stale and not lightning_iterates:
-            iter(loop._data_fetcher)
+            iter(training_fetcher(self._trainer))
         self._moved = False

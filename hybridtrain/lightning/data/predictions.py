@@ -17,6 +17,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.evaluation_sampler import Dealt
+from hybridtrain.lightning.hooks.loader_hooks import inside
+from hybridtrain.lightning.hooks.loop_hooks import combined_loader, predictions
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,11 @@ def collect(trainer: pl.Trainer) -> Outputs | None:
     Raises:
         UserError: if it cannot travel.
     """
-    loop = trainer.predict_loop
-    if trainer.state.fn != "predict" or not loop.return_predictions or not loop._predictions:
+    loop, found = trainer.predict_loop, predictions(trainer)
+    if trainer.state.fn != "predict" or not loop.return_predictions or not found:
         return None
-    assert loop._combined_loader is not None, "there is something to predict"
-    dealt = tuple(_is_dealt(loader) for loader in loop._combined_loader.flattened)
-    outputs = apply_to_collection(loop._predictions, torch.Tensor, _compact)
+    dealt = tuple(_is_dealt(loader) for loader in combined_loader(loop).flattened)
+    outputs = apply_to_collection(found, torch.Tensor, _compact)
     try:
         return Outputs(pickle.dumps(outputs, protocol=pickle.HIGHEST_PROTOCOL), dealt)
     except Exception as error:
@@ -55,8 +56,7 @@ def collect(trainer: pl.Trainer) -> Outputs | None:
 
 def _is_dealt(loader: Any) -> bool:
     batches = getattr(loader, "batch_sampler", None)
-    inner = getattr(batches, "_batch_sampler", batches)
-    return isinstance(inner, Dealt) or isinstance(getattr(loader, "sampler", None), Dealt)
+    return isinstance(inside(batches), Dealt) or isinstance(getattr(loader, "sampler", None), Dealt)
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:

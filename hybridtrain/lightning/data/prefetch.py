@@ -19,6 +19,8 @@ from pytorch_lightning.plugins.precision import Precision
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves
 
+from hybridtrain.lightning.hooks.loop_hooks import training_fetcher
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.device import Lane, Streams
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import CudaReplica
@@ -60,7 +62,7 @@ class Ahead:
 
     def __init__(self, streams: Streams, trainer: Any) -> None:
         self._streams, self._trainer = streams, trainer
-        self._device: torch.device = trainer.strategy.root_device
+        self._device = context_of(trainer).root_device
         self._batch: Any = None  # on the host
         self._moved: list[Any] = []  # the same on the device, once the lane has begun with it
         self._mark: Any = None
@@ -68,7 +70,7 @@ class Ahead:
 
     def fetch(self) -> None:
         """Backward has been queued."""
-        fetcher = self._trainer.fit_loop._data_fetcher
+        fetcher = training_fetcher(self._trainer)
         if not self._changes_nothing or not _may_be_asked_early(fetcher):
             return
         if not isinstance(fetcher.iterator, OneAhead):

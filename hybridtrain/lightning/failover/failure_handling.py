@@ -38,7 +38,7 @@ class FailureHandling:
             client.tells = RejoinState(trainer, loaders, strategy.rng_mailbox, back).tell
         if choice == "continue" or not self._whole_rounds:  # in lock-step a place is kept
             self._making_up = LostSampleRedistribution(
-                trainer, client, lambda: loaders.samplers, self._meet_early
+                trainer, client, lambda: loaders.samplers, loaders.position, self._meet_early
             )
 
     def _meet_early(self) -> None:
@@ -52,6 +52,6 @@ class FailureHandling:
             self._making_up.end()
 
     def meet(self) -> None:
-        """All workers are here; at the end of an epoch they have been before."""
-        if self._making_up is not None and not self._making_up.over:
+        """All workers are here."""
+        if self._making_up is not None:
             self._making_up.meet()

@@ -15,8 +15,11 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.lightning.async_training.update_count import precede, remeasure
+from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
+from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState
 from hybridtrain.lightning.data.samplers import EpochSampler
+from hybridtrain.lightning.hooks.loop_hooks import is_at_last_batch, remeasure, training_fetcher
 from hybridtrain.protocol.spans import Spans, total
 from hybridtrain.worker.client import Client
 
@@ -28,6 +31,7 @@ class LostSampleRedistribution:
         trainer: of this worker, whose training begins.
         client: to the server.
         samplers: of the training loaders.
+        position: of this worker.
         align: brings all workers to the same parameters, and calls ``meet``.
     """
 
@@ -36,44 +40,28 @@ class LostSampleRedistribution:
         trainer: pl.Trainer,
         client: Client,
         samplers: Callable[[], list[EpochSampler]],
+        position: EpochPosition,
         align: Callable[[], None],
     ) -> None:
         self._trainer: Any = trainer
         self._client, self._samplers, self._align = client, samplers, align
-        self._at: tuple[int, int] | None = None  # the epoch, and the mini-batch that was its last
-        self.over = False  # the epoch, and all have met
-        self._stale = False  # the loaders have other lengths in the next epoch
+        self._position = position
         precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._look)
-        precede(trainer.fit_loop.epoch_loop, "on_run_start", self._measure)
-
-    def _measure(self) -> None:
-        """An epoch begins."""
-        if self._stale:
-            remeasure(self._trainer)
-        self._stale = self.over = False
 
     def _look(self) -> None:
         """After each mini-batch, before anything that follows from its being the last."""
-        if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+        if is_at_last_batch(self._trainer):
             self.end()
 
     def end(self) -> None:
         """This worker has had its last mini-batch: meet the others, once."""
-        if not self._is_last:
-            self._at = self._place
+        if self._position.on(EpochEvent.REACHES_END):
             self._align()
 
-    @property
-    def _place(self) -> tuple[int, int]:
-        loop = self._trainer.fit_loop
-        return loop.epoch_progress.total.ready, loop.epoch_loop.batch_progress.total.ready
-
-    @property
-    def _is_last(self) -> bool:
-        return self._at == self._place
-
     def meet(self) -> None:
-        """All are here, wherever in the epoch that is."""
+        """All are here, wherever in the epoch that is; behind its end they have looked already."""
+        if self._position.state is EpochState.OVER:
+            return
         client, samplers = self._client, self._samplers()
         client.gather("who is there", None)
         left = [sampler.left_by(client.gone) for sampler in samplers]
@@ -82,9 +70,8 @@ class LostSampleRedistribution:
                 self._go_on(left)
                 return
             self._complain(left)
-        self.over = self._is_last
-        if self.over and client.gone:
-            self._stale = True
+        if self._position.on(EpochEvent.ALL_MEET) and client.gone:
+            self._position.change_lengths()
             for sampler in samplers:
                 sampler.shares_with(client.there)
 
@@ -94,20 +81,25 @@ class LostSampleRedistribution:
         whole = trainer.limit_train_batches in (1.0, None) and not trainer.overfit_batches
         enough = loop.max_steps != -1 and loop.global_step >= loop.max_steps
         enough = enough or trainer.should_stop
-        return self._is_last and n_loaders == 1 and whole and not enough
+        return self._is_at_end and n_loaders == 1 and whole and not enough
+
+    @property
+    def _is_at_end(self) -> bool:
+        return self._position.state is EpochState.AT_END
 
     def _go_on(self, left: list[Spans]) -> None:
-        loop, fetcher = self._trainer.fit_loop.epoch_loop, self._trainer.fit_loop._data_fetcher
+        loop, fetcher = self._trainer.fit_loop.epoch_loop, training_fetcher(self._trainer)
         for sampler, spans in zip(self._samplers(), left, strict=True):
             sampler.go_on(self._client.there, spans)
-        self._stale = True
-        loop.batch_progress.is_last_batch, self._at = False, None
+        self._position.change_lengths()
+        self._position.on(EpochEvent.IS_CONTINUED)
+        loop.batch_progress.is_last_batch = False
         remeasure(self._trainer)
         iter(fetcher)
         fetcher.fetched += loop.batch_progress.current.ready
 
     def _complain(self, left: list[Spans]) -> None:
-        if self._is_last and self._client.is_leader:
+        if self._is_at_end and self._client.is_leader:
             n_left = sum(map(total, left))
             some = f"{n_left} samples" if n_left else "some samples"
             rank_zero_warn(

@@ -22,7 +22,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger
-from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 
 from hybridtrain.lightning.async_training.update_count import (
     precede,
@@ -35,7 +34,10 @@ from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.failover.fast_forward import advance, can_be_advanced
 from hybridtrain.lightning.failover.leader_failover import hand_over
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
+from hybridtrain.lightning.hooks.loop_hooks import BEFORE_FETCH
+from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.protocol.notices import Progress
 from hybridtrain.worker.client import Client
@@ -62,13 +64,13 @@ class RejoinState:
         back: Rejoin | None,
     ) -> None:
         self._trainer: Any = trainer
-        self._client: Client = trainer.strategy.client  # type: ignore[attr-defined]
+        self._client = context_of(trainer).client
         self._loaders, self._pages, self._back = loaders, pages, back
         self._kept_in: int | None = None  # the epoch in which something was left to be kept
         self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
         self._begun: int | None = None  # the version that the step under way began with
         self._generators: dict[str, Any] = {}  # their states before its first mini-batch came
-        precede(trainer.fit_loop.epoch_loop, "_on_before_fetch", self._fetch)
+        precede(trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._fetch)
         if pages is not None:
             precede(self._client, "offer", self._push)
             precede(trainer.fit_loop.epoch_loop.val_loop, "run", self._break)
@@ -97,16 +99,21 @@ class RejoinState:
 
     def tell(self) -> bytes:
         """A checkpoint between two steps, though this worker is in the middle of one."""
-        trainer, strategy = self._trainer, self._trainer.strategy
+        trainer, context = self._trainer, context_of(self._trainer)
         module = trainer.lightning_module
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         state = {k: v for k, v in module.state_dict().items() if k not in parameters}
-        strategy.optimizer_state = without_fetching
-        strategy.lightning_module_state_dict = lambda: state
+        instead = {
+            "optimizer_state": without_fetching,
+            "lightning_module_state_dict": lambda: state,
+            "tells": True,
+        }
+        vars(context).update(instead)
         try:
-            checkpoint = _CheckpointConnector.dump_checkpoint(trainer._checkpoint_connector, False)
+            checkpoint = dump_at_once(trainer)
         finally:
-            del strategy.optimizer_state, strategy.lightning_module_state_dict
+            for name in instead:
+                del vars(context)[name]
         checkpoint = self._loaders.write(checkpoint, for_now=True)
         loggers = [identity(logger) for logger in trainer.loggers]
         checkpoint[_OURS] = {
@@ -138,10 +145,10 @@ class Rejoin:
         self._checkpoint.get(KEY, {}).pop("dice", None)  # `generators` are those of this moment
         self._trainer: Any = trainer
         self._version, self.breaks = version, self._ours["breaks"]
-        if trainer.strategy.requirements.whole_rounds:  # type: ignore[attr-defined]
+        if context_of(trainer).requirements.whole_rounds:
             advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
         client.joins = client.solo = True
-        trainer.strategy.load_checkpoint = self._load  # type: ignore[method-assign]
+        vars(context_of(trainer))["load_checkpoint"] = self._load
         precede(trainer.fit_loop, "run", self._agree)
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
@@ -172,7 +179,7 @@ class Rejoin:
         """Counters and schedulers are restored; before training begins."""
         if self._trainer.is_global_zero:
             hand_over(self._trainer)
-        if self._trainer.strategy.requirements.whole_rounds:
+        if context_of(self._trainer).requirements.whole_rounds:
             step_schedulers(self._trainer, self._checkpoint["global_step"], self._version)
             set_global_step(self._trainer, self._version)
 
@@ -189,6 +196,6 @@ class Rejoin:
 
     def begin(self, pages: RngMailbox | None) -> None:
         """The first mini-batch is about to come."""
-        worker = self._trainer.strategy.client.worker
+        worker = context_of(self._trainer).client.worker
         known = None if pages is None else pages.find(worker, self._version, self.breaks)
         put(known or self._ours["generators"])

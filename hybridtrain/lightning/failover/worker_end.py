@@ -6,17 +6,18 @@ import traceback
 import warnings
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, cast
 
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from pytorch_lightning.trainer import call
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.failover.leader_failover import hand_over
+from hybridtrain.lightning.hooks.callback_hooks import has_saved
+from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.notices import Saved, SavePermission
 from hybridtrain.util.files import interrupted_in
-from hybridtrain.worker.client import Client, StopRequested
+from hybridtrain.worker.client import StopRequested
 from hybridtrain.worlds.local.channel import ChannelClosed
 from hybridtrain.worlds.local.worker_exit import Failed
 
@@ -39,8 +40,8 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
 
     The parent must hear of it first: others may wait for this worker.
     """
-    strategy: Any = trainer.strategy
-    client: Client = strategy.client
+    context = context_of(trainer)
+    client = context.client
     advise(error)
     client.heartbeat.fail()
     try:
@@ -48,7 +49,7 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
         with suppress(StopRequested, UserError):  # a step that is under way may be broken off
             client.settle()
         client.solo = True
-        counted = trainer.global_step == client.version or not strategy.requirements.whole_rounds
+        counted = trainer.global_step == client.version or not context.requirements.whole_rounds
         take_turn_saving(trainer, able=counted)
     except ChannelClosed:
         client.solo = True  # the parent is gone, and nothing can be done any more
@@ -59,7 +60,7 @@ def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
 
     Not ``able``: it stands between an update and Lightning's counting of it.
     """
-    client: Client = cast(Any, trainer.strategy).client
+    client = context_of(trainer).client
     while client.save_permission is None:
         reply = client.line.receive()[0]  # or an answer to what was asked before
         client.save_permission = reply if isinstance(reply, SavePermission) else None
@@ -77,24 +78,24 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
     folder = getattr(checkpoint, "dirpath", None)
     if not trainer.is_global_zero or not folder or trainer.state.fn != "fit":
         return False
-    path, strategy = interrupted_in(Path(folder)), cast(Any, trainer.strategy)
+    path, context = interrupted_in(Path(folder)), context_of(trainer)
     try:
-        strategy.before_checkpoint()  # others may have made updates that this one has not
-        strategy.collectives.local = False  # with nobody else: what user code gathers is its own
+        context.before_checkpoint()  # others may have made updates that this one has not
+        context.collectives.local = False  # with nobody else: what user code gathers is its own
         if trainer.global_step == 0:
             return False
-        if strategy.client.worker != 0:
+        if context.client.worker != 0:
             hand_over(trainer)
-        if strategy.step_rollback is not None:
-            strategy.step_rollback.give_up()
+        if context.step_rollback is not None:
+            context.step_rollback.give_up()
         trainer.save_checkpoint(path)
         for callback in trainer.checkpoint_callbacks:  # one is enough
-            vars(callback)["_last_global_step_saved"] = trainer.global_step
+            has_saved(callback, trainer.global_step)
     except Exception as error:
         # Not Lightning's, which only worker 0 gives.
         warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
         return False
-    if written := str(path) not in strategy.keeping.unsaved.lost:  # else it has been said why
+    if written := str(path) not in context.keeping.unsaved.lost:  # else it has been said why
         print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
     return written
 
@@ -102,7 +103,6 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
 def end_worker(trainer: pl.Trainer, error: BaseException) -> None:
     """What Lightning does in the process that called it: tell callbacks and loggers."""
     try:
-        call._interrupt(trainer, error)
-        trainer._teardown()
+        end_interrupted(trainer, error)
     except (Exception, StopRequested) as second:  # the first error is the one to report
         rank_zero_warn(f"while ending after {type(error).__name__}: {second!r}")

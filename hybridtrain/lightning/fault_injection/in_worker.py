@@ -26,6 +26,8 @@ import torch
 
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.fault_injection.in_parent import Faults, say
+from hybridtrain.lightning.hooks.trainer_hooks import dumper
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import Push
 from hybridtrain.testing.fault_log import FaultLog, Schedule
 from hybridtrain.testing.faults import KINDS, Fault
@@ -69,17 +71,16 @@ class Injection(pl.Callback):
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
         """All that is to be wrapped is there."""
-        session, strategy = trainer.strategy._session, trainer.strategy
-        self._wrap_computing(session)
+        context = context_of(trainer)
+        self._wrap_computing(context.session)
         self._wrap_exchange()
-        precede(strategy, "teardown", lambda: self._visit("teardown"))
+        precede(context, "teardown", lambda: self._visit("teardown"))
         if not self._schedule.has("checkpoint"):
             return
         if self._client.worker == 0:
             cast(Any, files)._write_part = self._half_written(files._write_part)
         else:
-            connector = trainer._checkpoint_connector
-            precede(connector, "dump_checkpoint", lambda: self._visit("checkpoint"))
+            precede(dumper(trainer), "dump_checkpoint", lambda: self._visit("checkpoint"))
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:
@@ -106,7 +107,9 @@ class Injection(pl.Callback):
     def _wrap_exchange(self) -> None:
         offer = self._client.offer
 
-        def offering(push: Push, then: Taking, undo: Undoing | None = None) -> None:
+        def offering(
+            push: Push, then: Taking, undo: Undoing | None = None, settles: bool = True
+        ) -> None:
             self._dawdle()
             self._visit("push")
 
@@ -114,7 +117,7 @@ class Injection(pl.Callback):
                 self._count()
                 return then(released)
 
-            offer(push, take, undo)
+            offer(push, take, undo, settles)
 
         self._client.offer = offering  # type: ignore[method-assign]
 
@@ -124,14 +127,14 @@ class Injection(pl.Callback):
         self._fault_log.reach(self._client.worker, self._step, os.getpid())
         self._visit("pull", self._step - 1)
 
-    def _half_written(self, write: Callable[..., None]) -> Callable[..., None]:
-        def torn(part: str, folder: int, content: Any) -> None:
+    def _half_written(self, write: Callable[..., bool]) -> Callable[..., bool]:
+        def torn(part: str, folder: int, content: Any, name: str) -> bool:
             fd, _ = files._open(part, folder)
             with os.fdopen(fd, "wb") as file:
                 file.write(memoryview(content)[: len(content) // 2])
                 file.flush()
                 self._visit("checkpoint")
-            write(part, folder, content)
+            return write(part, folder, content, name)
 
         return torn
 

@@ -27,6 +27,14 @@ import pytorch_lightning as pl
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.hooks.loop_hooks import (
+    is_at_last_batch,
+    logged_step,
+    set_logged_step,
+    step_with,
+    training_fetcher,
+)
+from hybridtrain.lightning.hooks.result_hooks import forget_batch
 from hybridtrain.lightning.participation.logged_metrics import (
     Entries,
     StepOutcome,
@@ -120,10 +128,10 @@ class Absence:
 
     def end_advance(self, fetcher: Any) -> None:
         """What does not count is no mini-batch that has stepped."""
-        stepped = self._loop._batches_that_stepped
+        step = logged_step(self._trainer)
         self._end_advance(fetcher)
         if self._passed:
-            self._loop._batches_that_stepped = stepped
+            set_logged_step(self._trainer, step)
 
     def _has_nothing(self) -> bool:
         """There was no mini-batch; whether there should have been none."""
@@ -176,7 +184,7 @@ class Absence:
         """All that Lightning counts is counted, and nothing else happens."""
         assert self._session is not None, "training has begun"
         loop, progress = self._loop, self._loop.batch_progress
-        progress.is_last_batch = self._trainer.fit_loop._data_fetcher.done
+        progress.is_last_batch = training_fetcher(self._trainer).done
         progress.increment_ready()
         progress.increment_started()
         together = self._loaders.pass_over()
@@ -185,13 +193,14 @@ class Absence:
             self._client.gather(_READY, None, patient=True)
             if self._owes:
                 self._session.begin_batch(None, 0.0, together)
-                loop.automatic_optimization._optimizer_step(loop.batch_idx, self._add_nothing)
+                step_with(self._trainer, self._add_nothing)
             else:
                 self._session.sit_out()
             known = self._client.gather(_MADE, None, patient=True)
             take_steps(loop, next((each for each in known if each is not None), None))
             self._catch_up(self._session)
-            self._loaders.commit()
+            if not self._session.owes:
+                self._loaders.commit()
             progress.increment_processed()
         finally:
             self._sits_out = False
@@ -228,7 +237,7 @@ class Absence:
     def _schedule(self) -> None:
         """As Lightning does behind every mini-batch."""
         self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if self._loop._num_ready_batches_reached():
+        if is_at_last_batch(self._trainer):
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     # ---- where workers run freely ---------------------------------------------------------------
@@ -246,14 +255,14 @@ class Absence:
         progress.current.ready -= 1
         progress.total.ready -= 1
         progress.is_last_batch = False
-        self._trainer._results.batch = None
+        forget_batch(self._trainer)
 
     def _pass_over(self) -> None:
         """The mini-batch has been run, but its contribution came too late."""
         assert self.uncounted is not None, "it has said so"
         self._passed = True
         self.uncounted.put_back()
-        self._trainer._results.batch = self._trainer._results.batch_size = None
+        forget_batch(self._trainer, and_its_size=True)
         self._loop.batch_progress.increment_processed()
         self._client.heartbeat.beat(Doing.BETWEEN)
         self._schedule()

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from pytorch_lightning.trainer.connectors.logger_connector.result import (
-    _Metadata,
-    _ResultMetric,
-    _Sync,
-)
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.lightning.hooks.result_hooks import (
+    begin_anew,
+    described,
+    entry_of,
+    show_metrics,
+    shown_metrics,
+    training_results,
+)
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
-
-_METRICS = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
-_SYNC = ("_should", "rank_zero_only", "_op")
+from hybridtrain.lightning.run_context import context_of, strategy_of
 
 
 @dataclass(frozen=True)
@@ -36,34 +37,24 @@ Entries = dict[str, Entry]
 
 def entries(trainer: Any) -> Entries:
     """What training has logged in this epoch."""
-    results = trainer.fit_loop.epoch_loop._results
-    return {key: _entry(each) for key, each in results.items() if not each.has_reset}
-
-
-def _entry(logged: _ResultMetric) -> Entry:
-    meta = logged.meta
-    about = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name != "_sync"}
-    return Entry(about, {name: getattr(meta.sync, name) for name in _SYNC}, logged.is_tensor)
+    results = training_results(trainer).items()
+    return {k: Entry(*described(each), each.is_tensor) for k, each in results if not each.has_reset}
 
 
 def take_entries(trainer: Any, known: Entries) -> None:
     """The same, with nothing in it yet: what is reduced with the others' changes nothing."""
-    results = trainer.fit_loop.epoch_loop._results
+    results = training_results(trainer)
     for key, entry in known.items():
         if key not in results:
             results[key] = _made(trainer, entry)
-        results[key].has_reset = False
-        results[key]._computed = None  # perhaps in an earlier epoch
-        results[key]._update_count = 1  # or it warns that there was no update
+        begin_anew(results[key])
 
 
-def _made(trainer: Any, entry: Entry) -> _ResultMetric:
-    meta = _Metadata(**entry.about)
-    meta.sync = _Sync(fn=trainer.strategy.reduce, **entry.sync)
-    made = _ResultMetric(meta, entry.is_tensor)
+def _made(trainer: Any, entry: Entry) -> Any:
+    made = entry_of(entry.about, entry.sync, entry.is_tensor, strategy_of(trainer).reduce)
     if entry.is_tensor:
-        return made.to(trainer.strategy.root_device)
-    made.value = trainer.lightning_module.get_submodule(meta.metric_attribute)
+        return made.to(context_of(trainer).root_device)
+    made.value = trainer.lightning_module.get_submodule(made.meta.metric_attribute)
     return made
 
 
@@ -74,15 +65,8 @@ def metrics_of(trainer: Any, collects: bool = False) -> dict[str, dict[str, Any]
     """
     if collects:
         _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
-    connector = trainer._logger_connector
-    metrics = {name: dict(getattr(connector, name)) for name in _METRICS}
-    return tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), metrics)
-
-
-def take_metrics(trainer: Any, metrics: dict[str, dict[str, Any]]) -> None:
-    """Let them see that of another worker, too."""
-    for name, values in metrics.items():
-        getattr(trainer._logger_connector, name).update(values)
+    shown = shown_metrics(trainer)
+    return tree_map_only(torch.Tensor, lambda value: value.detach().cpu(), shown)
 
 
 @dataclass(frozen=True)
@@ -107,7 +91,7 @@ class StepOutcome:
 
     def give(self, trainer: Any, callbacks: Sequence[pl.Callback]) -> None:
         """To this worker."""
-        take_metrics(trainer, self.metrics)
+        show_metrics(trainer, self.metrics)
         trainer.should_stop = self.should_stop
         for callback, state in zip(callbacks, self.standings, strict=True):
             give_state(callback, trainer.lightning_module, state)

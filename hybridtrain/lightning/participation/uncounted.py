@@ -14,9 +14,12 @@ import pytorch_lightning as pl
 import torch
 from torchmetrics import Metric
 
+from hybridtrain.lightning.hooks.result_hooks import (
+    put_back_metric,
+    state_of_metric,
+    training_results,
+)
 from hybridtrain.worker.client import Client
-
-_KEPT = ("_computed", "_forward_cache", "_update_count", "_is_synced", "_cache")
 
 
 class DoesNotCount(Exception):
@@ -35,7 +38,7 @@ class Uncounted:
         self._trainer: Any = trainer
         self._client = client
         self._results: dict[str, dict[str, Any]] = {}
-        self._metrics: list[tuple[Metric, dict[str, Any], dict[str, Any]]] = []
+        self._metrics: list[tuple[Metric, Any]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -48,28 +51,23 @@ class Uncounted:
         """Nothing is under way; a mini-batch begins."""
         self._client.counted = True
         module = self._trainer.lightning_module
-        results = self._trainer.fit_loop.epoch_loop._results
+        results = training_results(self._trainer)
         # Entries get other tensors, never other values in the same one.
         self._results = {key: dict(vars(each)) for key, each in results.items()}
-        self._metrics = [
-            (each, each._copy_state_dict(), {n: vars(each)[n] for n in _KEPT if n in vars(each)})
-            for each in module.modules()
-            if isinstance(each, Metric)
-        ]
+        metrics = [each for each in module.modules() if isinstance(each, Metric)]
+        self._metrics = [(each, state_of_metric(each)) for each in metrics]
         self._buffers = [(each, each.clone()) for each in module.buffers()]
 
     @torch.no_grad()
     def put_back(self) -> None:
         """All is again as it was then."""
         self._client.counted = True
-        results = self._trainer.fit_loop.epoch_loop._results
+        results = training_results(self._trainer)
         for key in [key for key in results if key not in self._results]:
             del results[key]
         for key, kept in self._results.items():
             vars(results[key]).update(kept)
-        for metric, states, others in self._metrics:
-            for name, value in states.items():
-                setattr(metric, name, value)
-            vars(metric).update(others)
+        for metric, state in self._metrics:
+            put_back_metric(metric, state)
         for buffer, value in self._buffers:
             buffer.copy_(value)

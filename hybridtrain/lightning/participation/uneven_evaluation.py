@@ -16,7 +16,13 @@ from typing import Any
 import pytorch_lightning as pl
 
 from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.hooks.loop_hooks import (
+    BEHIND_EVALUATION,
+    BEHIND_LOADER,
+    forget_loaders,
+)
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
 
 
@@ -27,17 +33,22 @@ class UnevenEvaluation:
         loop: the loop.
         trainer: of this worker.
         client: to the server.
-        begin: what is to be done before loaders are made.
+        begin: what is to be done before loaders are made, for these workers.
     """
 
     def __init__(
-        self, loop: Any, trainer: pl.Trainer, client: Client, begin: Callable[[], None]
+        self,
+        loop: Any,
+        trainer: pl.Trainer,
+        client: Client,
+        begin: Callable[[tuple[int, ...]], None],
     ) -> None:
         self._loop, self._client = loop, client
         self._trainer: Any = trainer
         self._begin = begin
         self._roll: list[str] | None = None  # what everybody did in the evaluation under way
         self.before: int | None = None  # mini-batches until it began, if it is not over
+        self._shared: tuple[int, ...] = ()  # the workers that share what the loaders have
 
     def attach(self) -> None:
         """Stand in the loop's way at its beginning and its end."""
@@ -47,9 +58,9 @@ class UnevenEvaluation:
         if self._predicts:
             precede(loop, "on_run_end", self._end)
         else:
-            precede(loop, "_store_dataloader_outputs", lambda: self._meet("between"))
+            precede(loop, BEHIND_LOADER, lambda: self._meet("between"))
             precede(loop, "on_run_end", self._end)
-            precede(loop, "_on_evaluation_end", self._conclude)
+            precede(loop, BEHIND_EVALUATION, self._conclude)
 
     @property
     def _predicts(self) -> bool:
@@ -60,7 +71,10 @@ class UnevenEvaluation:
         module, trainer = self._trainer.lightning_module, self._trainer
         name = "allow_zero_length_dataloader_with_multiple_devices"
         allowed, limit = getattr(module, name), trainer.limit_predict_batches
-        self._begin()
+        if (sharing := self._sharing()) != self._shared:
+            forget_loaders(self._loop)
+            self._shared = sharing
+        self._begin(sharing)
         setattr(module, name, True)
         if self._predicts and isinstance(limit, float) and limit > 0:
             trainer.limit_predict_batches = 1.0  # `Dealt` has seen to it
@@ -69,6 +83,14 @@ class UnevenEvaluation:
         finally:
             setattr(module, name, allowed)
             trainer.limit_predict_batches = limit
+
+    def _sharing(self) -> tuple[int, ...]:
+        """Who shares the samples; where workers may be lost for good, all agree on who is left."""
+        client, choice = self._client, context_of(self._trainer).on_failure.choice
+        if client.n_workers == 1 or client.solo or choice != "continue":
+            return client.there
+        client.gather("who evaluates", None)
+        return client.met
 
     def run(self) -> Any:
         """As Lightning's, but all workers come out of it together."""
@@ -103,7 +125,9 @@ class UnevenEvaluation:
     def _share_outcome(self, rests: bool) -> None:
         """Those who have rested become as the first who has not (and is not lost on the way)."""
         trainer = self._trainer
-        at_home = trainer.strategy.callbacks_at_home  # both sides have them; the module's own vary
+        at_home = context_of(
+            trainer
+        ).callbacks_at_home  # both sides have them; the module's own vary
         callbacks = trainer.callbacks if at_home is None else at_home
         mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)
         known = self._client.gather("end of an evaluation", mine, patient=True)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.memory.limits import Gpu, gpus
 
 _UNEQUAL = 1.2  # times as much memory
 _BF16_FROM = 8  # compute capability
 
 
-def check_devices(strategy: Any) -> None:
+def check_devices(strategy: RunContext) -> None:
     """Warns, once for all devices. Nothing is asked of CUDA."""
     found = chosen(strategy.parallel_devices or [])
     sizes = sorted(gpu.n_bytes for gpu in found if gpu.n_bytes)

@@ -15,6 +15,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
 from hybridtrain.lightning.preflight.device_checks import check_devices
 from hybridtrain.lightning.preflight.spawn_checks import Load, check_sending, load_of
+from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.memory.available import available_bytes
 from hybridtrain.memory.limits import (
     allow_descriptors,
@@ -32,7 +33,9 @@ _MUCH_BYTES = 256 * MIB  # copied to all workers together: worth a word
 _SMALL_BATCH_BYTES = 4 * MIB
 
 
-def check_startup(strategy: Any, start_method: str, threads: int, cores: int, job: Any) -> None:
+def check_startup(
+    strategy: RunContext, start_method: str, threads: int, cores: int, job: Any
+) -> None:
     """Raises UserError for what cannot work, and warns of what will not work well."""
     module, n_workers = job.trainer.lightning_module, strategy.world_size
     on_device = strategy.root_device.type in KINDS

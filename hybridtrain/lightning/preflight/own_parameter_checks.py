@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
+
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.run_context import RunContext
 
 
-def check_own_parameters(strategy: Any, trainer: Any) -> None:
+def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
     """Look at what was asked for beside it.
 
     Raises:
@@ -15,8 +18,11 @@ def check_own_parameters(strategy: Any, trainer: Any) -> None:
     """
     asked = f"exchange={strategy.exchange}"
     fault, state = strategy.on_fault, "each worker's optimizer has a state of its own, which "
+    free = not strategy.requirements.whole_rounds
+    survives = ("continue", "restart", "stop") if free else ("stop",)
+    lost = "the others wait for the steps that it has made since the last exchange"
     for name, choice, allowed, reason in (
-        ("on_failure", strategy.on_failure.choice, ("stop",), f"{state}is lost with it"),
+        ("on_failure", strategy.on_failure.choice, survives, lost),
         (
             "on_nonfinite",
             fault.nonfinite,
@@ -40,6 +46,8 @@ def check_own_parameters(strategy: Any, trainer: Any) -> None:
             f"transport_dtype=bf16 was given with {asked}, but what workers have come to is handed "
             "over seldom, and would be rounded; leave it out, or use exchange=gradient"
         )
+    if strategy.world_size > 1:
+        _check_callbacks(trainer, asked)
     module = trainer.lightning_module
     if trainer.state.fn == "fit" and not module.automatic_optimization:
         raise UserError(
@@ -47,3 +55,13 @@ def check_own_parameters(strategy: Any, trainer: Any) -> None:
             "that train on their own must count their steps alike, and only Lightning's own loop "
             "tells how many a mini-batch has; use automatic optimization, or exchange=gradient"
         )
+
+
+def _check_callbacks(trainer: Any, asked: str) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise UserError(
+                f"{type(callback).__name__} was given with {asked}, but it would average each "
+                "worker's own parameters, and what is validated and saved are the masters; leave "
+                "it out, or use exchange=gradient"
+            )

@@ -11,6 +11,9 @@ from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
+from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
+from hybridtrain.lightning.run_context import cluster_environment, strategy_of
 from hybridtrain.memory import overlapping
 from hybridtrain.worker.device import KINDS
 
@@ -23,7 +26,7 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
     """
     _check_process()
     _check_accelerator(trainer.accelerator)
-    _check_environment(trainer.strategy.cluster_environment)
+    _check_environment(cluster_environment(trainer))
     if trainer.state.fn != "fit":
         return
     if any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
@@ -37,7 +40,7 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
                 "a search for the learning rate was asked for, but workers that run freely are "
                 "never at the same step of it; search with strategy=hybrid"
             )
-        if isinstance(trainer.strategy._layer_sync, TorchSyncBatchNorm):
+        if isinstance(layer_sync(strategy_of(trainer)), TorchSyncBatchNorm):
             raise UserError(
                 "sync_batchnorm=True was given, but workers that run freely are never at the same "
                 "layer together; leave it out, or use strategy=hybrid"
@@ -84,7 +87,7 @@ def _check_environment(environment: Any) -> None:
 
 def _check_interval(trainer: Any) -> None:
     interval = getattr(trainer, "val_check_interval", None)
-    if (seconds := trainer._val_check_time_interval) is not None:
+    if (seconds := validation_seconds(trainer)) is not None:
         interval = f"{seconds:.0f} s"
     if interval not in (None, 1.0) or isinstance(interval, int):
         raise UserError(

@@ -9,7 +9,6 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
-from hybridtrain.worker.device import KINDS
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
 
@@ -50,8 +49,3 @@ class Transport:
                 "transport_dtype=bf16 was given, but workers without a lock send no gradients; "
                 "leave it out, or use strategy=async"
             )
-
-
-def computes_apart(trainer: Any) -> bool:
-    """Whether workers compute on copies of the parameters."""
-    return trainer.strategy.root_device.type in KINDS

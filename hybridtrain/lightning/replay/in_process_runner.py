@@ -20,7 +20,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.replay.recording import Recording
 from hybridtrain.lightning.replay.run_record import make_server
-from hybridtrain.lightning.run_context import RunContext
+from hybridtrain.lightning.run_context import RunContext, context_of
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorder import Stamp
@@ -79,13 +79,13 @@ class InProcessRunner(ABC, Generic[T]):
         Raises:
             BaseException: what it or a worker has raised.
         """
-        strategy: Any = trainer.strategy
-        former = strategy.recording
-        strategy.recording = Recording(self.record.path, instead=self)
+        context = context_of(trainer)
+        former = context.recording
+        context.recording = Recording(self.record.path, instead=self)
         try:
             trainer.fit(module, **options)
         finally:
-            strategy.recording = former
+            context.recording = former
         if self.error is not None:
             raise self.error
         assert self.outcome is not None, "the launcher has played"

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.core.optimizer import _init_optimizers_and_lr_schedulers
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -29,6 +28,7 @@ from torch.utils.data import (
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.batch_size import Scales
 from hybridtrain.lightning.data.epoch_order import Seeded
+from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.groups import Groups, differences, plain
 from hybridtrain.updates.serialize import dump, load
@@ -100,7 +100,7 @@ class ModuleTask:
         self._orders: dict[int, Sequence[int]] = {}
         self._batches: dict[int, Any] = {}  # of each worker
         self._takes_index = len(inspect.signature(module.training_step).parameters) > 1
-        optimizers, self._schedules = _init_optimizers_and_lr_schedulers(module)
+        optimizers, self._schedules = configured_optimizers(module)
         if len(optimizers) != 1:
             raise UserError("in virtual time a module has one optimizer; configure_optimizers gave "
                             f"{len(optimizers)}")  # fmt: skip

@@ -9,6 +9,7 @@ import pytorch_lightning as pl
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.in_process_runner import CELLS, InProcessRunner
+from hybridtrain.lightning.run_context import RunContext, context_of
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorded_times import times_of
 from hybridtrain.recording.recorder import Stamp
@@ -46,11 +47,11 @@ def rehearse_fit(
     Raises:
         UserError: if policy or exchange cannot be simulated, or the record says too little.
     """
-    _check_times(record, trainer.strategy)
+    _check_times(record, context_of(trainer))
     return WhatIf(record).fit(trainer, module, **options)
 
 
-def _check_times(record: Record, strategy: Any) -> None:
+def _check_times(record: Record, strategy: RunContext) -> None:
     """The record has a time for each push; of what lies between two pushes it has none."""
     recorded, each_step = record.strategy.get("exchange", "Gradient()"), ("Gradient()", "InPlace()")
     known = {recorded, repr(strategy.exchange)}

@@ -11,6 +11,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
 from hybridtrain.lightning.replay.in_process_runner import CELLS, InProcessRunner
 from hybridtrain.lightning.replay.run_record import differences, hash_now, versions
+from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.recording.replayer import Replayed, Replayer
@@ -58,16 +59,15 @@ def replay_fit(
     Raises:
         UserError: if something differs, naming it.
     """
-    _check(record, trainer.strategy, anyway)
+    _check(record, trainer, anyway)
     scheduled(trainer, record.told)
     return Rerun(record, anyway).fit(trainer, module, **options)
 
 
-def _check(record: Record, strategy: Any, anyway: bool) -> None:
-    if not hasattr(strategy, "recording"):
-        raise UserError(
-            f"{type(strategy).__name__} was given, but only runs of HybridStrategy are replayed"
-        )
+def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
+    strategy, kind = context_if_ours(trainer), type(strategy_of(trainer)).__name__
+    if strategy is None:
+        raise UserError(f"{kind} was given, but only runs of HybridStrategy are replayed")
     if record.in_place:
         raise UserError(
             f"the run's policy was {record.header['policy']}, under which workers write to the "

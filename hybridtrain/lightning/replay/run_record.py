@@ -23,7 +23,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.seed import isolate_rng
 
-from hybridtrain.lightning.run_context import RunContext
+from hybridtrain.lightning.run_context import RunContext, context_of
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
 from hybridtrain.recording.recorder import KINDS, RecordingServer
@@ -147,7 +147,7 @@ def data_teller(client: Client, trainer: Any) -> Callable[[int, Any], None]:
     For the record of the run, which keeps what is said first.
     """
     told: set[int] = set()
-    silent = trainer.strategy.recording is None
+    silent = context_of(trainer).recording is None
 
     def tell(number: int, data: Any) -> None:
         if not silent and number not in told:

@@ -22,6 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.lightning.hooks.callback_hooks import DECIDED
 from hybridtrain.lightning.results.tuner_results import take_what_was_found, what_was_found
 
 _MOST_ITEMS = 100_000  # of one attribute; more is data, not something written down
@@ -113,7 +114,6 @@ _CHECKPOINT_FIELDS = (
     "current_score",
     "dirpath",
 )
-_DECIDED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 
 
 def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def standing_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, 
     state = state_of(callback, module)
     if isinstance(callback, ModelCheckpoint):
         known = vars(callback)
-        state |= {name: known[name] for name in _DECIDED if name in known}
+        state |= {name: known[name] for name in DECIDED if name in known}
         state = _at_home(state)
     return state
 

@@ -21,9 +21,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
+from hybridtrain.lightning.hooks.callback_hooks import WRITER, set_writer, writer_of
 from hybridtrain.lightning.results.callback_state import give_plain, plain_attributes
-
-_WRITER = "_experiment"  # what is behind ``logger.experiment``: threads, files
 
 
 def logger_states(trainer: Any) -> list[dict[str, Any]]:
@@ -57,20 +56,20 @@ def logs_open(trainer: Any) -> Iterator[None]:
 def identity(logger: Logger) -> dict[str, Any]:
     """What a logger has become: its version, the number of its run, its names."""
     known = vars(logger).items()
-    return {k: v for k, v in known if isinstance(v, str | int | float | None) and k != _WRITER}
+    return {k: v for k, v in known if isinstance(v, str | int | float | None) and k != WRITER}
 
 
 def of_logger(logger: Any) -> dict[str, dict[str, Any]]:
     """What goes home from worker 0: plain data, of the writer of a CSV file as well."""
-    own = plain_attributes(logger, lambda name: name != _WRITER)
-    writer = vars(logger).get(_WRITER) if isinstance(logger, CSVLogger) else None
+    own = plain_attributes(logger, lambda name: name != WRITER)
+    writer = writer_of(logger) if isinstance(logger, CSVLogger) else None
     return {"own": own, "writer": {} if writer is None else plain_attributes(writer)}
 
 
 def give_to_logger(logger: Any, brought: dict[str, dict[str, Any]]) -> None:
     """In the calling process."""
     give_plain(logger, brought["own"])
-    writer = vars(logger).get(_WRITER)
+    writer = writer_of(logger)
     if writer is not None and brought["writer"]:
         give_plain(writer, brought["writer"])
 
@@ -98,7 +97,8 @@ def keep_rows(logger: CSVLogger) -> None:
     """Go on with the rows and columns that another process has written."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return
-    if logger._experiment is None:
-        logger._experiment = _Reopened(logger.log_dir)
-    elif type(logger._experiment) is ExperimentWriter:
-        vars(logger)[_WRITER].__class__ = _Reopened
+    writer = writer_of(logger)
+    if writer is None:
+        set_writer(logger, _Reopened(logger.log_dir))
+    elif type(writer) is ExperimentWriter:
+        writer.__class__ = _Reopened

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateFinder
-from pytorch_lightning.tuner.lr_finder import _determine_lr_attr_name
 from pytorch_lightning.utilities.parsing import lightning_getattr, lightning_setattr
+
+from hybridtrain.lightning.hooks.callback_hooks import searched_attribute
 
 
 def what_was_found(finder: LearningRateFinder, module: pl.LightningModule) -> dict[str, Any]:
     """The curve of losses, and the learning rate that the module has now."""
     found: dict[str, Any] = {"optimal_lr": finder.optimal_lr}
-    if finder._update_attr:
-        name = _determine_lr_attr_name(module, finder._attr_name)
+    if (name := searched_attribute(finder, module)) is not None:
         found["attribute"] = (name, lightning_getattr(module, name))
     return found
 

@@ -17,10 +17,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loops.progress import _BaseProgress
 
 from hybridtrain.lightning.data.predictions import Outputs, collect, in_order
-from hybridtrain.lightning.participation.logged_metrics import metrics_of, take_metrics
+from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
+from hybridtrain.lightning.hooks.result_hooks import reset_metrics, show_metrics
+from hybridtrain.lightning.hooks.trainer_hooks import attach_module_callbacks
+from hybridtrain.lightning.participation.logged_metrics import metrics_of
 from hybridtrain.lightning.results.callback_state import (
     CallbackState,
     give_to_callback,
@@ -31,6 +33,7 @@ from hybridtrain.lightning.results.callback_state import (
 )
 from hybridtrain.lightning.results.configured_model import load_weights
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, fill
 from hybridtrain.util.files import interrupted_in
 
@@ -60,6 +63,8 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
 
     ``room`` is the path of the calling process's scratch file, if it has one.
     """
+    if trainer.state.fn == "fit":
+        context_of(trainer).gather_states()
     state_dict, outputs = trainer.lightning_module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:
         return outputs
@@ -73,7 +78,7 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
         progress=_progress(trainer),
         callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
         module=of_module(trainer.lightning_module),
-        before_configuring=trainer.strategy.before_configuring,  # type: ignore[attr-defined]
+        before_configuring=context_of(trainer).before_configuring,
         loggers=[of_logger(logger) for logger in trainer.loggers],
     )
 
@@ -97,18 +102,18 @@ def unpack(
     others = [each for each in results if not isinstance(each, WorkerResult)]
     heavy = scratch.load() if scratch is not None and not home.heavy else _load(home.heavy)
     load_weights(trainer, heavy["weights"], home.before_configuring)
-    trainer._logger_connector.reset_metrics()  # of the last call only, as in one process
-    take_metrics(trainer, _load(home.tensors))
+    reset_metrics(trainer)  # of the last call only, as in one process
+    show_metrics(trainer, _load(home.tensors))
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
     if heavy["trained"] is not None:
-        trainer.strategy.remember_training(heavy["trained"])  # type: ignore[attr-defined]
+        context_of(trainer).remember_training(heavy["trained"])
     give_to_module(trainer.lightning_module, home.module)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
-        trainer._callback_connector._attach_model_callbacks()
+        attach_module_callbacks(trainer)
     for callback, belongings in pairs(_all(trainer), home.callbacks):
         give_to_callback(callback, trainer.lightning_module, belongings)
-    trainer.strategy.keeping.forget_lost(trainer)  # type: ignore[attr-defined]
+    context_of(trainer).keeping.forget_lost(trainer)
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
         give_to_logger(logger, brought)
     return home.returned if home.outputs is None else in_order([home.outputs, *others])
@@ -121,7 +126,7 @@ def save_finished(
     if trainer.state.fn != "fit" or not any(isinstance(each, WorkerResult) for each in results):
         return
     unpack(trainer, results, scratch)
-    trainer.strategy.keeping.broken_since_s = None  # type: ignore[attr-defined]  # it is here
+    context_of(trainer).keeping.broken_since_s = None  # it is here
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder:
         path = interrupted_in(Path(folder))
@@ -135,9 +140,10 @@ def save_finished(
 
 def _trained(trainer: Any) -> dict[str, Any]:
     """What a checkpoint would say of optimizers and schedulers now."""
-    trainer.strategy.before_checkpoint()
+    context = context_of(trainer)
+    context.before_checkpoint()
     return {
-        "optimizer_states": [trainer.strategy.optimizer_state(o) for o in trainer.optimizers],
+        "optimizer_states": [context.optimizer_state(o) for o in trainer.optimizers],
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
     }
 
@@ -164,7 +170,7 @@ def _all(trainer: Any) -> list[pl.Callback]:
 # ---- the loops' counters ------------------------------------------------------------------------
 
 
-def _progress_objects(trainer: pl.Trainer) -> dict[str, _BaseProgress]:
+def _progress_objects(trainer: pl.Trainer) -> dict[str, Any]:
     epoch_loop = trainer.fit_loop.epoch_loop
     return {
         "epoch": trainer.fit_loop.epoch_progress,
@@ -177,7 +183,7 @@ def _progress_objects(trainer: pl.Trainer) -> dict[str, _BaseProgress]:
 
 def _progress(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
     states = {name: loop.state_dict() for name, loop in _progress_objects(trainer).items()}
-    states["stepped"] = {"batches": trainer.fit_loop.epoch_loop._batches_that_stepped}
+    states["stepped"] = {"batches": logged_step(trainer)}
     states["stop"] = {"should_stop": trainer.should_stop}
     return states
 
@@ -185,5 +191,5 @@ def _progress(trainer: pl.Trainer) -> dict[str, dict[str, Any]]:
 def _restore_progress(trainer: pl.Trainer, states: dict[str, dict[str, Any]]) -> None:
     for name, progress in _progress_objects(trainer).items():
         progress.load_state_dict(states[name])
-    trainer.fit_loop.epoch_loop._batches_that_stepped = states["stepped"]["batches"]
+    set_logged_step(trainer, states["stepped"]["batches"])
     trainer.should_stop = states["stop"]["should_stop"]

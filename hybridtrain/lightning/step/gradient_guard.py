@@ -24,6 +24,7 @@ from pytorch_lightning.utilities.memory import is_oom_error
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.device_memory import out_of_memory
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory import Layout, Packed
 from hybridtrain.worker.finite import FiniteCheck
 
@@ -133,8 +134,9 @@ class GradientGuard:
             return False
         if self._on_fault.oom == "raise":
             error.add_note(
-                f"This happened in {self._where()}. {out_of_memory(error, self._trainer.strategy)}"
-                " Or go on without this mini-batch with strategy.on_oom=drop or skip_step."
+                f"This happened in {self._where()}. "
+                f"{out_of_memory(error, context_of(self._trainer))} Or go on without this "
+                "mini-batch with strategy.on_oom=drop or skip_step."
             )
             return False
         self._note(OUT_OF_MEMORY, self._on_fault.oom, f"{self._where()} ran out of memory")
@@ -167,7 +169,7 @@ class GradientGuard:
     def _where(self) -> str:
         trainer = self._trainer
         return (
-            f"worker {trainer.global_rank} ({trainer.strategy.root_device}) at step "
+            f"worker {trainer.global_rank} ({context_of(trainer).root_device}) at step "
             f"{trainer.global_step}, epoch {trainer.current_epoch}, mini-batch "
             f"{trainer.fit_loop.epoch_loop.batch_idx}"
         )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from copy import deepcopy
+from typing import Any
 
 import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import LocalExchange, Offer
 from hybridtrain.lightning.step.in_place import step_of
+from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.trained_parameters import parameters_of
 from hybridtrain.updates.optimizer_traits import needs_closure
 from hybridtrain.worker.replica_own import OwnReplica
@@ -22,6 +25,9 @@ class LocalSteps:
         numbers: the slot number of each of its parameters, group by group.
         replica: the worker's parameters.
         exchange: decides when something leaves; a copy of its own is made.
+        fresh: nobody moves the masters while this worker computes.
+        worker: its number.
+        workers: how many train.
 
     Raises:
         UserError: if the optimizer evaluates its closure as it pleases.
@@ -33,6 +39,9 @@ class LocalSteps:
         numbers: tuple[int, ...],
         replica: OwnReplica,
         exchange: LocalExchange,
+        fresh: bool,
+        worker: int,
+        workers: int,
     ) -> None:
         if needs_closure(optimizer):
             raise UserError(
@@ -44,8 +53,19 @@ class LocalSteps:
         self._exchange = deepcopy(exchange)
         self._trained = parameters_of(optimizer)
         self.parameters = replica.parameters(numbers)
-        self.masters = replica.masters(numbers)
+        self._masters = replica.masters(numbers)
         self.samples = 0.0
+        self.fresh, self.worker, self.workers = fresh, worker, workers
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """As this worker has read them last, where its parameters are."""
+        pairs = zip(self._masters, self.parameters, strict=True)
+        return [master.to(own.device) for master, own in pairs]
+
+    @property
+    def rate(self) -> float:
+        return max(float(group["lr"]) for group in self._optimizer.param_groups)
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -67,11 +87,35 @@ class LocalSteps:
         with torch.no_grad():
             return self._exchange.flush(self)
 
+    @property
+    def owes(self) -> bool:
+        """Whether steps have been made that nothing has been handed over of."""
+        return self._exchange.owes
+
     def hand_over(self, offer: Offer) -> tuple[int, ...]:
         """Into the worker's row; returns the slot numbers of what is not part of it."""
-        return self._replica.hand_over(self._numbers, offer.values)
+        return self._replica.hand_over(self._numbers, offer.values, offer.encoded)
 
-    def take(self) -> None:
-        """The release has brought the newest masters."""
+    def take(self) -> Offer | None:
+        """The release has brought the newest masters; perhaps something follows."""
         with torch.no_grad():
-            self._exchange.take(self, self.masters)
+            return self._exchange.take(self, self.masters)
+
+    def state(self) -> dict[str, Any]:
+        """What is this worker's alone: its optimizer's state, its exchange's, its parameters."""
+        saved = {
+            "state": without_fetching(self._optimizer)["state"],
+            "exchange": self._exchange.state(),
+        }
+        if self._exchange.keeps:
+            saved["parameters"] = self._replica.kept(self._numbers)
+        return saved
+
+    def load_state(self, saved: Mapping[str, Any]) -> None:
+        """Go on from there; what is not there stays as it is."""
+        if "state" in saved:
+            now = self._optimizer.state_dict()
+            self._optimizer.load_state_dict(now | {"state": saved["state"]})
+        self._exchange.load_state(saved["exchange"])
+        if "parameters" in saved:
+            self._replica.keep(self._numbers, saved["parameters"])

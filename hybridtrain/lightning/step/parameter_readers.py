@@ -26,6 +26,8 @@ from pytorch_lightning.callbacks import (
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from hybridtrain.lightning.hooks.loop_hooks import combined_loader
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.object_search import may_hold
 
 _MODULE_HOOKS = (
@@ -43,14 +45,14 @@ _HARMLESS |= {Timer, TQDMProgressBar}
 def parameters_rest(trainer: Any) -> bool:
     """Whether nobody reads or writes parameters from the end of a step to the next mini-batch."""
     module = trainer.lightning_module
-    if trainer.strategy.on_failure.choice == "restart":
+    if context_of(trainer).on_failure.choice == "restart":
         return False  # whoever waits for a release tells of a step that is not done
     if any(is_overridden(hook, module, parent=LightningModule) for hook in _MODULE_HOOKS):
         return False
-    configs = trainer.strategy.lr_scheduler_configs
+    configs = trainer.lr_scheduler_configs
     if not all(_is_torchs(config.scheduler) for config in configs):
         return False
-    loader = trainer.fit_loop._combined_loader
+    loader = combined_loader(trainer.fit_loop)
     sources = [] if loader is None else loader.flattened
     return not any(map(_looks, trainer.callbacks)) and not may_hold(sources, module.modules())
 

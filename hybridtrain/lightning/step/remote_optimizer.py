@@ -92,6 +92,11 @@ class RemoteOptimizer:
         self._released: Released | None = None  # the last
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's."""
+        return self._optimizer
+
+    @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """Those that the server knows of, group by group."""
         return self._parameters
@@ -140,29 +145,29 @@ class RemoteOptimizer:
 
     def _hand_over(self, local: LocalSteps, offer: Offer | None) -> None:
         """Push what the worker's own steps have come to, if that is due; wait for the release."""
-        if offer is None:
-            return
-        absent, weight = local.hand_over(offer), offer.weight
-        if weight > 0 and not self._guard.accepts(self.numbers, absent):
-            weight = 0.0
-        push = Push(
-            self.number,
-            weight,
-            absent,
-            self._told_groups(whole=False),
-            samples=weight,
-            fault=self._guard.pop_fault(),
-            loss=self._told_loss(None),
-            fetch=offer.fetch,
-        )
-        self._client.offer(push, partial(self._taken_back, local, offer.fetch))
-        self._client.settle()
+        while offer is not None:
+            absent, weight, encoded = local.hand_over(offer), offer.weight, offer.encoded
+            looks = weight > 0 and encoded is None  # only what is finite is encoded
+            if looks and not self._guard.accepts(self.numbers, absent):
+                weight = 0.0
+            push = Push(
+                self.number,
+                weight,
+                absent,
+                self._told_groups(whole=False),
+                samples=weight if offer.samples is None else offer.samples,
+                fault=self._guard.pop_fault(),
+                loss=self._told_loss(None),
+                fetch=offer.fetch,
+                encoded=None if encoded is None else len(encoded),
+            )
+            self._client.offer(push, self._taken_back, settles=not offer.only_fetches)
+            self._client.settle()
+            offer = local.take() if offer.fetch else None
 
-    def _taken_back(self, local: LocalSteps, fetched: bool, released: Released) -> None:
+    def _taken_back(self, released: Released) -> None:
         self.version, self._released = released.version, released
         self.hyper_parameters.confirm(None)
-        if fetched:
-            local.take()
 
     def _told_groups(self, whole: bool) -> Groups | None:
         """What has changed of the hyper-parameters that the update of the masters follows."""

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule, Trainer
 
 from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
+from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters
 from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
 from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.lightning.step.inner_states import SavedStates
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
-from hybridtrain.lightning.step.remote_optimizer import MASTERS, RemoteOptimizer
+from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.step.trained_parameters import (
     dumped,
@@ -74,7 +73,7 @@ class Session:
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
         self._requirements, self._exchange, self._update = requirements, exchange, update
-        self._loaded: dict[int, dict[str, Any]] = {}  # id(optimizer) -> state of the masters' own
+        self.saved = SavedStates(client)
         joint = requirements.parameters == "masters" and client.n_workers > 1
         buffers = shared(module) if joint else []
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
@@ -102,7 +101,8 @@ class Session:
     def _open_replica(self) -> Replica:
         parameters, store, worker = self._parameters, self._store, self._client.worker
         if self._requirements.parameters == "own":
-            return OwnReplica(parameters, store, worker)
+            assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
+            return OwnReplica(parameters, store, worker, self._exchange.keeps)
         made = open_replica(parameters, store, worker, self.final)
         if isinstance(made, CudaReplica):
             self._client.meanwhile = made.take_stepped
@@ -131,6 +131,9 @@ class Session:
         numbers = self._hand_over(self.trainer.global_step)
         self.replica.writes()  # published already
         self.replica.refresh()
+        if isinstance(self.replica, OwnReplica):
+            self.replica.forget()
+            self.saved.take_back(self.steps)
         self.replica.follow(n for each in numbers for n in each)
         self.replica.keep_sparse(sparse_numbers(self._optimizers, numbers))
 
@@ -154,30 +157,13 @@ class Session:
         self.steps = [self._remote(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
         return numbers
 
-    def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-        """Of a checkpoint: that of the masters' own optimizer is for when training begins."""
-        own = dict(state)
-        if (masters := own.pop(MASTERS, None)) is not None:
-            self._loaded[id(optimizer)] = masters
-        optimizer.load_state_dict(own)
+    def gather_states(self) -> None:
+        """All meet, and the one who saves gets what is each worker's own."""
+        self.saved.gather(self.steps)
 
     def _masters_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """What steps the masters, with the state that it had, if training goes on."""
-        made, own = self._update.over(optimizer), self.has_own_parameters
-        if made is optimizer and own:  # another one of its kind
-            made = copy(optimizer)
-            made.state = defaultdict(dict)
-        apart = made is not optimizer
-        loaded = self._loaded.pop(id(optimizer), None)
-        if loaded is not None and apart and loaded["update"] == self._update.name:
-            made.load_state_dict(made.state_dict() | {"state": loaded["state"]})
-        elif loaded is not None or (apart and not own and optimizer.state):
-            rank_zero_warn(
-                f"the checkpoint is of a run with another update than {self._update.name}, whose "
-                "optimizer in host memory begins without state; give the same update to go on as "
-                "it was"
-            )
-        return made
+        return self.saved.masters_of(optimizer, self._update, self.has_own_parameters)
 
     def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteOptimizer:
         """The remote control of one optimizer."""
@@ -205,7 +191,15 @@ class Session:
                 step.samples = self.steps[0].samples
             if isinstance(self.replica, OwnReplica):
                 assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
-                step.local = LocalSteps(optimizer, step.numbers, self.replica, self._exchange)
+                step.local = LocalSteps(
+                    optimizer,
+                    step.numbers,
+                    self.replica,
+                    self._exchange,
+                    self._requirements.whole_rounds,
+                    self._client.worker,
+                    self._client.n_workers,
+                )
             else:
                 optimizer.state = step.state  # the server's now
             optimizer.step = step  # type: ignore[method-assign]
@@ -239,9 +233,12 @@ class Session:
         self._client.settle()
         changed = bool(self.replica.writes())
         version, saved = self._client.snapshot(refresh=not changed)
-        if not changed:
+        if isinstance(self.replica, OwnReplica):
+            self.replica.refresh(keep=self.owes)
+        elif not changed:
             self.replica.refresh()
-        return version, [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
+        states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
+        return version, self.saved.with_inner(states)
 
     def pull(self) -> int:
         """Bring the module's parameters up to date; their version."""
@@ -258,6 +255,7 @@ class Session:
             samples: in it.
             together: samples of all workers in this step, if that is known.
         """
+        self._put_back()
         used = any(step.pushed for step in self.steps)
         first = used or all(step.weight == 0 for step in self.steps)
         self.guard.begin(batch, used)
@@ -295,10 +293,25 @@ class Session:
         """Whether this worker's optimizers move parameters of its own."""
         return isinstance(self.replica, OwnReplica)
 
+    def _put_back(self) -> None:
+        """Training goes on: what the module had for others to see is put away."""
+        if isinstance(self.replica, OwnReplica):
+            self.replica.put_back()
+
     def sit_out(self) -> None:
         """The others make a step, in automatic optimization, for which this worker has no data."""
+        self._put_back()
         for step in self.steps if self.has_own_parameters else ():
             step.step_without_data()
+
+    @property
+    def owes(self) -> bool:
+        """Whether the masters lack steps that all workers have made since the last exchange.
+
+        Who goes on from a checkpoint that is made now does them again.
+        """
+        alone = [step.local for step in self.steps if step.local is not None]
+        return self._requirements.whole_rounds and any(local.owes for local in alone)
 
     def flush(self) -> None:
         """Hand over what this worker's own steps have come to, where all do so."""
@@ -313,7 +326,7 @@ class Session:
 
     def accumulates(self) -> bool:
         """Whether this backward only adds to gradients that a later mini-batch will step."""
-        return self._module.automatic_optimization and self.trainer.fit_loop._should_accumulate()
+        return self._module.automatic_optimization and accumulates(self.trainer)
 
     @torch.no_grad()
     def average(self) -> None:

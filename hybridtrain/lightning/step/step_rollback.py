@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.data.loaders import Loaders
+from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.worker.client import Client
 
@@ -24,7 +25,7 @@ class _Place(NamedTuple):
     """In a step: what Lightning has counted so far."""
 
     counts: list[dict[str, int]]
-    batches_that_stepped: int
+    logged_step: int
     is_last_batch: bool
 
 
@@ -46,12 +47,14 @@ class StepRollback:
 
     def commit(self) -> None:
         """A step has been made, and Lightning will count it now."""
-        self._loaders.commit()
+        if not self._session.owes:
+            self._loaders.commit()
         self._schedules_kept = False
         if self._client.offered is not None:
             loop = self._trainer.fit_loop.epoch_loop
             counts = [counts.copy() for counts in _counts(self._trainer)]
-            place = _Place(counts, loop._batches_that_stepped, loop.batch_progress.is_last_batch)
+            is_last = loop.batch_progress.is_last_batch
+            place = _Place(counts, logged_step(self._trainer), is_last)
             self._client.offered.undoing.append(partial(self._put_back, place))
 
     def give_up(self) -> None:
@@ -67,7 +70,7 @@ class StepRollback:
         loop = self._trainer.fit_loop.epoch_loop
         for counts, values in zip(_counts(self._trainer), place.counts, strict=True):
             counts.update(values)
-        loop._batches_that_stepped = place.batches_that_stepped
+        set_logged_step(self._trainer, place.logged_step)
         loop.batch_progress.is_last_batch = place.is_last_batch
         self._loaders.take_back()
 

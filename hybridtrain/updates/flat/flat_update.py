@@ -64,6 +64,7 @@ class FlatUpdate:
 
     under_way = False  # a step takes one round
     wants_staleness = False
+    sums = False
     news: Groups | None = None  # nor does it change hyper-parameters
     moved: Mapping[int, Rows] = MappingProxyType({})  # and it moves all rows
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
+from hybridtrain.errors import UserError
 from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.script import Script
 
@@ -14,9 +16,18 @@ class Conditions:
 
     ``interrupt``: a worker whose contribution could not count any more is told so and begins anew
     at once, as the literature assumes of K-sync (Dutta et al. 2018); else it ends its mini-batch
-    and learns it when it pushes, as real processes do.
+    and learns it when it pushes, as real processes do. ``update_s``: how long an update takes the
+    server, in seconds; what reaches it meanwhile waits for its turn.
+
+    Raises:
+        UserError: if ``update_s`` is negative or infinite.
     """
 
     network: Network = field(default_factory=Network)
     script: Script = field(default_factory=Script)
     interrupt: bool = False
+    update_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not (self.update_s >= 0 and math.isfinite(self.update_s)):
+            raise UserError(f"update_s={self.update_s} was given; it must be a number from 0 on")

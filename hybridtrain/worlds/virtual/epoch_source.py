@@ -19,34 +19,46 @@ from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worlds.virtual.idle_optimizers import IdleOptimizers
+from hybridtrain.worlds.virtual.sharding import layouts_of
 from hybridtrain.worlds.virtual.training_task import (
     MakeOptimizer,
     SimulatedReplicas,
     Task,
     TrainingTask,
-    layout_of,
 )
 
 
 def register_workers(
-    server: Server,
+    servers: Sequence[Server],
     task: Task | None,
     optimizer: MakeOptimizer | None,
     n_workers: int,
     exchange: Exchange,
     update: NamedUpdate | None = None,
+    timed: bool = False,
 ) -> tuple[SimulatedReplicas | None, EpochSource | None]:
-    """Have the server train the task, if there is one; who computes, and what data there are."""
+    """Have the servers train the task, if there is one; who computes, and what data there are.
+
+    Each server has a shard of the parameters; the first says what is to be done. ``timed``: updates
+    end when the world says so.
+
+    Raises:
+        UserError: if the task has fewer parameters than there are servers.
+    """
     if task is None or optimizer is None:
-        server.adopt(None, IdleOptimizers())
+        for server in servers:
+            server.adopt(None, IdleOptimizers(timed))
         return None, None
-    requirements = server.requirements
-    store = Store(layout_of(task), n_workers, private_parameters=True, holding=requirements.holds)
-    replicas = SimulatedReplicas(task, optimizer, store, exchange, update)
-    server.adopt(store, replicas.optimizers)
+    holds = servers[0].requirements.holds
+    layouts = layouts_of(task.parameters(), len(servers))
+    stores = [Store(layout, n_workers, True, holding=holds) for layout in layouts]
+    fresh = servers[0].requirements.whole_rounds
+    replicas = SimulatedReplicas(task, optimizer, stores, exchange, update, timed, fresh)
+    for server, shard in zip(servers, replicas.shards, strict=True):
+        server.adopt(shard.store, shard.optimizers)
     if not isinstance(task, TrainingTask):
         return replicas, None
-    return replicas, EpochSource(task, server, replicas)
+    return replicas, EpochSource(task, servers[0], replicas)
 
 
 class EpochSource:

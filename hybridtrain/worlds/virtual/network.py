@@ -3,19 +3,28 @@
 The model: every worker has a link of its own to the server, with the same latency and the same
 bandwidth in each direction. A contribution takes ``latency_s + size_bytes / bandwidth`` to reach
 the server, and the release, which brings the parameters, the same to come back; a request without
-a load takes the latency. Links do not disturb each other. With ``server_bandwidth`` the server's
-own link is one queue in each direction: what has arrived over the workers' links passes it one
-after the other, in the order of arrival. A worker computes only between release and push: sending
-does not overlap with computing. Decisions and updates take no time.
+a load takes the latency. What workers with parameters of their own hand over is as large as it is
+in their rows: less where it is encoded. Links do not disturb each other. With ``server_bandwidth``
+the server's own link is one queue in each direction: what has arrived over the workers' links
+passes it one after the other, in the order of arrival. A worker computes only between release and
+push: sending does not overlap with computing. Decisions take no time.
+
+Where the parameters lie in several shards, each has a server of its own, and links of its own with
+these figures; a worker goes on when the last of them has answered. If the delays of their messages
+vary, what several workers have sent reaches the shards in different orders.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from random import Random
 
 from hybridtrain.errors import UserError
 from hybridtrain.worlds.virtual.service_times import positive
+
+INWARDS, OUTWARDS = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +36,8 @@ class Network:
         bandwidth: bytes per second of each worker's link.
         server_bandwidth: bytes per second of the server's link, shared by all.
         size_bytes: of a contribution, and of the parameters.
+        shards: for each shard, by how many seconds its messages take longer than that, one way; the
+            mean of an exponential distribution, drawn for each message.
 
     Raises:
         UserError: if one of them is negative or, where it divides, zero.
@@ -36,6 +47,7 @@ class Network:
     bandwidth: float = math.inf
     server_bandwidth: float = math.inf
     size_bytes: int = 0
+    shards: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
         if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
@@ -48,13 +60,54 @@ class Network:
                 positive(f"network.{name}", value)
         if self.size_bytes < 0:
             raise UserError(f"size_bytes={self.size_bytes} was given; it must not be negative")
+        if not self.shards or not all(mean >= 0 and math.isfinite(mean) for mean in self.shards):
+            raise UserError(
+                f"shards={self.shards} was given; it must be one number from 0 on for each shard"
+            )
 
-    @property
-    def loaded_s(self) -> float:
-        """How long a contribution, or the parameters, take over a worker's own link."""
-        return self.latency_s + self.size_bytes / self.bandwidth
+    def links(self, shares: Sequence[float], n_workers: int, seed: int) -> list[Links]:
+        """To each shard, which has such a share of the parameters."""
+        made = []
+        for shard, (mean_s, share) in enumerate(zip(self.shards, shares, strict=True)):
+            drawn = [Random(f"{seed}/{shard}/{worker}") for worker in range(n_workers)]
+            made.append(Links(self, share * self.size_bytes, mean_s, drawn))
+        return made
 
-    @property
-    def passing_s(self) -> float:
-        """How long they hold the server's link."""
-        return self.size_bytes / self.server_bandwidth
+
+class Links:
+    """Between the workers and one server, all alike.
+
+    Args:
+        network: latency and bandwidths.
+        n_bytes: of a contribution, and of the parameters.
+        mean_s: by how much a message takes longer, on average.
+        drawn: random numbers of each worker.
+
+    ``loaded_s``: how long a contribution takes over a worker's own link; ``passing_s``: how long it
+    holds the server's; ``latency_s``: of a request without a load.
+    """
+
+    def __init__(
+        self, network: Network, n_bytes: float, mean_s: float, drawn: list[Random]
+    ) -> None:
+        self._network, self._drawn, self.mean_s = network, drawn, mean_s
+        self.latency_s = network.latency_s
+        self.loaded_s, self.passing_s = self.carries_s(n_bytes), self.passes_s(n_bytes)
+        self._busy_s = [0.0, 0.0]
+
+    def carries_s(self, n_bytes: float) -> float:
+        """How long so much takes over a worker's own link."""
+        return self.latency_s + n_bytes / self._network.bandwidth
+
+    def passes_s(self, n_bytes: float) -> float:
+        """How long so much holds the server's link."""
+        return n_bytes / self._network.server_bandwidth
+
+    def delay_s(self, worker: int) -> float:
+        """By how much the worker's next message takes longer."""
+        return self._drawn[worker].expovariate(1 / self.mean_s) if self.mean_s else 0.0
+
+    def passed_s(self, way: int, now_s: float, passing_s: float) -> float:
+        """When what comes to the server's link now has passed it, ``INWARDS`` or ``OUTWARDS``."""
+        self._busy_s[way] = max(self._busy_s[way], now_s) + passing_s
+        return self._busy_s[way]

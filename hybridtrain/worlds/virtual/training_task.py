@@ -8,18 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import Protocol, runtime_checkable
 
 import torch
 
 from hybridtrain.exchanges import Exchange, LocalExchange, Offer
-from hybridtrain.memory import Layout, Store
+from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
-from hybridtrain.updates import Optimizers, build_update
+from hybridtrain.updates import Optimizers
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import NamedUpdate, update_of
 from hybridtrain.updates.per_tensor import clip_gradients
-from hybridtrain.updates.thread_pool import Pool
+from hybridtrain.worlds.virtual.sharding import shards_of
+from hybridtrain.worlds.virtual.timed_optimizers import TimedOptimizers
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -76,18 +79,31 @@ class SimulatedWorker:
 
     Args:
         worker: its number.
-        store: has the masters, as the worker has read them last.
+        workers: how many there are.
+        masters: as the worker has read them last, in the order of the task.
         make_optimizer: makes the user's optimizer.
         exchange: of this worker alone.
+        fresh: nobody moves the masters while a worker computes.
     """
 
     def __init__(
-        self, worker: int, store: Store, make_optimizer: MakeOptimizer, exchange: LocalExchange
+        self,
+        worker: int,
+        workers: int,
+        masters: Sequence[torch.Tensor],
+        make_optimizer: MakeOptimizer,
+        exchange: LocalExchange,
+        fresh: bool,
     ) -> None:
-        self.masters = [store.parameter(worker, slot) for slot in store.layout.slots]
-        self._trained = [torch.nn.Parameter(master.clone()) for master in self.masters]
-        self.parameters = [parameter.data for parameter in self._trained]
-        self.optimizer = make_optimizer(self._trained)
+        self.worker, self.workers, self.fresh = worker, workers, fresh
+        self._all = [torch.nn.Parameter(master.clone()) for master in masters]
+        self.values = [parameter.data for parameter in self._all]  # in the order of the task
+        self.optimizer = make_optimizer(self._all)
+        number_of = {id(parameter): number for number, parameter in enumerate(self._all)}
+        self._trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.numbers = tuple([number_of[id(parameter)] for parameter in self._trained])
+        self.parameters = [self.values[number] for number in self.numbers]
+        self.masters = [masters[number] for number in self.numbers]
         self.exchange = deepcopy(exchange)
         self.samples = 0.0
         self.covers: tuple[DrawnBatch, ...] = ()  # not handed over yet
@@ -97,14 +113,18 @@ class SimulatedWorker:
     def gradients(self) -> list[torch.Tensor | None]:
         return [parameter.grad for parameter in self._trained]
 
+    @property
+    def rate(self) -> float:
+        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+
     def step(self) -> None:
         self.optimizer.step()
 
     def advance(
         self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
     ) -> Offer | None:
-        """One step with these gradients, clipped."""
-        for parameter, gradient in zip(self._trained, gradients, strict=True):
+        """One step with these gradients, in the order of the slots, clipped."""
+        for parameter, gradient in zip(self._all, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
         with torch.no_grad():
             clip_gradients([each for each in self.gradients if each is not None], clip)
@@ -112,10 +132,9 @@ class SimulatedWorker:
         with torch.no_grad():
             return self.exchange.step(self)
 
-    def take(self) -> None:
-        """The release has come."""
-        if self.fetches:
-            self.exchange.take(self, self.masters)
+    def take(self) -> Offer | None:
+        """The release has come; perhaps something follows."""
+        return self.exchange.take(self, self.masters) if self.fetches else None
 
 
 class SimulatedReplicas:
@@ -124,50 +143,89 @@ class SimulatedReplicas:
     Args:
         task: what is trained.
         make_optimizer: makes the user's optimizer for the task's parameters.
-        store: masters and W rows, of the task's layout.
+        stores: masters and W rows of each shard of the parameters.
         exchange: what workers hand over.
         update: how the masters move, unless it is as the exchange wants it.
+        timed: an update ends when the world says so.
+        fresh: nobody moves the masters while a worker computes.
     """
 
     def __init__(
         self,
         task: Task,
         make_optimizer: MakeOptimizer,
-        store: Store,
+        stores: Sequence[Store],
         exchange: Exchange,
         update: NamedUpdate | None = None,
+        timed: bool = False,
+        fresh: bool = True,
     ) -> None:
-        self.task, self.store = task, store
-        slots = store.layout.slots
-        for slot, value in zip(slots, task.parameters(), strict=True):
+        self.task, self._stores = task, stores
+        self._places = [(store, slot) for store in stores for slot in store.layout.slots]
+        for (store, slot), value in zip(self._places, task.parameters(), strict=True):
             store.master(slot).copy_(value)
-        masters = [torch.nn.Parameter(store.master(slot)) for slot in slots]
-        number_of = {id(master): number for number, master in enumerate(masters)}
-        pool = Pool(1)
+        masters = [torch.nn.Parameter(store.master(slot)) for store, slot in self._places]
         self._users, self._update = make_optimizer(masters), update_of(exchange, update)
         optimizer = self._update.over(self._users)
-        numbers = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        self.optimizers = Optimizers([build_update(optimizer, numbers, store, pool)], store, pool)
-        for worker in range(store.n_workers):
+        self.shards = shards_of(
+            optimizer, masters, stores, TimedOptimizers if timed else Optimizers
+        )
+        workers = range(stores[0].n_workers)
+        for store, worker in product(stores, workers):
             store.refresh(worker)
-        self._workers = [
-            SimulatedWorker(worker, store, make_optimizer, exchange)
-            for worker in range(store.n_workers)
-            if isinstance(exchange, LocalExchange)
+        self._gradients = [
+            [store.gradient(worker, slot) for store, slot in self._places] for worker in workers
         ]
+        self._copies = [
+            [store.parameter(worker, slot) for store, slot in self._places] for worker in workers
+        ]
+        self._make = partial(_worker, self._copies, make_optimizer, exchange, fresh)
+        alone = isinstance(exchange, LocalExchange)
+        self._workers = [self._make(worker) for worker in workers if alone]
+
+    @property
+    def shares(self) -> list[float]:
+        """How large each shard is, in [0, 1]."""
+        sizes = [sum(slot.numel for slot in shard.store.layout.slots) for shard in self.shards]
+        return [size / sum(sizes) for size in sizes]
+
+    def part(self, shard: int, push: Push) -> Push:
+        """What of a push is this shard's."""
+        return push if len(self.shards) == 1 else self.shards[shard].part(push)
+
+    @property
+    def train_alone(self) -> bool:
+        """Whether workers step parameters of their own."""
+        return bool(self._workers)
+
+    @property
+    def loss(self) -> float | None:
+        """Of the last mini-batch, if the task knows it."""
+        return self.task.loss if isinstance(self.task, TrainingTask) else None
+
+    def bytes_of(self, shard: int, part: Push) -> int:
+        """What a worker that trains alone has handed over to this shard."""
+        if part.encoded is not None or part.weight <= 0:
+            return part.encoded or 0
+        one = self.shards[shard]
+        first, trained = one.numbers.start, set(self._workers[0].numbers)
+        slots = [
+            slot
+            for number, slot in enumerate(one.store.layout.slots)
+            if number + first in trained and number not in part.absent
+        ]
+        return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
     def compute(self, worker: int, push: Push) -> Push | None:
         """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
         if self._workers:
             own = self._workers[worker]
             own.covers += push.covers
-            gradients = self.task.gradient(worker, own.parameters)
+            gradients = self.task.gradient(worker, own.values)
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
             return self._offered(worker, own, own.advance(gradients, push.weight, clip))
-        slots = self.store.layout.slots
-        values = [self.store.parameter(worker, slot) for slot in slots]
-        gradients = self.task.gradient(worker, values)
-        absent = self._into_row(worker, gradients)
+        gradients = self.task.gradient(worker, self._copies[worker])
+        absent = self._into_row(worker, range(len(self._places)), gradients)
         if isinstance(self.task, TrainingTask):
             return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
         return replace(push, absent=absent) if absent else push
@@ -180,11 +238,26 @@ class SimulatedReplicas:
         with torch.no_grad():
             return self._offered(worker, own, own.exchange.flush(own))
 
-    def take(self, worker: int) -> None:
-        """The server has released the worker."""
+    def lose(self, worker: int) -> None:
+        """The worker has died: who takes its place has handed over nothing, and owes nothing."""
         if self._workers:
-            with torch.no_grad():
-                self._workers[worker].take()
+            self._workers[worker] = self._make(worker)
+
+    def join(self, worker: int) -> None:
+        """A worker begins with the masters as it has read them just now."""
+        for store in self._stores if self._workers else ():
+            store.refresh(worker)
+        if self._workers:
+            own = self._workers[worker]
+            torch._foreach_copy_(own.parameters, own.masters)
+
+    def take(self, worker: int) -> Push | None:
+        """The server has released the worker; what it hands over at once, perhaps."""
+        if not self._workers:
+            return None
+        own = self._workers[worker]
+        with torch.no_grad():
+            return self._offered(worker, own, own.take())
 
     def tell(self, groups: Groups) -> Groups | None:
         """New hyper-parameters, for the workers; returns those that the server is to have."""
@@ -196,23 +269,49 @@ class SimulatedReplicas:
     def _offered(self, worker: int, own: SimulatedWorker, offer: Offer | None) -> Push | None:
         if offer is None:
             return None
-        covers, own.covers, own.fetches = own.covers, (), offer.fetch
-        absent = self._into_row(worker, offer.values)
+        own.fetches = offer.fetch
+        covers: tuple[DrawnBatch, ...] = ()
+        if not offer.only_fetches:
+            covers, own.covers = own.covers, ()
         loss = self.task.loss if isinstance(self.task, TrainingTask) else None
-        return Push(0, offer.weight, absent, covers=covers, loss=loss, fetch=offer.fetch)
+        made = Push(
+            0,
+            offer.weight,
+            samples=offer.samples,
+            covers=covers,
+            loss=loss,
+            fetch=offer.fetch,
+        )
+        if (encoded := offer.encoded) is None:
+            return replace(made, absent=self._into_row(worker, own.numbers, offer.values))
+        self._stores[0].front(worker)[: len(encoded)].copy_(encoded)
+        return replace(made, absent=_absent(own.numbers, offer.values), encoded=len(encoded))
 
-    def _into_row(self, worker: int, values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    def _into_row(
+        self, worker: int, numbers: Sequence[int], values: Sequence[torch.Tensor | None]
+    ) -> tuple[int, ...]:
         """Returns the numbers of the parameters for which there is nothing."""
-        for slot, value in zip(self.store.layout.slots, values, strict=True):
-            row = self.store.gradient(worker, slot)
+        for number, value in zip(numbers, values, strict=True):
+            row = self._gradients[worker][number]
             row.zero_() if value is None else row.copy_(value)
-        return tuple(number for number, value in enumerate(values) if value is None)
+        return _absent(numbers, values)
 
     def masters(self) -> list[torch.Tensor]:
         """The master parameters as they are now, copied."""
-        return [self.store.master(slot).clone() for slot in self.store.layout.slots]
+        return [store.master(slot).clone() for store, slot in self._places]
 
 
-def layout_of(task: Task) -> Layout:
-    """Where the task's parameters lie."""
-    return Layout.of((f"{number}", value) for number, value in enumerate(task.parameters()))
+def _absent(numbers: Sequence[int], values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
+    return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)
+
+
+def _worker(
+    masters: Sequence[Sequence[torch.Tensor]],  # as each worker has read them last
+    make_optimizer: MakeOptimizer,
+    exchange: Exchange,
+    fresh: bool,
+    worker: int,
+) -> SimulatedWorker:
+    assert isinstance(exchange, LocalExchange), "it wants parameters of its own"
+    args = worker, len(masters), masters[worker]
+    return SimulatedWorker(*args, make_optimizer, exchange, fresh)

@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
+from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.mid_epoch import Resumed
+from hybridtrain.lightning.data.epoch_state import EpochEvent
 from tests.lightning.failover.test_broken_off import (
     BATCHES,
     HEAD_START_S,
@@ -230,9 +232,11 @@ def test_which_a_callback_had_cut_short(over: bool) -> None:
     loop._should_check_val_fx = lambda fetcher: False
     fit_loop = SimpleNamespace(epoch_loop=loop, reset=nothing, _data_fetcher=None)
     connector = SimpleNamespace(on_epoch_end=nothing)
-    ends = EpochEnds(SimpleNamespace(fit_loop=fit_loop, _logger_connector=connector))
-    ends.attach()
-    ends.keep({}, Resumed(0, 3, [], over=over))
+    trainer = SimpleNamespace(fit_loop=fit_loop, _logger_connector=connector)
+    position = EpochPosition(trainer)
+    EpochEnds(trainer, position).attach()
+    event = EpochEvent.RESUMES_AT_END if over else EpochEvent.RESUMES
+    position.resume(Resumed(0, 3, [], event=event))
     if over:
         with pytest.raises(StopIteration):
             loop.advance()

@@ -240,6 +240,33 @@ def raises(module: Any, **options: Any) -> pytest.ExceptionInfo[WorkerDied]:
     return caught
 
 
+class Validated(Mortal):
+    """Counts what all workers have validated."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        samples = float(len(batch[2]))
+        self.log("validated", samples, sync_dist=True, reduce_fx="sum", batch_size=1)
+
+
+@pytest.mark.parametrize("policy", by_default(["hybrid", "async"], "hybrid"))
+def test_who_is_left_validates_everything_from_the_next_validation_on(
+    policy: str, tmp_path: Path
+) -> None:
+    class Look(pl.Callback):
+        def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            if trainer.is_global_zero:
+                with (tmp_path / "validated").open("a") as file:
+                    file.write(f"{float(trainer.callback_metrics['validated'])}\n")
+
+    module = Validated(tmp_path, who=1, when=2)
+    strategy = HybridStrategy(policy, on_failure="continue")
+    trainer = make_trainer(strategy, 3, max_epochs=3, callbacks=[Look()])
+    trainer.fit(module, DataLoader(Numbered(), SIZE), DataLoader(Numbered(23), SIZE))
+    seen = [float(line) for line in (tmp_path / "validated").read_text().split()]
+    assert seen == [23.0, 23.0, 23.0]
+    assert float(trainer.callback_metrics["validated"]) == 23.0
+
+
 def test_samples_that_no_update_has_any_more_do_not_count(tmp_path: Path) -> None:
     strategy = HybridStrategy(on_failure="stop")
     trainer = make_trainer(strategy, 3, max_epochs=2)

@@ -52,8 +52,9 @@ class Toy(pl.LightningModule):
         kinds: dict[str, Any] = {
             "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.5),
             "adam": lambda p: torch.optim.Adam(p, lr=0.05),
+            "groups": lambda p: torch.optim.Adam([{"params": p[1::2]}, {"params": p[::2]}], 0.05),
         }
-        optimizer = kinds[self.kind](self.parameters())
+        optimizer = kinds[self.kind](list(self.parameters()))
         if self.interval is None:
             return optimizer
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
@@ -106,19 +107,23 @@ def test_hybrid_in_virtual_time_is_hybrid_in_processes_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    ("kind", "interval", "clip"), [("adam", None, None), ("sgd", "epoch", 0.05)]
+    ("kind", "interval", "clip", "compress"),
+    [("adam", None, None, None), ("sgd", "epoch", 0.05, None), ("groups", None, None, "topk")],
 )
 def test_local_sgd_in_virtual_time_is_local_sgd_in_processes_to_the_bit(
-    kind: str, interval: str | None, clip: float | None
+    kind: str, interval: str | None, clip: float | None, compress: str | None
 ) -> None:
     """Three steps an epoch: a mean after two of them, and one where all meet."""
-    exchange = make_exchange({"name": "movement", "every": 2})
+    exchange = make_exchange({"name": "movement", "every": 2, "compress": compress})
     strategy = HybridStrategy("hybrid", exchange=exchange)
     real = trained(Toy(kind, interval), strategy, 2, 4, gradient_clip_val=clip)
     given = Clip("norm", clip) if clip else None
     world = virtual("hybrid", Toy(kind, interval), clip=given, exchange=exchange)
     world.run(updates=4 * 2)
     assert_same(world.parameters(), real)
+    there, here = strategy.run_stats(), world.server.statistics.stats()
+    assert there["handed_over"] == here["handed_over"]
+    assert (here["handed_over"]["saved_bytes"] > 0) is (compress is not None)
 
 
 def test_async_with_one_worker_in_virtual_time_is_the_same_in_a_process() -> None:

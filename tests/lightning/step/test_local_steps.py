@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning.callbacks import BaseFinetuning
+from pytorch_lightning.callbacks import BaseFinetuning, EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.protocol.spans import dealt
 from tests.lightning.toys import Manual, Regression, make_trainer, regression_data
+from tests.picking import by_default
 
 SIZE, N = 4, 44  # of a mini-batch; of three workers the last one has fewer samples at the end
 
@@ -172,6 +173,34 @@ def test_a_run_that_fails_leaves_the_masters_of_the_last_mean(tmp_path: Path) ->
     check_equal(left, averaged(2, 3, epochs=1, n_samples=3 * 2 * SIZE))  # three steps of each
 
 
+@pytest.mark.parametrize("batch", by_default([1, 4], 4))  # before the first mean; after one
+def test_who_goes_on_from_a_run_that_failed_does_the_steps_since_the_last_mean_again(
+    batch: int, tmp_path: Path
+) -> None:
+    class Failing(Regression):
+        def training_step(self, now: Any, batch_idx: int) -> torch.Tensor:
+            if self.global_rank == 0 and batch_idx == batch and self.fails:
+                raise ValueError("on purpose")
+            return super().training_step(now, batch_idx)
+
+    def run(fails: bool, ckpt: Path | None = None) -> Any:
+        torch.manual_seed(5)
+        module: Any = Failing(lambda p: torch.optim.SGD(p, lr=0.01)).double()
+        module.fails = fails
+        strategy = HybridStrategy("hybrid", exchange={"name": "movement", "every": 3})
+        trainer = make_trainer(
+            strategy, 2, max_epochs=2, default_root_dir=tmp_path, enable_checkpointing=True
+        )
+        loader = DataLoader(regression_data(N, torch.float64), SIZE, shuffle=True)
+        trainer.fit(module, loader, ckpt_path=ckpt, weights_only=True)
+        return module
+
+    with pytest.raises(ValueError, match="on purpose"):
+        run(fails=True)
+    (path,) = tmp_path.rglob("interrupted.ckpt")
+    check_equal(run(fails=False, ckpt=path), run(fails=False))
+
+
 NESTEROV = {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True}
 
 
@@ -243,12 +272,17 @@ def test_an_optimizer_that_cannot_be_served_is_refused(
 @pytest.mark.parametrize(
     ("options", "change", "fragments"),
     [
-        ({"on_failure": "restart"}, None, ["on_failure=restart", "of its own", "on_failure=stop"]),
+        (
+            {"on_failure": "restart"},
+            None,
+            ["on_failure=restart", "wait for the steps", "on_failure=stop"],
+        ),
         ({"on_nonfinite": "drop"}, None, ["on_nonfinite=drop", "finite", "on_nonfinite=raise"]),
         ({"on_oom": "skip_step"}, None, ["on_oom=skip_step", "on_oom=raise"]),
         ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
         ({"correction": "gap_aware"}, None, ["correction="]),
         ({}, "manual", ["automatic_optimization", "exchange=gradient"]),
+        ({}, "averaged", ["EMAWeightAveraging", "each worker's own", "exchange=gradient"]),
     ],
 )
 def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
@@ -256,9 +290,12 @@ def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
 ) -> None:
     class Own(Manual, Regression): ...
 
-    kind: Callable[[], Any] = Own if change else Regression
+    kind: Callable[[], Any] = Own if change == "manual" else Regression
     strategy = HybridStrategy("hybrid", exchange="movement", **options)
-    trainer = make_trainer(strategy, 2, max_epochs=1, default_root_dir=tmp_path)
+    callbacks = [EMAWeightAveraging()] if change == "averaged" else []
+    trainer = make_trainer(
+        strategy, 2, max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks
+    )
     with pytest.raises(UserError) as error:
         trainer.fit(kind(), DataLoader(regression_data(), SIZE))
     for fragment in fragments:

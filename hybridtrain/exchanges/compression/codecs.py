@@ -1,0 +1,271 @@
+"""How one parameter's movement is encoded, by name: ``int8``, ``int4``, ``topk``.
+
+A parameter is cut into chunks, the last of which may be shorter; each has scales of its own, so
+that a few large elements cost only their neighbours precision. Top-k is that of SparseLoCo (Sarfi
+et al. 2025, arXiv:2508.15706): 64 of 4,096 elements, 12 bits for each place, 2 bits for each value.
+
+Legend: n elements of a parameter, C chunks of c elements, k elements kept of each chunk.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges.compression.bit_packing import (
+    PLACES,
+    pack,
+    pack_places,
+    packed_bytes,
+    unpack,
+    unpack_places,
+)
+from hybridtrain.util.named_choice import choose, positive
+
+_SLAB = 256 * 1024  # elements that are worked on together: they stay in a core's cache
+_VALUE_BITS = (2, 4, 8, 32)
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """Numbers to bytes and back."""
+
+    @property
+    def error_decay(self) -> float | None:
+        """What is left out now is added to the next movement, times this; ``None``: it is lost."""
+        ...
+
+    def n_bytes(self, n: int, dtype: torch.dtype) -> int:
+        """Of ``n`` elements of a parameter of this dtype."""
+        ...
+
+    def encode(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """(n,) finite numbers, of ``working(dtype)``, to (n_bytes,) uint8."""
+        ...
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        """(n_bytes,) uint8 to (n,) numbers of the parameter's dtype, all of them overwritten."""
+        ...
+
+
+CodecSpec = str | Mapping[str, Any] | Codec | None  # a name, {"name": ...}, an object
+
+
+def working(dtype: torch.dtype) -> torch.dtype:
+    """What is reckoned in, scales included, for a parameter of this dtype."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Whole numbers of ``bits`` bits with a scale for each chunk, rounded to nearest even.
+
+    The error of an element is at most half the scale, which is the chunk's largest magnitude
+    divided by 127 (8 bits) or 7 (4 bits).
+    """
+
+    bits: int
+    chunk: int
+    error_decay: float | None
+
+    def __post_init__(self) -> None:
+        positive("exchange.compress.chunk", self.chunk)
+        _check_decay(self.error_decay, optional=True)
+
+    @property
+    def _levels(self) -> int:
+        """Above zero, and as many below."""
+        return (1 << self.bits - 1) - 1
+
+    def n_bytes(self, n: int, dtype: torch.dtype) -> int:
+        return -(-n // self.chunk) * working(dtype).itemsize + packed_bytes(n, self.bits)
+
+    def encode(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        codes = torch.empty(len(flat), dtype=torch.uint8, device=flat.device)
+        scales = []
+        for part, width in _slabs(len(flat), self.chunk):
+            rows = flat[part].view(-1, width)
+            scale = rows.abs().amax(1, keepdim=True).div_(self._levels)
+            steps = rows / torch.where(scale > 0, scale, 1)
+            steps.round_().clamp_(-self._levels, self._levels).add_(self._levels)
+            codes[part].view(-1, width).copy_(steps)
+            scales.append(scale)
+        return torch.cat([*map(_as_bytes, scales), pack(codes, self.bits)])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        n, kind = len(out), working(out.dtype)
+        n_scales = -(-n // self.chunk)
+        scales = _as_numbers(encoded[: n_scales * kind.itemsize], kind)
+        codes = unpack(encoded[n_scales * kind.itemsize :], n, self.bits)
+        for part, width in _slabs(n, self.chunk):
+            steps = codes[part].view(-1, width).to(kind).sub_(self._levels)
+            first = part.start // self.chunk
+            steps.mul_(scales[first : first + len(steps), None])
+            out[part].view(-1, width).copy_(steps)
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The elements of largest magnitude in each 4,096: their places, and their values.
+
+    Values have ``bits`` bits: an odd multiple of a step, the largest of which is the largest
+    magnitude of the chunk, so that none becomes zero; with 32 (or ``None``) they stay as they are.
+    Where fewer than k elements differ from zero, the largest takes the places that are left over.
+    """
+
+    density: float = 1 / 64
+    bits: int | None = 2
+    error_decay: float | None = 0.95
+
+    def __post_init__(self) -> None:
+        if not _is_number(self.density) or not 0 < self.density <= 1:
+            raise UserError(
+                f"exchange.compress.density={self.density!r} was given; it must be a number above "
+                "0 and up to 1: the share of the elements that is kept"
+            )
+        if self.bits is not None and (self.bits is True or self.bits not in _VALUE_BITS):
+            raise UserError(
+                f"exchange.compress.bits={self.bits!r} was given; it must be 2, 4, 8, or 32 (or "
+                "null: values as they are)"
+            )
+        _check_decay(self.error_decay, optional=False)
+
+    @property
+    def _coded(self) -> int | None:
+        """The bits of a value, unless it stays as it is."""
+        return None if self.bits == 32 else self.bits
+
+    def _kept(self, width: int) -> int:
+        """How many of a chunk."""
+        return max(1, round(self.density * width))
+
+    def _kept_of(self, n: int) -> int:
+        whole, rest = divmod(n, PLACES)
+        return whole * self._kept(PLACES) + (self._kept(rest) if rest else 0)
+
+    def _sizes(self, n: int, dtype: torch.dtype) -> tuple[int, int, int]:
+        """The bytes of scales, places and values."""
+        kept, bits = self._kept_of(n), self._coded
+        if bits is None:
+            return 0, packed_bytes(kept, 12), kept * dtype.itemsize
+        scales = -(-n // PLACES) * working(dtype).itemsize
+        return scales, packed_bytes(kept, 12), packed_bytes(kept, bits)
+
+    def n_bytes(self, n: int, dtype: torch.dtype) -> int:
+        return sum(self._sizes(n, dtype))
+
+    def encode(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        found: list[tuple[torch.Tensor, torch.Tensor]] = []  # places, values: (rows, k)
+        for part, width in _slabs(len(flat), PLACES):
+            rows = flat[part].view(-1, width)
+            places = rows.abs().topk(self._kept(width), dim=1).indices  # the largest first
+            places = torch.where(rows.gather(1, places) == 0, places[:, :1], places)
+            found.append((places, rows.gather(1, places)))
+        packed = pack_places(torch.cat([places.flatten() for places, _ in found]))
+        bits = self._coded
+        if bits is None:
+            values = [_as_bytes(values.to(dtype)) for _, values in found]
+            return torch.cat([packed, *values])
+        scales = [values[:, :1].abs() / ((1 << bits) - 1) for _, values in found]
+        codes = [_odd_steps(v, s, bits) for (_, v), s in zip(found, scales, strict=True)]
+        return torch.cat([*map(_as_bytes, scales), packed, pack(torch.cat(codes), bits)])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        n, bits = len(out), self._coded
+        total = self._kept_of(n)
+        scales, packed, rest = encoded.split(self._sizes(n, out.dtype))
+        places = unpack_places(packed, total)
+        if bits is None:
+            values = _as_numbers(rest, out.dtype)
+        else:
+            kind = working(out.dtype)
+            values = unpack(rest, total, bits).to(kind).mul_(2).sub_((1 << bits) - 1)
+            steps, kept = _as_numbers(scales, kind), self._kept(PLACES)
+            values.mul_(steps.repeat_interleave(kept)[:total])
+        out.zero_()
+        begin = 0
+        for part, width in _slabs(n, PLACES):
+            rows = out[part].view(-1, width)
+            end = begin + len(rows) * self._kept(width)
+            chosen = places[begin:end].view(len(rows), -1)
+            rows.scatter_(1, chosen, values[begin:end].view(len(rows), -1).to(out.dtype))
+            begin = end
+
+
+def int8(chunk: int = PLACES, error_decay: float | None = None) -> Integers:
+    """A quarter of the bytes of float32."""
+    return Integers(8, chunk, error_decay)
+
+
+def int4(chunk: int = PLACES, error_decay: float | None = 1.0) -> Integers:
+    """An eighth."""
+    return Integers(4, chunk, error_decay)
+
+
+CODECS: dict[str, Callable[..., Codec]] = {"int8": int8, "int4": int4, "topk": TopK}
+
+
+def make_codec(given: CodecSpec) -> Codec | None:
+    """A codec from its name, its name and parameters, or the object itself; ``None``: none.
+
+    Raises:
+        UserError: if the name is not known, or the parameters make no sense.
+    """
+    if given is None:
+        return None
+    return choose("exchange.compress", given, CODECS, Codec)  # type: ignore[type-abstract]
+
+
+def codec_of(exchange: object) -> Codec | None:
+    """What encodes that which workers hand over, if anything does."""
+    codec: Codec | None = getattr(exchange, "compress", None)
+    return codec
+
+
+def _slabs(n: int, chunk: int) -> Iterator[tuple[slice, int]]:
+    """Stretches of whole chunks, and how wide these are; a shorter chunk at the end is its own."""
+    whole, step = n // chunk * chunk, max(1, _SLAB // chunk) * chunk
+    for start in range(0, whole, step):
+        yield slice(start, min(start + step, whole)), chunk
+    if whole < n:
+        yield slice(whole, n), n - whole
+
+
+def _odd_steps(
+    values: torch.Tensor,  # (C, k)
+    scales: torch.Tensor,  # (C, 1)
+    bits: int,
+) -> torch.Tensor:  # (C * k,) uint8
+    """Which odd multiple of the scale is the nearest: 0 is the lowest."""
+    half = 1 << bits - 1
+    steps = (values / torch.where(scales > 0, 2 * scales, 1)).floor_().add_(half)
+    return steps.clamp_(0, 2 * half - 1).to(torch.uint8).flatten()
+
+
+def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.contiguous().flatten().view(torch.uint8)
+
+
+def _as_numbers(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A copy: bytes may begin anywhere, numbers may not."""
+    return raw.clone().view(dtype)
+
+
+def _is_number(value: Any) -> bool:
+    real = isinstance(value, int | float) and not isinstance(value, bool)
+    return real and math.isfinite(value)
+
+
+def _check_decay(value: Any, optional: bool) -> None:
+    if value is None and optional:
+        return
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise UserError(
+            f"exchange.compress.error_decay={value!r} was given; it must be a number from 0 to 1"
+            + (", or null (what is rounded off is lost)" if optional else "")
+        )

@@ -1,0 +1,142 @@
+"""Encodes what one worker hands over, and keeps what rounding has left out (error feedback).
+
+With e for what is left, Δ for a movement and Q for encoding and decoding, each exchange does::
+
+    e <- decay * e + Δ;   send Q(e);   e <- e - Q(e)
+
+Large parameters are encoded each by itself, small ones of one dtype as if they were one, so that
+scales and unfinished chunks take no more room than what they belong to. What encoding would not
+make smaller travels as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from hybridtrain.exchanges.compression.codecs import Codec, working
+from hybridtrain.exchanges.exchange import Offer
+
+SMALL = 4096  # elements: below that, a parameter shares its chunks with others
+
+
+class Compressor:
+    """Of one worker and one optimizer.
+
+    Args:
+        codec: what encodes; ``None``: everything travels as it is.
+    """
+
+    def __init__(self, codec: Codec | None) -> None:
+        self._codec = codec
+        self._left: dict[int, torch.Tensor] = {}  # by the parameter's place -> (n,)
+
+    def offer(
+        self, values: Sequence[torch.Tensor | None], weight: float, fetch: bool = True
+    ) -> Offer:
+        """What leaves the worker.
+
+        What has no weight is not encoded, for it would be lost; nor is what is not finite, so that
+        it is judged as it is without a codec, and leaves no trace in what is kept.
+        """
+        codec = self._codec
+        if codec is None or weight <= 0 or not all(map(_is_finite, values)):
+            return Offer(values, weight, fetch)
+        flats = {n: _dense(value).flatten() for n, value in enumerate(values) if value is not None}
+        numbers = list(flats)
+        parts = [
+            self._encoded(codec, {numbers[i]: flats[numbers[i]] for i in together})
+            for together in _groups(flats.values())
+        ]
+        encoded = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        return Offer(values, weight, fetch, encoded)
+
+    def _encoded(self, codec: Codec, flats: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Some that travel together, all of one dtype."""
+        first, sizes = next(iter(flats.values())), [len(flat) for flat in flats.values()]
+        if _travels_whole(codec, sum(sizes), first.dtype):
+            return torch.cat([flat.view(torch.uint8) for flat in flats.values()])
+        due = _joined([self._due(codec, number, flat) for number, flat in flats.items()])
+        encoded = codec.encode(due, first.dtype)
+        if codec.error_decay is not None:
+            sent = torch.empty_like(due, dtype=first.dtype)
+            codec.decode(encoded, sent)
+            self._left.update(zip(flats, due.sub_(sent).split(sizes), strict=True))
+        return encoded
+
+    def _due(self, codec: Codec, number: int, flat: torch.Tensor) -> torch.Tensor:
+        """What would travel if all could; not the value's own memory if something will be left."""
+        left, decay = self._left.get(number), codec.error_decay
+        if left is not None and decay is not None:
+            return left.mul_(decay).add_(flat)
+        return flat.to(working(flat.dtype), copy=decay is not None)
+
+    def state(self) -> dict[int, torch.Tensor]:
+        """What is left of each parameter, 1-D, by its place in the optimizer."""
+        return {number: left.clone() for number, left in self._left.items()}
+
+    def load_state(self, state: Mapping[int, torch.Tensor]) -> None:
+        """Go on with what :meth:`state` has returned."""
+        self._left = {number: left.clone() for number, left in state.items()}
+
+
+def decode(
+    codec: Codec,
+    encoded: torch.Tensor,  # uint8; no part of the places
+    places: Sequence[torch.Tensor],  # of the parameters that were encoded, in their order
+) -> None:
+    """Write what a compressor has encoded to where it belongs."""
+    begin = 0
+    for together in _groups(places):
+        some = [places[index] for index in together]
+        n, dtype = sum(place.numel() for place in some), some[0].dtype
+        end = begin + bytes_of(codec, n, dtype)
+        direct = len(some) == 1 and some[0].is_contiguous()
+        flat = some[0].view(-1) if direct else torch.empty(n, dtype=dtype)
+        if _travels_whole(codec, n, dtype):
+            flat.copy_(encoded[begin:end].clone().view(dtype))
+        else:
+            codec.decode(encoded[begin:end], flat)
+        if not direct:
+            parts = flat.split([place.numel() for place in some])
+            for place, part in zip(some, parts, strict=True):
+                place.copy_(part.view(place.shape))
+        begin = end
+    assert begin == len(encoded), "worker and server know the same parameters"
+
+
+def bytes_of(codec: Codec, n: int, dtype: torch.dtype) -> int:
+    """Of ``n`` elements of this dtype that are encoded together."""
+    return n * dtype.itemsize if _travels_whole(codec, n, dtype) else codec.n_bytes(n, dtype)
+
+
+def _groups(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
+    """Which of them travel together."""
+    groups: dict[tuple[torch.dtype, int], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        alone = tensor.numel() >= SMALL
+        groups.setdefault((tensor.dtype, index if alone else -1), []).append(index)
+    return list(groups.values())
+
+
+def _travels_whole(codec: Codec, n: int, dtype: torch.dtype) -> bool:
+    """Whether nothing would be saved; complex numbers are not encoded."""
+    return not dtype.is_floating_point or codec.n_bytes(n, dtype) >= n * dtype.itemsize
+
+
+def _joined(flats: list[torch.Tensor]) -> torch.Tensor:
+    return flats[0] if len(flats) == 1 else torch.cat(flats)
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    return value.to_dense() if value.is_sparse else value
+
+
+def _is_finite(value: torch.Tensor | None) -> bool:
+    """A sum is finite only if all its terms are."""
+    if value is None:
+        return True
+    numbers = _dense(value)
+    return math.isfinite(abs(numbers.sum().item())) or bool(numbers.isfinite().all())

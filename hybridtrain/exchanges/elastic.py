@@ -1,0 +1,107 @@
+"""Elastic averaging: workers explore on their own, tied to a centre by an elastic force.
+
+Zhang, Choromanska, LeCun, *Deep learning with Elastic Averaging SGD*, NIPS 2015 (arXiv:1412.6651):
+algorithm 1, and with all workers at once its synchronous form. The masters are the centre x̃::
+
+    d = α (x_i - x̃);  x_i ← x_i - η g(x_i) - d;  x̃ ← x̃ + d
+
+``d`` is that of the parameters before the step. EAMSGD is the same with a Nesterov momentum in the
+module's own optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges.exchange import Local, Offer, Parameters
+from hybridtrain.util.named_choice import positive
+
+
+@dataclass
+class Elastic:
+    """Every ``every`` steps a worker and the centre move towards each other.
+
+    Args:
+        every: τ, a worker's own steps between two.
+        alpha: α; ``None``: ``beta`` divided by the number of workers.
+        beta: by how much of the way the centre moves where all workers pull at once.
+    """
+
+    every: int = 10
+    alpha: float | None = None
+    beta: float = 0.9
+    parameters: ClassVar[Parameters] = "own"
+    update: ClassVar[str] = "sum"
+    keeps: ClassVar[bool] = True
+    _steps: int = field(default=0, init=False, repr=False)
+    _since: int = field(default=0, init=False, repr=False)  # steps since the last offer
+    _samples: float = field(default=0.0, init=False, repr=False)
+    _asks: bool = field(default=False, init=False, repr=False)  # for the centre, before a step
+
+    def __post_init__(self) -> None:
+        positive("exchange.every", self.every)
+        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
+            if value is not None and not 0 <= value <= 1:
+                raise UserError(f"exchange.{name}={value!r} was given; it must be from 0 to 1")
+
+    @property
+    def steps(self) -> int:
+        return self.every
+
+    @property
+    def owes(self) -> bool:
+        """Never: a worker does not hand over what it has come to, and goes on from there itself."""
+        return False
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Any number is right."""
+
+    def step(self, local: Local) -> Offer | None:
+        self._steps, self._since = self._steps + 1, self._since + 1
+        self._samples += local.samples
+        if self._steps % self.every:
+            local.step()
+            return None
+        if local.fresh:
+            return self._pulled(local, local.masters)
+        self._asks = True
+        return Offer([None] * len(local.parameters), 0.0)
+
+    def skip(self, local: Local) -> Offer | None:
+        """Without data there is no force, either; the others do not wait for this worker."""
+        self._steps, self._since = self._steps + 1, self._since + 1
+        due = not self._steps % self.every and local.fresh
+        return Offer([None] * len(local.parameters), 0.0) if due else None
+
+    def take(self, local: Local, newest: list[torch.Tensor]) -> Offer | None:
+        if not self._asks:
+            return None
+        self._asks = False
+        return self._pulled(local, newest)
+
+    def _pulled(self, local: Local, centre: list[torch.Tensor]) -> Offer:
+        alpha = self.beta / local.workers if self.alpha is None else self.alpha
+        force = torch._foreach_sub(centre, local.parameters)
+        torch._foreach_mul_(force, alpha)
+        local.step()
+        torch._foreach_add_(local.parameters, force)
+        samples, self._samples, self._since = self._samples, 0.0, 0
+        return Offer(force, samples, fetch=local.fresh)
+
+    def flush(self, local: Local) -> Offer | None:
+        """Where all meet, each stays where it is; only what it has used is told."""
+        if local.fresh or not self._since:
+            return None
+        samples, self._samples, self._since = self._samples, 0.0, 0
+        return Offer([None] * len(local.parameters), 0.0, fetch=False, samples=samples)
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._steps = state["steps"]

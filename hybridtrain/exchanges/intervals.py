@@ -1,0 +1,173 @@
+"""How many steps of its own a worker makes between two exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges.exchange import Local
+from hybridtrain.util.named_choice import hint, positive
+
+FIRST_DECAY = "first_decay"
+At = int | Literal["first_decay"]
+
+
+class Interval(Protocol):
+    """Says how many steps there are between two exchanges; one for each worker."""
+
+    @property
+    def usual(self) -> int:
+        """Steps between two exchanges, of an average worker, in the end."""
+        ...
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
+        ...
+
+    def length(self, local: Local) -> int:
+        """Asked once after each step of this worker: steps between its exchanges, as of now."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+@dataclass
+class Fixed:
+    """So many steps for each worker; ``each``: there is a number for each worker."""
+
+    lengths: tuple[int, ...]
+    each: bool = False
+
+    @property
+    def usual(self) -> int:
+        return max(round(sum(self.lengths) / len(self.lengths)), 1)
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        if self.each and len(self.lengths) != n_workers:
+            raise UserError(
+                f"exchange.every: {len(self.lengths)} numbers were given, {list(self.lengths)}, "
+                f"but there are {n_workers} workers; give one for each, or one number for all"
+            )
+        if whole_rounds and len(set(self.lengths)) > 1:
+            raise UserError(
+                f"exchange.every={list(self.lengths)} was given, but all workers step equally "
+                "often under this policy, and would wait for the one with the most steps; give one "
+                "number, or use policy=async or grace"
+            )
+
+    def length(self, local: Local) -> int:
+        return self.lengths[local.worker if self.each else 0]
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing is remembered."""
+
+
+@dataclass
+class Later:
+    """``first`` steps until step ``at``, or until the learning rate first falls, ``then`` more.
+
+    Post-local SGD: Lin, Stich, Patel, Jaggi, *Don't Use Large Mini-Batches, Use Local SGD*, ICLR
+    2020 (arXiv:1808.07217). A rate that rises (a warm-up) has not fallen.
+    """
+
+    then: int
+    at: At
+    first: int = 1
+    _steps: int = field(default=0, init=False, repr=False)
+    _highest: float = field(default=0.0, init=False, repr=False)
+    _over: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def usual(self) -> int:
+        return self.then
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """It is the same for all."""
+
+    def length(self, local: Local) -> int:
+        now = self.then if self._over else self.first
+        self._steps += 1
+        if isinstance(self.at, int):
+            self._over = self._steps >= self.at
+        else:
+            self._over = self._over or local.rate < self._highest
+            self._highest = max(self._highest, local.rate)
+        return now
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps, "highest": self._highest, "over": self._over}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._highest = state["steps"], state["highest"]
+        self._over = state["over"]
+
+
+Every = int | Sequence[int] | Mapping[str, Any]
+
+
+def interval(given: Every) -> Interval:
+    """From a number, one for each worker, or what changes them.
+
+    ``{then: 16, at: 1000}``: every step (or every ``first`` steps) until step 1,000, then every 16;
+    ``at: first_decay``: until the learning rate falls. ``{longest: 32, seconds_per_step: [1, 2]}``:
+    as many steps as each worker makes while the fastest makes 32 (DyLU: Liu et al. 2024,
+    arXiv:2401.09135, section 5).
+
+    Raises:
+        UserError: if it makes no sense.
+    """
+    if isinstance(given, Mapping):
+        return _changing({str(key): value for key, value in given.items()})
+    several = isinstance(given, Sequence) and bool(given) and not isinstance(given, str | bytes)
+    numbers: Any = given if several else (given,)
+    return Fixed(tuple(positive("exchange.every", each) for each in numbers), several)
+
+
+def _changing(given: dict[str, Any]) -> Interval:
+    forms = (("then", "at", "first"), ("longest", "seconds_per_step"))
+    takes = next((form for form in forms if form[0] in given), None)
+    unknown = [key for key in given if key not in (takes or ())]
+    if takes is None or unknown:
+        close = hint(unknown[0], takes) if takes and unknown else ""
+        raise UserError(
+            f"exchange.every={given} was given{close}; give a number, a list with one for each "
+            f"worker, {{then: 16, at: 1000}}, {{then: 16, at: {FIRST_DECAY}}} or {{longest: 32, "
+            "seconds_per_step: [1.0, 2.5]}"
+        )
+    if takes[0] == "then":
+        return _later(**given)
+    return _by_speed(**given)
+
+
+def _later(then: int, at: Any = None, first: int = 1) -> Later:
+    if at != FIRST_DECAY and (type(at) is not int or at < 1):
+        raise UserError(
+            f"exchange.every.at={at!r} was given; it must be a step from 1 on, or {FIRST_DECAY}"
+        )
+    return Later(positive("exchange.every.then", then), at, positive("exchange.every.first", first))
+
+
+def _by_speed(longest: int, seconds_per_step: Any = None) -> Fixed:
+    """The slower a worker, the fewer steps, so that all come at about the same time."""
+    positive("exchange.every.longest", longest)
+    times = seconds_per_step
+    measured = isinstance(times, Sequence) and not isinstance(times, str) and len(times) > 0
+    if not measured or not all(isinstance(t, int | float) and 0 < t < float("inf") for t in times):
+        raise UserError(
+            f"exchange.every.seconds_per_step={times!r} was given; steps by speed need the seconds "
+            "that a step takes each worker, as a run with every worker at work has measured them "
+            "(service_s in its summary.json): [0.6, 1.5]"
+        )
+    fastest = min(times)
+    return Fixed(tuple(max(int(fastest / time * longest), 1) for time in times), True)

@@ -1,0 +1,1 @@
+"""Private names of Lightning's, behind plain ones: nobody else touches them."""

@@ -1,0 +1,64 @@
+"""How Lightning makes a loader anew, and who decides on its sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls
+from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
+from pytorch_lightning.utilities.data import (
+    _dataloader_init_kwargs_resolve_sampler,
+    _get_dataloader_init_args_and_kwargs,
+)
+from torch.utils.data import DataLoader
+
+
+def decide_on_loaders(
+    trainer: Any, prepare: Callable[..., Any], resolve: Callable[..., Any]
+) -> Callable[..., Any]:
+    """From now on ``prepare`` makes loaders, and ``resolve`` their samplers.
+
+    Returns what has made loaders until now.
+    """
+    connector = trainer._data_connector
+    former: Callable[..., Any] = connector._prepare_dataloader
+    connector._resolve_sampler, connector._prepare_dataloader = resolve, prepare
+    return former
+
+
+def gets_our_sampler(trainer: Any, dataloader: Any) -> bool:
+    """Whether Lightning would put a ``DistributedSampler`` into this loader."""
+    return bool(trainer._data_connector._requires_distributed_sampler(dataloader))
+
+
+def takes_a_sampler(dataloader: DataLoader[Any]) -> bool:
+    """Whether Lightning can put one into the loader's batch sampler."""
+    try:
+        _dataloader_init_kwargs_resolve_sampler(dataloader, dataloader.sampler)
+    except TypeError:
+        return False
+    return True
+
+
+def rebuilt(dataloader: DataLoader[Any], like: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    """A loader of the same class, with the arguments of ``like`` and these mini-batches."""
+    args, kwargs = _get_dataloader_init_args_and_kwargs(like, dataloader.sampler)
+    kwargs |= {"sampler": None, "batch_sampler": batches, "batch_size": 1, "drop_last": False}
+    made: DataLoader[Any] = _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)
+    return made
+
+
+def noting_indices(batches: Any) -> Any:
+    """A batch sampler that keeps the indices of each mini-batch, for prediction writers."""
+    return _IndexBatchSamplerWrapper(batches)
+
+
+def inside(batches: Any) -> Any:
+    """The batch sampler whose indices are noted, or the one that was given."""
+    return getattr(batches, "_batch_sampler", batches)
+
+
+def put_inside(noting: Any, batches: Any) -> None:
+    """Note the indices of another one."""
+    noting._batch_sampler = batches

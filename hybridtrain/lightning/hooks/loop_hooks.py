@@ -1,0 +1,176 @@
+"""What Lightning's loops do not offer under a public name: counters, decisions, loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.loops.evaluation_loop import RestartStage, _EvaluationLoop
+from pytorch_lightning.loops.fit_loop import _FitLoop
+from pytorch_lightning.loops.prediction_loop import _PredictionLoop
+from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
+from pytorch_lightning.trainer.states import RunningStage
+
+# Methods of loops, to be wrapped.
+BEFORE_FETCH = "_on_before_fetch"  # of the loop over an epoch's mini-batches
+BEHIND_LOADER = "_store_dataloader_outputs"  # of a validation or test
+BEHIND_EVALUATION = "_on_evaluation_end"  # callbacks hear of its outcome
+ITERATING: tuple[tuple[type[Any], str], ...] = (  # what a StopIteration may leave
+    (_FitLoop, "on_advance_start"),
+    (_FitLoop, "advance"),
+    (_FitLoop, "on_advance_end"),
+    (_TrainingEpochLoop, "advance"),
+    (_TrainingEpochLoop, "on_advance_end"),
+    (_EvaluationLoop, "_evaluation_step"),
+    (_EvaluationLoop, BEHIND_LOADER),
+    (_PredictionLoop, "_predict_step"),
+)
+_LOGGED_STEP = "_batches_that_stepped"
+
+# ---- counters -----------------------------------------------------------------------------------
+
+
+def logged_step(trainer: Any) -> int:
+    """The number that loggers give to a row: mini-batches with a step that this process has run."""
+    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
+    return step
+
+
+def set_logged_step(trainer: Any, step: int) -> None:
+    """The next row has this number."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def saved_logged_step(loops: dict[str, Any]) -> int:
+    """The same in the loops' part of a checkpoint."""
+    return int(loops["epoch_loop.state_dict"][_LOGGED_STEP])
+
+
+def add_to_saved_logged_step(loops: dict[str, Any], steps: int) -> None:
+    """So many more."""
+    loops["epoch_loop.state_dict"][_LOGGED_STEP] += steps
+
+
+def is_at_last_batch(trainer: Any) -> bool:
+    """Whether the mini-batch that is under way, or was, is this epoch's last."""
+    return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
+def accumulates(trainer: Any) -> bool:
+    """Whether this mini-batch makes no step: its gradient waits for others."""
+    return bool(trainer.fit_loop.epoch_loop._should_accumulate())
+
+
+# ---- decisions ----------------------------------------------------------------------------------
+
+
+def may_stop_early(trainer: Any) -> bool:
+    """Whether ``min_epochs`` and ``min_steps`` are reached."""
+    return bool(trainer.fit_loop._can_stop_early)
+
+
+def has_trained_epoch(trainer: Any) -> bool:
+    """Whether there is nothing more to train on in this epoch, or by ``max_steps``."""
+    return bool(trainer.fit_loop.epoch_loop._is_training_done)
+
+
+def validates_this_epoch(trainer: Any) -> bool:
+    """As ``check_val_every_n_epoch`` wants it."""
+    return bool(trainer.fit_loop.epoch_loop._should_check_val_epoch())
+
+
+def validation_is_due(trainer: Any) -> bool:
+    """Whether Lightning would validate behind this mini-batch."""
+    loop = trainer.fit_loop
+    return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
+
+
+def replace_validation_check(trainer: Any, by: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Let ``by`` say whether a validation is due; returns what has said it until now.
+
+    Both take the fetcher of mini-batches.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    former: Callable[[Any], bool] = loop._should_check_val_fx
+    loop._should_check_val_fx = by
+    return former
+
+
+def validation_seconds(trainer: Any) -> float | None:
+    """Of ``val_check_interval``, where it is a time."""
+    seconds: float | None = trainer._val_check_time_interval
+    return seconds
+
+
+def validate_from_beginning(trainer: Any) -> None:
+    """Lightning goes back to a validation that it takes for one that was broken off."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    loop.batch_progress.reset_on_run()
+    loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
+
+
+def set_restarting(loop: Any, restarting: bool) -> None:
+    """Of this loop alone; its property sets that of the loops inside as well."""
+    loop._restarting = restarting
+
+
+def step_with(trainer: Any, closure: Callable[[], Any]) -> None:
+    """One step of automatic optimization, with another closure than that of a mini-batch."""
+    loop = trainer.fit_loop.epoch_loop
+    loop.automatic_optimization._optimizer_step(loop.batch_idx, closure)
+
+
+# ---- loaders ------------------------------------------------------------------------------------
+
+
+def combined_loader(loop: Any) -> Any:
+    """What a loop iterates over, ``None`` before there is anything."""
+    return loop._combined_loader
+
+
+def forget_loaders(loop: Any) -> None:
+    """An evaluation makes its loaders anew when it begins next."""
+    loop._combined_loader = None
+
+
+def combination_of(combined: Any) -> str:
+    """How it combines several loaders: the ``mode`` of a ``CombinedLoader``."""
+    mode: str = combined._mode
+    return mode
+
+
+def training_fetcher(trainer: Any) -> Any:
+    """What fetches mini-batches for training."""
+    return trainer.fit_loop._data_fetcher
+
+
+def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
+    """How many mini-batches ``limit_*_batches`` leaves of ``length``."""
+    return _parse_num_batches(stage, length, limit)
+
+
+def predictions(trainer: Any) -> list[Any]:
+    """What ``trainer.predict`` has collected in this process."""
+    found: list[Any] = trainer.predict_loop._predictions
+    return found
+
+
+def remeasure(trainer: Any) -> None:
+    """The training loaders have other lengths than when Lightning asked for them."""
+    loop, loader = trainer.fit_loop, trainer.fit_loop._combined_loader
+    if loader is None or loader.limits is None or (length := sized_len(loader)) is None:
+        return
+    lengths = [sized_len(each) for each in loader.flattened]
+    loader.limits[:] = [  # in place: the iterator holds the same list
+        limited_batches(
+            RunningStage.TRAINING, float("inf") if n is None else n, trainer.limit_train_batches
+        )
+        for n in lengths
+    ]
+    length = len(loader)
+    loop.max_batches = length
+    interval = getattr(trainer, "val_check_interval", None)  # not there where the clock says when
+    if isinstance(interval, float) and trainer.val_check_batch != float("inf"):
+        trainer.val_check_batch = max(1, int(length * interval))

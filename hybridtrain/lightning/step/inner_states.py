@@ -1,0 +1,123 @@
+"""What a checkpoint has of optimizers besides the user's own: of the masters, and of each worker.
+
+A checkpoint is written by one worker. Its optimizer's state is where Lightning and plain PyTorch
+look for one. Beside it lies that of the masters' own optimizer, if there is one, and where workers
+train on their own what is each worker's alone: moments, the exchange's memory, parameters.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from hybridtrain.exchanges.exchange import RESIDUALS
+from hybridtrain.lightning.step.remote_optimizer import MASTERS, RemoteOptimizer
+from hybridtrain.memory.scratch_file import Scratch, fill, read
+from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.worker.client import Client
+
+WORKERS = "workers"  # in an optimizer's saved state: what is each worker's own
+
+States = dict[int, dict[str, Any]]  # by worker
+
+
+class SavedStates:
+    """Into checkpoints, and back.
+
+    Args:
+        client: to the server, and to the other workers.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._masters: dict[int, dict[str, Any]] = {}  # id(optimizer) -> of the masters' own
+        self._inner: dict[int, States] = {}  # id(optimizer) -> what is each worker's own
+        self._gathered: list[States] = []  # of each optimizer, for the checkpoint that is made
+
+    # ---- back -----------------------------------------------------------------------------------
+
+    def load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Of a checkpoint; what is not the user's own is for when training begins."""
+        own = dict(state)
+        if (masters := own.pop(MASTERS, None)) is not None:
+            self._masters[id(optimizer)] = masters
+        self._inner[id(optimizer)] = own.pop(WORKERS, {})
+        optimizer.load_state_dict(own)
+
+    def masters_of(
+        self, optimizer: torch.optim.Optimizer, update: NamedUpdate, own: bool
+    ) -> torch.optim.Optimizer:
+        """What steps the masters, with the state that it had, if training goes on.
+
+        ``own``: workers step the user's optimizer themselves.
+        """
+        made = update.over(optimizer)
+        if made is optimizer and own:  # another one of its kind
+            made = copy(optimizer)
+            made.state = defaultdict(dict)
+        apart = made is not optimizer
+        loaded = self._masters.pop(id(optimizer), None)
+        if loaded is not None and apart and loaded["update"] == update.name:
+            made.load_state_dict(made.state_dict() | {"state": loaded["state"]})
+        elif loaded is not None or (apart and not own and optimizer.state):
+            rank_zero_warn(
+                f"the checkpoint is of a run with another update than {update.name}, whose "
+                "optimizer in host memory begins without state; give the same update to go on as "
+                "it was"
+            )
+        return made
+
+    def take_back(self, steps: Sequence[RemoteOptimizer]) -> None:
+        """This worker goes on with what was its own; if there is nothing, with the saver's."""
+        for step in steps:
+            states = self._inner.pop(id(step.optimizer), {})
+            if not states or step.local is None:
+                continue
+            tell_what_is_dropped(states, self._client.n_workers)
+            saver = {"exchange": {**states[min(states)]["exchange"], RESIDUALS: {}}}
+            step.local.load_state(states.get(self._client.worker, saver))
+
+    # ---- into -----------------------------------------------------------------------------------
+
+    def gather(self, steps: Sequence[RemoteOptimizer]) -> None:
+        """All must come. Tensors travel in nameless files, not in messages."""
+        client = self._client
+        own = [step.local.state() for step in steps if step.local is not None]
+        self._gathered = [{} for _ in own] if client.is_leader else []
+        scratch = Scratch()
+        try:
+            left = b"" if client.is_leader else fill(scratch.path, own)
+            sent = client.gather("inner states", (client.worker, scratch.path, left))
+            for worker, path, rest in sent if client.is_leader else ():
+                found = own if worker == client.worker else read(path, rest)
+                for states, state in zip(self._gathered, found, strict=True):
+                    states[worker] = state
+            client.gather("inner states are read", None)
+        finally:
+            scratch.close()
+
+    def with_inner(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Each optimizer's saved state and what was gathered; this worker's moments only once."""
+        gathered, self._gathered = self._gathered, []
+        if not gathered:
+            return states
+        worker = self._client.worker
+        for inner in gathered:
+            inner[worker] = {key: part for key, part in inner[worker].items() if key != "state"}
+        return [own | {WORKERS: inner} for own, inner in zip(states, gathered, strict=True)]
+
+
+def tell_what_is_dropped(states: Mapping[int, object], n_workers: int) -> None:
+    """Say in one line what becomes of a checkpoint of another number of workers."""
+    if len(states) == n_workers:
+        return
+    there = f"the checkpoint has optimizer states of {len(states)} workers and {n_workers} train"
+    if max(states) >= n_workers:
+        rank_zero_warn(f"{there}: those of workers from {n_workers} on are dropped")
+    else:
+        rank_zero_warn(f"{there}: the others begin with that of worker {min(states)}")

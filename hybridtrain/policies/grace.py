@@ -1,0 +1,87 @@
+"""Whoever comes shortly behind another goes on from the same parameters.
+
+Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 2024 (arXiv:2401.09135), whose
+scheduler waits for a grace period: contributions of that time are applied one behind the other, and
+then all who are there go on at once. Without a window that is ``async``; with an endless one all
+wait for one another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from hybridtrain.errors import UserError
+from hybridtrain.policies.policy import Needs
+from hybridtrain.protocol.facts import (
+    Apply,
+    Fact,
+    Joined,
+    Left,
+    Order,
+    Pushed,
+    Release,
+    SetTimer,
+    TimerFired,
+    Waiting,
+)
+
+
+@dataclass
+class Grace:
+    """Apply each contribution by itself; release together who has come within the window.
+
+    Args:
+        window_s: seconds behind the first of them; ``inf``: until all have come.
+
+    Raises:
+        UserError: if it is negative or no number.
+    """
+
+    window_s: float = 0.5
+    _active: set[int] = field(default_factory=set, init=False, repr=False)
+    _here: list[int] = field(default_factory=list, init=False, repr=False)  # as they have come
+    _end_s: float = field(default=math.inf, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        given = self.window_s
+        with suppress(TypeError, ValueError):
+            self.window_s = float(given)
+        if not (isinstance(self.window_s, float) and self.window_s >= 0):
+            raise UserError(f"window_s={given!r} was given; it must be seconds from 0 on, or inf")
+
+    def begin(self, n_workers: int) -> Needs:
+        self._active, self._here, self._end_s = set(), [], math.inf
+        return Needs(whole_rounds=False)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        match fact:
+            case Joined(worker):
+                self._active.add(worker)
+            case Pushed(worker, at_s):
+                self._active.add(worker)
+                self._here.append(worker)
+                return self._arrived(at_s)
+            case Waiting(worker) | Left(worker):
+                self._active.discard(worker)
+                self._here = [each for each in self._here if each != worker]
+                return self._close() if self._all_here() else ()
+            case TimerFired(at_s) if self._here and at_s >= self._end_s:
+                return self._close()
+        return ()
+
+    def _arrived(self, at_s: float) -> Sequence[Order]:
+        if len(self._here) == 1:
+            self._end_s = at_s + self.window_s
+        if self._all_here() or at_s >= self._end_s:
+            return self._close()
+        return (SetTimer(self._end_s),) if self._end_s < math.inf else ()
+
+    def _all_here(self) -> bool:
+        return bool(self._here) and self._active <= set(self._here)
+
+    def _close(self) -> Sequence[Order]:
+        here, self._here, self._end_s = self._here, [], math.inf
+        return (*(Apply((worker,)) for worker in here), Release(tuple(sorted(here))))

@@ -1,0 +1,26 @@
+"""Strategies by name that are more than a policy: what workers hand over, how the masters move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# What a name stands for, where it is not that of a policy.
+SCHEMES: dict[str, dict[str, Any]] = {
+    "local_sgd": {"policy": "hybrid", "exchange": "movement"},
+    "downpour": {"policy": "async", "exchange": "accumulated"},
+    "post_local_sgd": {
+        "policy": "hybrid",
+        "exchange": {"name": "movement", "every": {"then": 16, "at": "first_decay", "first": 1}},
+    },
+    "easgd": {"policy": "async", "exchange": "elastic"},
+    "diloco": {
+        "policy": "hybrid",
+        "exchange": {"name": "movement", "every": 30},
+        "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
+    },
+    "async_diloco": {
+        "policy": "grace",
+        "exchange": {"name": "movement", "every": 30},
+        "update": "delayed_nesterov",
+    },
+}

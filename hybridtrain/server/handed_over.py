@@ -1,0 +1,70 @@
+"""What workers hand over: how many bytes that is, and what is encoded brought to its places."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from hybridtrain.exchanges.compression import Codec, decode
+from hybridtrain.memory import Packed, Store
+from hybridtrain.protocol.messages import Push
+from hybridtrain.server.run_statistics import RunStatistics
+from hybridtrain.updates import Optimizers
+from hybridtrain.updates.groups import Members
+
+
+class HandedOver:
+    """Counts what pushes bring, in bytes, and decodes it.
+
+    Args:
+        codec: what workers encode with, if they do.
+        statistics: where bytes are counted.
+    """
+
+    def __init__(self, codec: Codec | None, statistics: RunStatistics) -> None:
+        self._codec, self._statistics = codec, statistics
+        self._whole: dict[int, tuple[Members, int]] = {}  # by optimizer: its groups, their bytes
+
+    def take(self, worker: int, push: Push, store: Store | None, optimizers: Optimizers) -> None:
+        """A push has come; what is encoded in its row lies at its places afterwards."""
+        if store is None or push.own or push.weight <= 0:
+            return
+        members = optimizers.members(worker, push)
+        known = self._whole.get(push.optimizer)
+        if known is None or known[0] is not members:
+            whole = sum(_place_bytes(store, number) for group in members for number in group)
+            known = self._whole[push.optimizer] = members, whole
+        n_bytes = known[1]
+        if push.absent or push.packed:
+            n_bytes -= sum(_place_bytes(store, number) for number in push.absent)
+            n_bytes -= sum(_unused_bytes(store, packed) for packed in push.packed)
+        if push.encoded is None:
+            self._statistics.sent_bytes += n_bytes
+        else:
+            self._statistics.sent_bytes += push.encoded
+            self._statistics.saved_bytes += n_bytes - push.encoded
+            self._decode(worker, push, members, store)
+
+    @torch.no_grad()
+    def _decode(self, worker: int, push: Push, members: Members, store: Store) -> None:
+        assert self._codec is not None and push.encoded is not None, "it is encoded"
+        absent = frozenset(push.absent)
+        numbers = [n for group in members for n in group if n not in absent]
+        encoded = store.front(worker)[: push.encoded].clone()  # the places lie there, too
+        slots = store.layout.slots
+        decode(self._codec, encoded, [store.gradient(worker, slots[n]) for n in numbers])
+
+
+def _place_bytes(store: Store, number: int) -> int:
+    """Of a parameter's place in a row."""
+    slot = store.layout.slots[number]
+    return slot.numel * store.layout.travels_as(slot.dtype).itemsize
+
+
+def _unused_bytes(store: Store, packed: Packed) -> int:
+    """Of the place of a sparse gradient, less its indices, which travel beside it."""
+    slot = store.layout.slots[packed.number]
+    used = packed.n_rows * prod(slot.shape[packed.sparse_dim :])
+    item = store.layout.travels_as(slot.dtype).itemsize
+    return _place_bytes(store, packed.number) - used * item - len(packed.indices)

@@ -1,0 +1,93 @@
+"""What moves the masters where workers train on their own, and PyTorch has nothing for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Sum(torch.optim.SGD):
+    """All that is handed over is subtracted, whatever samples are behind it; not its mean."""
+
+    sums = True
+
+
+class DelayedNesterov(torch.optim.Optimizer):
+    """Nesterov momentum for movements that come one by one (Liu et al. 2024, arXiv:2401.09135,
+    algorithm 3).
+
+    The momentum is renewed only every N-th time, with the mean of the last N movements. With N
+    movements g, the learning rate ε, the momentum β and the activation c::
+
+        Δ ← Δ + g
+        every N-th time:  m ← β m + Δ / N;  w ← w - ε ((1 - c N + c) β m + g / N);  Δ ← 0
+        else:             w ← w - ε (c β m + g / N)
+
+    With c = 0, N movements that were all begun at one point are one Nesterov step with their mean;
+    with N = 1 it is ``torch.optim.SGD(nesterov=True)``.
+
+    Args:
+        params: as ``torch.optim`` takes them.
+        lr: ε.
+        momentum: β.
+        buffer: N, as a rule the number of workers.
+        activation: c, from 0 to 1 / N.
+
+    Raises:
+        ValueError: if one of them makes no sense.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.7,
+        momentum: float = 0.9,
+        buffer: int = 4,
+        activation: float = 0.0,
+    ) -> None:
+        if not lr >= 0 or not 0 <= momentum < 1:
+            raise ValueError(f"lr={lr}, momentum={momentum}: from 0 on, and from 0 to below 1")
+        if type(buffer) is not int or buffer < 1:
+            raise ValueError(f"buffer={buffer} was given; it must be a whole number from 1 on")
+        if not 0 <= activation <= 1 / buffer:
+            raise ValueError(f"activation={activation} was given; it must be from 0 to 1 / buffer")
+        defaults = {"lr": lr, "momentum": momentum, "buffer": buffer, "activation": activation}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One movement has come, as ``.grad``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (movement := parameter.grad) is not None:
+                    dense = movement.to_dense() if movement.is_sparse else movement
+                    self._move(parameter, dense, group, self.state[parameter])
+        return loss
+
+    @staticmethod
+    def _move(
+        parameter: torch.nn.Parameter,
+        movement: torch.Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+    ) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float64)
+            state["momentum"] = torch.zeros_like(parameter)
+            state["gathered"] = torch.zeros_like(parameter)
+        rate, n, share = group["lr"], group["buffer"], group["activation"]
+        momentum, gathered = state["momentum"], state["gathered"]
+        state["step"] += 1
+        gathered.add_(movement)
+        if int(state["step"]) % n == 0:
+            momentum.mul_(group["momentum"]).add_(gathered, alpha=1 / n)
+            gathered.zero_()
+            share = 1 - share * n + share
+        parameter.add_(momentum, alpha=-rate * share * group["momentum"])
+        parameter.add_(movement, alpha=-rate / n)

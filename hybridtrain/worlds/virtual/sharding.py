@@ -1,0 +1,195 @@
+"""Parameters in several shards, each with a server of its own (Dean et al., NIPS 2012, 4.1).
+
+A shard is a run of whole parameters with masters, rows, a version and an optimizer of its own. The
+shards know nothing of one another: each applies what reaches it when it does, so they drift apart,
+and a worker's fetch may bring them in different versions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange, Requirements
+from hybridtrain.memory import Layout, Store
+from hybridtrain.policies import Policy
+from hybridtrain.protocol.messages import Push
+from hybridtrain.server.server import Server
+from hybridtrain.updates import Optimizers, build_update
+from hybridtrain.updates.serialize import dump, load
+from hybridtrain.updates.staleness import Correction
+from hybridtrain.updates.thread_pool import Pool
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Parameters number ``numbers`` of the task.
+
+    ``groups``: the numbers of the optimizer's groups that have parameters here.
+    """
+
+    numbers: range
+    store: Store
+    optimizers: Optimizers
+    groups: tuple[int, ...]
+
+    def part(self, push: Push) -> Push:
+        """What of a push is this shard's. The first one's covers the mini-batches."""
+        first = self.numbers.start
+        absent = tuple(number - first for number in push.absent if number in self.numbers)
+        groups = push.groups and tuple(push.groups[number] for number in self.groups)
+        covers = () if first else push.covers
+        return replace(push, absent=absent, groups=groups, covers=covers)
+
+
+def servers_of(
+    make: Callable[..., Server], policy: Policy, correction: Correction | None, n_shards: int
+) -> list[Server]:
+    """One for each shard, with a policy and a correction of its own."""
+    parts = [deepcopy((policy, correction)) for _ in range(n_shards - 1)]  # before one has begun
+    return [make(own, correction=corrects) for own, corrects in [(policy, correction), *parts]]
+
+
+def first_timer(servers: Sequence[Server]) -> tuple[float, int]:
+    """When the first policy wants to be told the time, and of which server it is."""
+    if len(servers) == 1:
+        wake_s = servers[0].wake_at_s
+        return (math.inf if wake_s is None else wake_s), 0
+    first_s, whose = math.inf, 0
+    for shard, server in enumerate(servers):
+        wake_s = server.wake_at_s
+        if wake_s is not None and wake_s < first_s:
+            first_s, whose = wake_s, shard
+    return first_s, whose
+
+
+def split(sizes: Sequence[int], n_shards: int) -> list[range]:
+    """Shards of about equal size, for parameters with so many elements.
+
+    Raises:
+        UserError: if there are fewer parameters than shards.
+    """
+    if n_shards > len(sizes):
+        raise UserError(
+            f"{n_shards} shards were given for {len(sizes)} parameters; a shard has whole "
+            f"parameters, so choose from 1 to {len(sizes)}"
+        )
+    ends = list(accumulate(sizes))
+    found: list[range] = []
+    begin = 0
+    for number in range(1, n_shards + 1):
+        wanted = ends[-1] * number / n_shards
+        end = begin + 1  # each has a parameter, and leaves one for each of those behind it
+        while end < len(sizes) - (n_shards - number) and ends[end] <= wanted:
+            end += 1
+        found.append(range(begin, len(sizes) if number == n_shards else end))
+        begin = end
+    return found
+
+
+def layouts_of(values: Sequence[torch.Tensor], n_shards: int) -> list[Layout]:
+    """Where parameters with these values lie, in each of the shards.
+
+    Raises:
+        UserError: if there are fewer parameters than shards.
+    """
+    named = [(f"{number}", value) for number, value in enumerate(values)]
+    shards = split([value.numel() for value in values], n_shards)
+    return [Layout.of(named[numbers.start : numbers.stop]) for numbers in shards]
+
+
+def shards_of(
+    optimizer: torch.optim.Optimizer,
+    masters: Sequence[torch.nn.Parameter],
+    stores: Sequence[Store],
+    kind: type[Optimizers],
+) -> list[Shard]:
+    """All shards; each has the optimizer for its own masters, which lie in its store."""
+    pool, found = Pool(1), list[Shard]()
+    number_of = {id(master): number for number, master in enumerate(masters)}
+    for store in stores:
+        first = found[-1].numbers.stop if found else 0
+        numbers = range(first, first + len(store.layout.slots))
+        own, groups = optimizer, tuple(range(len(optimizer.param_groups)))
+        if len(stores) > 1:
+            own, groups = only(optimizer, masters, numbers)
+        inside = [number_of[id(p)] - first for group in own.param_groups for p in group["params"]]
+        update = build_update(own, inside, store, pool)
+        found.append(Shard(numbers, store, kind([update], store, pool), groups))
+    return found
+
+
+def only(
+    optimizer: torch.optim.Optimizer, masters: Sequence[torch.nn.Parameter], numbers: range
+) -> tuple[torch.optim.Optimizer, tuple[int, ...]]:
+    """The same optimizer over these parameters alone, and the numbers of its groups that are left.
+
+    It has made no step yet.
+    """
+    number_of = {id(master): number for number, master in enumerate(masters)}
+    made, _ = load(dump(optimizer, number_of), lambda number: masters[number])
+    groups = {}
+    for number, group in enumerate(made.param_groups):
+        inside = [p for p in group["params"] if number_of[id(p)] in numbers]
+        if inside:
+            groups[number] = {**group, "params": inside}
+    made.param_groups[:] = list(groups.values())
+    return made, tuple(groups)
+
+
+@dataclass(slots=True)
+class Answers:
+    """Of all servers to what a worker has said last.
+
+    ``first_s``: when the first server has answered; ``at_s``: when the last answer is there.
+    """
+
+    n_servers: int
+    first_s: float = 0.0
+    at_s: float = 0.0
+    _missing: int = 0
+
+    def expect(self) -> None:
+        """The worker has said something, to all."""
+        self._missing, self.at_s = self.n_servers, 0.0
+
+    def all_there(self, shard: int, now_s: float, at_s: float) -> bool:
+        """This server answers now, which is there at ``at_s``; whether no other is missing."""
+        if shard == 0:
+            self.first_s = now_s
+        self._missing, self.at_s = self._missing - 1, max(self.at_s, at_s)
+        return not self._missing
+
+
+def check_shards(
+    requirements: Requirements, task: object, exchange: Exchange, n_shards: int
+) -> None:
+    """Refuse what needs all shards at once.
+
+    Raises:
+        UserError: naming it.
+    """
+    clip = getattr(task, "clip", None)
+    if n_shards == 1:
+        return
+    if getattr(exchange, "compress", None) is not None:
+        raise UserError(
+            f"{n_shards} shards were given with exchange={exchange}, which encodes all parameters "
+            "together; leave compress out, or use one shard"
+        )
+    if requirements.drops_late:
+        raise UserError(
+            f"{n_shards} shards were given with a policy that drops what is late; each shard would "
+            "drop other parts of it. Use async, ssp, k_async or hybrid, or one shard"
+        )
+    if clip is not None and clip.algorithm == "norm" and exchange.parameters != "own":
+        raise UserError(
+            f"{n_shards} shards were given with clipping by norm, but none of them knows the norm "
+            "of the whole gradient; clip by value, or use one shard"
+        )

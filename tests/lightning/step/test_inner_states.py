@@ -1,0 +1,109 @@
+"""What is each worker's own, in a checkpoint: a resumed run is the uninterrupted one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from hybridtrain import HybridStrategy
+from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
+from hybridtrain.lightning.step.inner_states import tell_what_is_dropped
+from tests.lightning.toys import Regression, make_trainer, regression_data
+
+SCHEMES: dict[str, dict[str, Any]] = {
+    "local_sgd": {"exchange": {"name": "movement", "every": 3}},
+    "post_local": {"exchange": {"name": "movement", "every": {"then": 3, "at": 5}}},
+    "diloco": {
+        "exchange": {"name": "movement", "every": 2},
+        "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
+    },
+    "elastic": {"exchange": {"name": "elastic", "every": 3}},
+}
+
+
+def make() -> Regression:
+    torch.manual_seed(5)
+    return Regression(lambda p: torch.optim.Adam(p, lr=0.01)).double()
+
+
+def fitted(
+    folder: Path, options: dict[str, Any], workers: int = 2, ckpt: Path | None = None, **rest: Any
+) -> Any:
+    module, loader = make(), DataLoader(regression_data(48, torch.float64), 4)
+    strategy = HybridStrategy(rest.pop("policy", "hybrid"), **options)
+    every_four = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
+    settings = {"max_epochs": 3, "callbacks": [every_four], "enable_checkpointing": True, **rest}
+    trainer = make_trainer(strategy, workers, **settings)
+    # Validated in the middle of epochs, which is no step of training.
+    trainer.fit(module, loader, loader, ckpt_path=ckpt, weights_only=True)
+    return module
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["local_sgd", "elastic", *(pytest.param(n, marks=pytest.mark.slow) for n in SCHEMES)],
+)
+@pytest.mark.parametrize("step", [4, 12])  # in the middle of the first epoch; after the second
+def test_a_resumed_run_is_the_uninterrupted_one(name: str, step: int, tmp_path: Path) -> None:
+    whole = fitted(tmp_path / "whole", SCHEMES[name], val_check_interval=2)
+    saved = tmp_path / "whole" / f"step={step}.ckpt"
+    resumed = fitted(tmp_path / "resumed", SCHEMES[name], ckpt=saved, val_check_interval=2)
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    last = tmp_path / "whole" / "step=16.ckpt", tmp_path / "resumed" / "step=16.ckpt"
+    one, other = (torch.load(path, weights_only=True)["optimizer_states"][0] for path in last)
+    assert set(one["workers"]) == {0, 1}
+    assert torch.equal(*(x["workers"][1]["state"][0]["exp_avg"] for x in (one, other)))
+    assert not torch.equal(one["state"][0]["exp_avg"], one["workers"][1]["state"][0]["exp_avg"])
+    make().configure_optimizers().load_state_dict(one)  # plain torch takes it, too
+
+
+def test_an_evaluation_changes_nothing_where_each_goes_on_from_its_own(tmp_path: Path) -> None:
+    often = fitted(tmp_path, SCHEMES["elastic"], val_check_interval=1, callbacks=[])
+    never = fitted(tmp_path, SCHEMES["elastic"], limit_val_batches=0, callbacks=[])
+    assert all(map(torch.equal, often.parameters(), never.parameters()))
+
+
+@pytest.mark.parametrize("name", ["local_sgd", *(pytest.param("elastic", marks=pytest.mark.slow),)])
+def test_a_checkpoint_that_one_worker_makes_alone_changes_nothing(
+    name: str, tmp_path: Path
+) -> None:
+    alone = PeriodicCheckpoint(str(tmp_path), every_updates=1, keep=99)
+    often = fitted(tmp_path, SCHEMES[name], callbacks=[alone])
+    never = fitted(tmp_path, SCHEMES[name], callbacks=[])
+    assert all(map(torch.equal, often.parameters(), never.parameters()))
+    made = {torch.load(x, weights_only=True)["global_step"] for x in tmp_path.glob("periodic*")}
+    assert len(made) == 18
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        (3, 2, "of 3 workers and 2 train: those of workers from 2 on are dropped"),
+        (2, 3, "of 2 workers and 3 train: the others begin with that of worker 0"),
+    ],
+)
+def test_of_another_number_of_workers_it_is_said_what_is_kept(
+    before: int, now: int, said: str, tmp_path: Path
+) -> None:
+    fitted(tmp_path, SCHEMES["elastic"], before, max_epochs=1)
+    fitted(tmp_path / "now", SCHEMES["elastic"], now, tmp_path / "step=4.ckpt", max_epochs=2)
+    saved = torch.load(next((tmp_path / "now").glob("*.ckpt")), weights_only=True)
+    assert set(saved["optimizer_states"][0]["workers"]) == set(range(now))
+    with pytest.warns(UserWarning, match=said):
+        tell_what_is_dropped(dict.fromkeys(range(before)), now)
+
+
+@pytest.mark.parametrize("policy", ["async", {"name": "grace", "window_s": 0.05}])
+def test_where_workers_run_freely_the_end_of_an_epoch_has_all(policy: Any, tmp_path: Path) -> None:
+    at_end = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    options = SCHEMES["elastic" if policy == "async" else "local_sgd"]
+    fitted(tmp_path, options, policy=policy, callbacks=[at_end])
+    saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["optimizer_states"][0]
+    assert set(saved["workers"]) == {0, 1}
+    assert ("parameters" in saved["workers"][1]) == (policy == "async")
+    fitted(tmp_path / "on", options, ckpt=tmp_path / "epoch=1.ckpt", policy=policy, callbacks=[])
