@@ -95,7 +95,8 @@ def test_nothing_is_left_of_any_run(kind: str, end: str, zygote: Zygote, tmp_pat
 @pytest.mark.parametrize("end", ["parent", "all", "SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("how", ["fork", "popen"])
 def test_nothing_is_left_of_a_sweep(how: str, end: str, zygote: Zygote, tmp_path: Path) -> None:
-    job = ["hydra.sweep.dir=.", "hydra.sweep.subdir=.", f"hydra.launcher.start_method={how}"]
+    # The sweep has claimed its own directory: a job in a fresh process needs another one.
+    job = ["hydra.sweep.dir=.", "hydra.sweep.subdir=job", f"hydra.launcher.start_method={how}"]
     run = zygote.start(tmp_path, "-m", *BUSY[:-1], *job, "strategy=hybrid,ddp")
     run.until("reached")
     assert ended(run, end) != 0
