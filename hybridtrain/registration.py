@@ -16,7 +16,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from hybridtrain.policies.schemes import SCHEMES
+from hybridtrain.schemes import SCHEMES
 
 _LIGHTNING = "pytorch_lightning"
 

@@ -51,6 +51,7 @@ LIGHTNING = ("pytorch_lightning", "lightning", "lightning_utilities", "torchmetr
 # From the ground up: a folder may import those above it in this list, and itself.
 FLOORS = (
     "errors.py",
+    "schemes.py",
     "util",
     "memory",
     "protocol",

@@ -36,8 +36,8 @@ class OnArrival:
 
 
 @dataclass
-class NotTooLate(OnArrival):
-    """The same, but what was computed at parameters of too many updates ago does not count.
+class NotTooLate:
+    """As ``OnArrival``, but what was computed at parameters of too many updates ago does not count.
 
     Ringmaster ASGD: Maranjyan, Tyurin, Richtárik 2025 (arXiv:2501.16168), algorithm 1, whose delay
     threshold is ``max_staleness`` + 1.

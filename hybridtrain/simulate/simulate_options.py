@@ -10,8 +10,8 @@ from typing import Any
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
-from hybridtrain.policies.schemes import SCHEMES
 from hybridtrain.recording import service_times
+from hybridtrain.schemes import SCHEMES
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.arguments import options

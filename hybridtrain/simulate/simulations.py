@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import ExchangeSpec, exchange_of, make_exchange
+from hybridtrain.exchanges import ExchangeSpec, make_exchange
 from hybridtrain.policies import make_policy
-from hybridtrain.updates.named import UpdateSpec, update_of
+from hybridtrain.updates.named import UpdateSpec, make_update
 from hybridtrain.updates.staleness import CorrectionSpec, make_correction
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
@@ -139,7 +139,6 @@ def _world(plan: SimulationPlan, way: Way, workers: int) -> tuple[VirtualWorld, 
             )
         return make(conditions=plan.conditions), math.inf
     exchange = plan.exchange if way.exchange is None else way.exchange
-    made = make_exchange(exchange) if exchange is not None else exchange_of(make_policy(way.given))
     task, optimizer = plan.train(workers)
     size_bytes = sum(value.numel() * value.element_size() for value in task.parameters())
     network = replace(plan.conditions.network, size_bytes=size_bytes)
@@ -148,8 +147,8 @@ def _world(plan: SimulationPlan, way: Way, workers: int) -> tuple[VirtualWorld, 
         optimizer=optimizer,
         conditions=replace(plan.conditions, network=network),
         correction=make_correction(plan.correction),
-        exchange=made,
-        update=update_of(made, way.update),
+        exchange=None if exchange is None else make_exchange(exchange),
+        update=make_update(way.update),
     )
     wanted = getattr(task, "epochs", math.inf) if plan.mini_batches is None else math.inf
     return world, wanted

@@ -153,6 +153,22 @@ def test_an_outer_optimizer_with_momentum_is_diloco() -> None:
         torch.testing.assert_close(found, wanted.detach(), rtol=0, atol=1e-12)
 
 
+def test_a_quorum_of_all_is_diloco_and_one_of_some_waits_for_no_more() -> None:
+    """What comes later counts in the next update, weighted by its samples."""
+    task, update = Quadratic(3), make_update({"name": "sgd", "lr": 0.7, "momentum": 0.9})
+    exchange = {"name": "movement", "every": 2}
+    ends = []
+    for policy in ("hybrid", {"name": "k_async", "k": 3}):
+        made = world(task, 3, adam, exchange, policy=policy, update=update)
+        made.run(updates=5)
+        ends.append(made.parameters())
+    assert all(map(torch.equal, *ends))
+    some = world(task, 3, adam, exchange, policy={"name": "k_async", "k": 2}, update=update)
+    some.run(until_s=10.5)  # an update every two seconds; one movement waits for the next
+    stats = some.server.statistics.stats()
+    assert (stats["updates"], stats["samples"]) == (5, 5 * 2 * 2 + 2)
+
+
 # ---- Downpour -----------------------------------------------------------------------------------
 
 

@@ -83,10 +83,8 @@ class Requeue(pl.Callback):
     def _look(self, trainer: Any, *_: Any, **__: Any) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run or not self._warned.heed():
             return
-        context, together = (
-            context_of(trainer),
-            trainer.save_checkpoint,
-        )  # which waits for all workers
+        context = context_of(trainer)
+        together = trainer.save_checkpoint  # which waits for all workers
 
         def alone(path: str) -> None:
             context.save_checkpoint(dump_checkpoint(trainer), path)

@@ -125,9 +125,8 @@ class UnevenEvaluation:
     def _share_outcome(self, rests: bool) -> None:
         """Those who have rested become as the first who has not (and is not lost on the way)."""
         trainer = self._trainer
-        at_home = context_of(
-            trainer
-        ).callbacks_at_home  # both sides have them; the module's own vary
+        # Both sides have them; the module's own vary.
+        at_home = context_of(trainer).callbacks_at_home
         callbacks = trainer.callbacks if at_home is None else at_home
         mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)
         known = self._client.gather("end of an evaluation", mine, patient=True)

@@ -18,10 +18,10 @@ from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
 from hybridtrain.lightning.step.in_place import InPlace
-from hybridtrain.lightning.step.inner_states import SavedStates
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
+from hybridtrain.lightning.step.saved_states import SavedStates
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.step.trained_parameters import (
     dumped,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
-from hybridtrain.lightning.step.inner_states import tell_what_is_dropped
+from hybridtrain.lightning.step.saved_states import tell_what_is_dropped
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 SCHEMES: dict[str, dict[str, Any]] = {

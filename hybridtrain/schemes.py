@@ -1,4 +1,7 @@
-"""Strategies by name that are more than a policy: what workers hand over, how the masters move."""
+"""Strategies by name that are more than a policy: what workers hand over, how the masters move.
+
+Plain data that imports nothing, as ``import hybridtrain`` reads it.
+"""
 
 from __future__ import annotations
 
