@@ -154,6 +154,16 @@ def test_the_command_line_beats_the_task_and_the_experiment() -> None:
     assert cfg.trainer.max_epochs == 1
 
 
+def test_an_import_brings_next_to_nothing_along() -> None:
+    """Tab completion imports it, too: not even the policies, which take as long as all else."""
+    code = (
+        "import sys; import hybridtrain; "
+        "print(*sorted(x for x in sys.modules if x.startswith('hybridtrain.')))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["hybridtrain.registration", "hybridtrain.schemes"]
+
+
 def test_help_is_readable_and_needs_no_torch() -> None:
     code = (
         "import sys; from hybridtrain.cli.entry import main; code = main(['--help']); "

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,36 @@ def test_every_sample_counts_once(name: str, choice: str, step: int, tmp_path: P
     every = SCHEMES[name]["exchange"].get("every", 3)
     assert int(data.counts.min()) >= EPOCHS
     assert int(data.counts.sum()) <= EPOCHS * N + (every + 2) * SIZE  # what it had not handed over
+
+
+class DiesLast(Regression):
+    """Worker 1 dies with its third mini-batch when the others are through with all that is left."""
+
+    def __init__(self, data: Recorder) -> None:
+        super().__init__()
+        self.counts = data.counts
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and batch_idx == 2 and self.current_epoch == 0:
+            deadline = time.monotonic() + 60
+            while int(self.counts.sum()) < N and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.5)  # they step with the last of it, and come to the epoch's end
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("name", by_default(SCHEMES, "async_diloco"))
+def test_who_goes_round_once_more_does_nothing_again_that_it_has_trained_on(
+    name: str, tmp_path: Path
+) -> None:
+    data = Recorder(regression_data(N))
+    strategy = HybridStrategy(**SCHEMES[name], on_failure="continue")
+    trainer = make_trainer(strategy, 3, max_epochs=1, default_root_dir=tmp_path)
+    trainer.fit(DiesLast(data), DataLoader(data, SIZE))
+    assert strategy.run_stats()["samples"] == N
+    lost = 4 * SIZE  # at most: what the lost worker had drawn and not handed over, one ahead
+    assert N < int(data.counts.sum()) <= N + lost
 
 
 def test_in_lock_step_the_others_would_wait_for_its_steps(tmp_path: Path) -> None:
