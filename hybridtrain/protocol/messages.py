@@ -108,7 +108,7 @@ class Push:
     that compare losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of
     the optimizer's state, by slot number, as ``torch.save`` writes it. ``fetch``: I want the newest
     parameters with my release. ``encoded``: so many bytes at the front of my row are my
-    contribution, encoded as the exchange has it.
+    contribution, encoded as the exchange has it. ``draws``: answer these with my release, too.
     """
 
     optimizer: int
@@ -130,6 +130,7 @@ class Push:
     own: bool = False
     fetch: bool = True
     encoded: int | None = None
+    draws: tuple[Draw, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +268,7 @@ class Released:
     ``again``: the step is not over, evaluate the closure once more, at the parameters as they are
     now, after clearing the gradients if ``cleared``. ``groups``: hyper-parameters that the
     optimizer has changed by itself, group by group. ``turn``: for workers that step themselves.
+    ``tickets``: the answers to the push's ``draws``.
     """
 
     version: int
@@ -275,6 +277,7 @@ class Released:
     groups: tuple[dict[str, Any], ...] | None = None
     turn: StepNumber | None = None
     counted: bool = True
+    tickets: tuple[Ticket, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +292,12 @@ class Gathered:
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """The positions of a mini-batch in the epoch's order; none: the pass has no more. One that does
-    not count is run, but its gradient has no weight."""
+    not count is run, but its gradient has no weight. ``ahead``: the next may be asked for with a
+    push."""
 
     spans: Spans
     counts: bool = True
+    ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)

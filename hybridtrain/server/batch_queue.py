@@ -123,6 +123,7 @@ class BatchQueue:
 
     members: set[int]
     made: Callable[[int], int] | None = None  # the last step that a worker has made itself
+    ahead: bool = True  # workers may ask for the next mini-batch with a push
     _passes: dict[LoaderPass, _Pass] = field(default_factory=dict)
     _owed: dict[int, tuple[int, tuple[DrawnBatch, ...], float]] = field(default_factory=dict)
     _away: set[int] = field(default_factory=set)  # who may come back, and others go on meanwhile
@@ -151,10 +152,10 @@ class BatchQueue:
         if n < size:
             one.ended.add(worker)  # for loaders, a smaller one is the last
         if n == size or (n > 0 and not request.drop_last):
-            return Ticket(one.take(worker, offered, n))
+            return Ticket(one.take(worker, offered, n), ahead=self.ahead)
         if fresh and request.fills and _has_batches(request):
-            return Ticket(((0, min(size, request.length)),), counts=False)
-        return Ticket(())
+            return Ticket(((0, min(size, request.length)),), False, self.ahead)
+        return Ticket((), ahead=self.ahead)
 
     def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
         """Positions of those who have had no mini-batch yet; for a ``fresh`` one, the first's."""

@@ -368,4 +368,6 @@ class Rounds:
             self.optimizers.read(worker)
         self._statistics.released(worker, fetches)
         stepped = self._outcome.pop(worker, _NOTHING)
-        return worker, release(stepped, self._statistics.version, stepped is not _DROPPED)
+        draws = () if push is None else push.draws
+        tickets = tuple(self._queue.draw(worker, each) for each in draws)
+        return worker, release(stepped, self._statistics.version, stepped is not _DROPPED, tickets)

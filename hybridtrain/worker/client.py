@@ -58,7 +58,7 @@ from hybridtrain.protocol.notices import (
     SavePermission,
     Stop,
 )
-from hybridtrain.protocol.spans import Spans
+from hybridtrain.protocol.spans import Spans, total
 from hybridtrain.worker.connection import Connection
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
 
@@ -101,6 +101,8 @@ class Client:
         # it again, or ``None`` if there is nothing more to do.
         self.meanwhile: Callable[[], float | None] | None = None
         self._covers: list[DrawnBatch] = []
+        self._next_draws: dict[LoaderPass, Draw] = {}  # to be answered with a release
+        self._tickets: dict[LoaderPass, Ticket] = {}  # that came with one
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
 
     # ---- parameters and steps -------------------------------------------------------------------
@@ -134,11 +136,13 @@ class Client:
         comes, ``undo`` is called instead.
         """
         self.settle()
-        covers: tuple[DrawnBatch, ...] = ()
         if settles:
             covers, self._covers = tuple(self._covers), []
-        self.line.send(replace(push, covers=covers) if covers else push)
-        self.offered = PendingPush(then, [undo] if undo is not None else [])
+            draws, self._next_draws = tuple(self._next_draws.values()), {}
+            if covers or draws:
+                push = replace(push, covers=covers, draws=draws)
+        self.line.send(push)
+        self.offered = PendingPush(then, [undo] if undo is not None else [], push.draws)
 
     def settle(self) -> None:
         """Wait for the release of what was offered, if that is still under way."""
@@ -146,9 +150,10 @@ class Client:
             offered, self.offered = self.offered, None
             offered.settle(self.await_release)
 
-    def await_release(self, then: Taking) -> None:
+    def await_release(self, then: Taking, draws: tuple[Draw, ...] = ()) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
         released: Released = self._answer(Released, in_step=True)[0]
+        self._tickets |= {d.lap: t for d, t in zip(draws, released.tickets, strict=False)}
         self.version, self.counted = released.version, self.counted and released.counted
         if self.joins:  # from here on this worker is one of all
             self.joins = self.solo = False
@@ -185,8 +190,18 @@ class Client:
         return Arena(fd, reply.n_bytes)
 
     def draw(self, request: Draw) -> Ticket:
-        """The next mini-batch of a pass, or its end."""
-        return self._ask(request, Ticket)[0]
+        """The next mini-batch of a pass, or its end. With the next push, the one after it is drawn.
+
+        So a worker that needs one for each push has a conversation less; it has them no sooner than
+        if it asked when its release has come.
+        """
+        self.settle()
+        came = self._tickets.pop(request.lap, None)
+        ticket: Ticket = came if came and not request.begins else self._ask(request, Ticket)[0]
+        self._next_draws.pop(request.lap, None)
+        if ticket.ahead and total(ticket.spans) == request.sizes[self.worker]:
+            self._next_draws[request.lap] = replace(request, begins=False)
+        return ticket
 
     # ---- reading --------------------------------------------------------------------------------
 
