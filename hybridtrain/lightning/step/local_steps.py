@@ -74,6 +74,9 @@ class LocalSteps:
     def step(self) -> None:
         own_step(self._optimizer)
 
+    def moved(self) -> list[torch.Tensor]:
+        return self._replica.moved(self._numbers)
+
     def advance(self, samples: float) -> Offer | None:
         """One step with the gradients of so many samples; with none, the others make it."""
         self.samples = samples

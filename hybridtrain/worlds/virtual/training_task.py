@@ -121,6 +121,9 @@ class SimulatedWorker:
     def step(self) -> None:
         own_step(self.optimizer)
 
+    def moved(self) -> list[torch.Tensor]:
+        return list(torch._foreach_sub(self.masters, self.parameters))
+
     def advance(
         self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
     ) -> Offer | None:
