@@ -70,6 +70,13 @@ class Local(Protocol):
         """The user's optimizer steps the worker's own parameters."""
         ...
 
+    def moved(self) -> list[torch.Tensor]:
+        """How far: the masters as this worker has read them last, less its own parameters.
+
+        To be handed over: they may lie where the next offer will.
+        """
+        ...
+
 
 @runtime_checkable
 class Exchange(Protocol):

@@ -66,9 +66,8 @@ class Movement(BriefRepr):
     def flush(self, local: Local) -> Offer | None:
         if not self._steps:
             return None
-        moved = torch._foreach_sub(local.masters, local.parameters)
         samples, self._steps, self._samples = self._samples, 0, 0.0
-        return self.compressor.offer(moved, samples)
+        return self.compressor.offer(local.moved(), samples)
 
     def state(self) -> dict[str, Any]:
         return {**self._interval.state(), RESIDUALS: self.compressor.state()}

@@ -103,7 +103,7 @@ def test_what_is_handed_over_weighs_the_samples_behind_it(
     local: Any = SimpleNamespace(
         parameters=[torch.ones(2)], masters=[torch.zeros(2)], gradients=[torch.ones(2)]
     )
-    local.step = lambda: None
+    local.step, local.moved = lambda: None, lambda: local.masters
     weights = []
     for local.samples in (3.0, 1.0, 5.0, 7.0):
         offer = exchange.step(local)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from hybridtrain.memory import Arena
 from hybridtrain.memory.lending import Place, SharedState
 from hybridtrain.protocol.messages import Released
+from hybridtrain.updates.kernels.own_step import step_of
 from hybridtrain.updates.optimizer_traits import takes_sparse
 from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
@@ -129,9 +130,3 @@ def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Whether they are; large ones may be doubted without reason."""
     values = [g._values() if g.is_sparse else g for g in gradients]
     return math.isfinite(sum(float(norm) for norm in torch._foreach_norm(values, 1.0)))
-
-
-def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The class' own ``step``, without the wrapper that runs the hooks of an object's step."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step

@@ -10,9 +10,9 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import LocalExchange, Offer
-from hybridtrain.lightning.step.in_place import step_of
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.trained_parameters import parameters_of
+from hybridtrain.updates.kernels.own_step import own_step
 from hybridtrain.updates.optimizer_traits import needs_closure
 from hybridtrain.worker.replica_own import OwnReplica
 
@@ -72,7 +72,10 @@ class LocalSteps:
         return [parameter.grad for parameter in self._trained]
 
     def step(self) -> None:
-        step_of(self._optimizer)(self._optimizer)
+        own_step(self._optimizer)
+
+    def moved(self) -> list[torch.Tensor]:
+        return self._replica.moved(self._numbers)
 
     def advance(self, samples: float) -> Offer | None:
         """One step with the gradients of so many samples; with none, the others make it."""

@@ -19,6 +19,7 @@ from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
 from hybridtrain.updates import Optimizers
 from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.kernels.own_step import own_step
 from hybridtrain.updates.named import NamedUpdate, update_of
 from hybridtrain.updates.per_tensor import clip_gradients
 from hybridtrain.worlds.virtual.sharding import shards_of
@@ -118,7 +119,10 @@ class SimulatedWorker:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def step(self) -> None:
-        self.optimizer.step()
+        own_step(self.optimizer)
+
+    def moved(self) -> list[torch.Tensor]:
+        return list(torch._foreach_sub(self.masters, self.parameters))
 
     def advance(
         self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
