@@ -21,7 +21,7 @@ import torch
 from hybridtrain.memory import Arena
 from hybridtrain.memory.lending import Place, SharedState
 from hybridtrain.protocol.messages import Released
-from hybridtrain.updates.kernels.own_step import step_of
+from hybridtrain.updates.kernels.own_step import own_step, step_of
 from hybridtrain.updates.optimizer_traits import takes_sparse
 from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
@@ -77,10 +77,14 @@ class InPlace:
             _set_count(self._state_of(number, parameter), count)
         others, optimizer.state = optimizer.state, self._state
         try:
-            step_of(optimizer)(optimizer)
+            self._make(optimizer)
         finally:
             optimizer.state = others
         self._keep_in_place()
+
+    def _make(self, optimizer: torch.optim.Optimizer) -> None:
+        """Alone it is plain training to the bit; among others no bits are to be kept."""
+        own_step(optimizer) if self._client.n_workers > 1 else step_of(optimizer)(optimizer)
 
     def _keep_in_place(self) -> None:
         """What the optimizer has put in the place of shared tensors goes into them."""

@@ -49,7 +49,7 @@ def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bo
     would be mixed up, and momentum must have begun for all parameters or for none.
     """
     special = any(group.get(key) for key in ("foreach", "capturable", "differentiable"))
-    if special or not may_be_fused(type(optimizer), group.get("fused")):
+    if special or group.get("fused") is not None or not may_be_fused(type(optimizer), None):
         return False
     begun = set()
     for parameter in group["params"]:
