@@ -54,6 +54,11 @@ class Requirements:
         return not self.whole_rounds and not self.in_place
 
     @property
+    def counts_every_push(self) -> bool:
+        """Whether a push with some weight is part of an update when its release comes."""
+        return not (self.holds or self.drops_late)
+
+    @property
     def takes_turns(self) -> bool:
         """Whether one worker computes at a time."""
         return self.data == "dealt"

@@ -150,6 +150,11 @@ class Client:
             offered, self.offered = self.offered, None
             offered.settle(self.await_release)
 
+    @property
+    def expected_version(self) -> int:
+        """At least so many updates are behind the parameters once what is offered is released."""
+        return self.version + (self.offered is not None)
+
     def await_release(self, then: Taking, draws: tuple[Draw, ...] = ()) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
         released: Released = self._answer(Released, in_step=True)[0]

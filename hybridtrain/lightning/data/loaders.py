@@ -205,7 +205,7 @@ class Loaders:
 
     def commit(self) -> None:
         """A step has been made with the mini-batches since the last one."""
-        version = self._client.version + (self._client.offered is not None)
+        version = self._client.expected_version
         for sampler in self.samplers:
             sampler.commit(version if self.remembers else None)
         self._rng_state.commit()

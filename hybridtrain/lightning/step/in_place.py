@@ -10,7 +10,6 @@ which step was made last: what a lost worker has counted and not made is done ag
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -25,6 +24,7 @@ from hybridtrain.updates.kernels.own_step import own_step, step_of
 from hybridtrain.updates.optimizer_traits import takes_sparse
 from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
+from hybridtrain.worker.finite import has_finite_sum
 
 
 class InPlace:
@@ -132,5 +132,4 @@ def _set_count(state: dict[str, Any], count: int) -> None:
 
 def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Whether they are; large ones may be doubted without reason."""
-    values = [g._values() if g.is_sparse else g for g in gradients]
-    return math.isfinite(sum(float(norm) for norm in torch._foreach_norm(values, 1.0)))
+    return all(has_finite_sum(g._values() if g.is_sparse else g) for g in gradients)

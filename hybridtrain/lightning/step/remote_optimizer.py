@@ -7,7 +7,7 @@ sends the gradient to the server, where the masters and the optimizer's state li
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from typing import Any
@@ -89,7 +89,9 @@ class RemoteOptimizer:
         self.pushed = False  # since the mini-batch began
         self.count = 0  # pushes so far
         self.lazy = False  # nobody looks at parameters before the next mini-batch begins
+        self.told: Callable[[int], object] = lambda version: None  # the version of each release
         self._released: Released | None = None  # the last
+        self._offers = True  # what is pushed will be part of an update
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -119,7 +121,7 @@ class RemoteOptimizer:
             self._step_locally(self.local, self.weight)
             return loss
         self.offer(self.weight)
-        if not (self.lazy and is_unwatched(self._optimizer)):
+        if not (self.lazy and self._offers and is_unwatched(self._optimizer)):
             self._client.settle()
         return loss
 
@@ -224,6 +226,7 @@ class RemoteOptimizer:
             state=state,
             own=own,
         )
+        self._offers = self._whole_rounds or weight > 0
         if self.buffers is not None:
             self.buffers.publish()
         self._client.offer(push, self._take, partial(self._put_back, kept))
@@ -241,6 +244,7 @@ class RemoteOptimizer:
             self.buffers.adopt()
         self.hyper_parameters.confirm(released.groups)
         self.trying, self.version = released.again, released.version
+        self.told(released.version)
         self._released = released
 
     def _put_back(self, state: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -183,9 +184,9 @@ class Session:
                 InPlace(optimizer, self._client) if self._requirements.in_place else None
             )
             step.manual = not self._module.automatic_optimization
-            step.lazy = (
-                self.final and self._requirements.whole_rounds and parameters_rest(self.trainer)
-            )
+            step.lazy = self._may_offer and self.final and parameters_rest(self.trainer)
+            if not self._requirements.whole_rounds:
+                step.told = partial(set_global_step, self.trainer)
             if self.steps:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
                 step.samples = self.steps[0].samples
@@ -285,8 +286,15 @@ class Session:
         if step.count == count:
             step.step_without_data()  # the precision plugin skipped it
         if not self._requirements.whole_rounds:
-            set_global_step(self.trainer, step.version - 1)
+            offered = self._client.offered is not None
+            set_global_step(self.trainer, step.version - (not offered))
         return output
+
+    @property
+    def _may_offer(self) -> bool:
+        """Whether a worker may go on before its release, and can tell what it will have counted."""
+        required = self._requirements
+        return required.whole_rounds or (required.counts_every_push and required.data == "queue")
 
     @property
     def has_own_parameters(self) -> bool:

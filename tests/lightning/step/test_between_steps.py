@@ -141,10 +141,17 @@ class Ask(pl.Callback):
         self.lazy = trainer.strategy._session.steps[0].lazy
 
 
-def rests(module: Any = None, callbacks: Any = (), data: Any = None, **options: Any) -> bool:
+def rests(
+    module: Any = None,
+    callbacks: Any = (),
+    data: Any = None,
+    policy: Any = "hybrid",
+    workers: int = 1,
+    **options: Any,
+) -> bool:
     """Whether a worker goes on before its release, as a run with all our parts decides it."""
     ask = Ask()
-    trainer = make_trainer("hybrid", 1, max_steps=1, callbacks=[ask, *callbacks], **options)
+    trainer = make_trainer(policy, workers, max_steps=1, callbacks=[ask, *callbacks], **options)
     trainer.fit(module or Regression(), data or DataLoader(regression_data(), 8))
     assert ask.lazy is not None
     return ask.lazy
@@ -403,6 +410,38 @@ def test_ordinary_training_does_not_look(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("module", [Hooked, Moving])
+def test_neither_do_workers_wait_that_run_freely() -> None:
+    """Where a push is part of an update when its release comes: they know what will be counted."""
+    assert rests(policy="async") and rests(policy="hogwild")
+    assert not rests(callbacks=[ByName()], policy="async")
+    assert not rests(policy="synchronous", workers=2), "they wait for their turn anyway"
+    assert not rests(policy={"name": "backup", "k": 1}, workers=2), "late ones are dropped"
+
+
+@pytest.mark.parametrize("policy", ["async", "hogwild"])
+def test_what_is_counted_before_the_release_is_what_was_counted_after_it(policy: str) -> None:
+    """Steps of schedules, numbers of rows and of the trainer, with one worker and with several."""
+
+    class Counted(pl.Callback):
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            self.steps.append(trainer.global_step)
+
+        def on_train_end(self, trainer: Any, *_: Any) -> None:
+            assert self.steps == sorted(set(self.steps)), "every step has a number of its own"
+            if trainer.world_size == 1:
+                assert self.steps == list(range(1, 25))
+            assert trainer.global_step == 24
+
+    assert rests(callbacks=[Counted()], policy=policy, limit_train_batches=1)
+    for workers in (1, 2):
+        trainer = make_trainer(policy, workers, callbacks=[Counted()], max_epochs=2)
+        trainer.fit(Regression(), DataLoader(regression_data(), 4, shuffle=True))
+        assert trainer.global_step == 24
+
+
 def test_a_module_may_look(module: Any) -> None:
     assert not rests(module())
 
