@@ -6,7 +6,7 @@ taken literally: step 0 pushes, so a fetch between two pushes forgets the steps 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -67,8 +67,8 @@ class Accumulated(BriefRepr):
             return self._handed_over(local, fetches)
         return Offer([None] * len(local.parameters), 0.0) if fetches else None
 
-    def take(self, local: Local, newest: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(local.parameters, newest)
+    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(local.parameters, list(newest))
 
     def state(self) -> dict[str, Any]:
         return {"steps": self._steps, RESIDUALS: self.compressor.state()}

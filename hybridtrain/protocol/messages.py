@@ -108,7 +108,8 @@ class Push:
     that compare losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of
     the optimizer's state, by slot number, as ``torch.save`` writes it. ``fetch``: I want the newest
     parameters with my release. ``encoded``: so many bytes at the front of my row are my
-    contribution, encoded as the exchange has it.
+    contribution, encoded as the exchange has it. ``later``: I do not wait for my release, and
+    compute until I need it.
     """
 
     optimizer: int
@@ -130,6 +131,7 @@ class Push:
     own: bool = False
     fetch: bool = True
     encoded: int | None = None
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)

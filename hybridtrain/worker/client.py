@@ -14,6 +14,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,7 @@ class Client:
         if settles:
             covers, self._covers = tuple(self._covers), []
         self.line.send(replace(push, covers=covers) if covers else push)
-        self.offered = PendingPush(then, [undo] if undo is not None else [])
+        self.offered = PendingPush(then, [undo] if undo is not None else [], push.later)
 
     def settle(self) -> None:
         """Wait for the release of what was offered, if that is still under way."""
@@ -148,7 +149,13 @@ class Client:
 
     def await_release(self, then: Taking) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
-        released: Released = self._answer(Released, in_step=True)[0]
+        if self.stop is not None and self.stop.now:
+            raise StopRequested
+        self._take(self._answer(Released, in_step=True)[0], then)
+
+    def _take(self, released: Released | Refused, then: Taking) -> None:
+        if isinstance(released, Refused):
+            raise UserError(released.reason)
         self.version, self.counted = released.version, self.counted and released.counted
         if self.joins:  # from here on this worker is one of all
             self.joins = self.solo = False
@@ -186,7 +193,7 @@ class Client:
 
     def draw(self, request: Draw) -> Ticket:
         """The next mini-batch of a pass, or its end."""
-        return self._ask(request, Ticket)[0]
+        return self._ask(request, Ticket, settles=not self._computes_on)[0]
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -264,22 +271,30 @@ class Client:
         Raises:
             StopRequested: if the server has asked for it.
         """
-        alone = self.solo and not self.joins  # who joins meets nobody yet, but can be stopped
-        if not alone:
+        if self.solo and not self.joins:  # who joins meets nobody yet, but can be stopped
+            return
+        if not self._computes_on:
             self.settle()
-        while not alone and not self._must_stop and self.line.ready():
+        while not self._must_stop and self.line.ready():
             self._hear(self.line.receive()[0])
-        if not alone and self._must_stop:
+        if self._must_stop:
+            self.settle()  # others may have made the step that is under way
             raise StopRequested
+
+    @property
+    def _computes_on(self) -> bool:
+        """Whether what was offered needs no release yet."""
+        return self.offered is not None and self.offered.later
 
     @property
     def _must_stop(self) -> bool:
         return self.stop is not None and self.stop.behind is None
 
     def _ask(
-        self, request: Request, kind: type[Any], in_step: bool = False
+        self, request: Request, kind: type[Any], in_step: bool = False, settles: bool = True
     ) -> tuple[Any, int | None]:
-        self.settle()
+        if settles:
+            self.settle()
         self.line.send(request)
         return self._answer(kind, in_step)
 
@@ -300,6 +315,8 @@ class Client:
                     raise StopRequested
                 case Stop() | Gone() | Back() | RequestProgress():
                     self._hear(reply)
+                case Released() if kind is not Released:
+                    self._hear(reply)
                 case Refused(reason):
                     raise UserError(reason)
                 case _:
@@ -319,6 +336,10 @@ class Client:
             case Back(worker):
                 self.away.discard(worker)
                 self.on_change()
+            case Released() | Refused():
+                assert self.offered is not None, "it was waited for later"
+                offered, self.offered = self.offered, None
+                offered.settle(partial(self._take, reply))
             case _:
                 assert isinstance(reply, RequestProgress), reply
                 self._asked[reply.worker] = reply

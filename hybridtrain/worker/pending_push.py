@@ -13,10 +13,14 @@ Undoing = Callable[[], object]
 
 @dataclass
 class PendingPush:
-    """``then`` takes the release; if none ever comes, all of ``undoing`` is called instead."""
+    """``then`` takes the release; if none ever comes, all of ``undoing`` is called instead.
+
+    ``later``: the worker computes on, and nobody looks for the release before it is needed.
+    """
 
     then: Taking
     undoing: list[Undoing]
+    later: bool = False
 
     def settle(self, wait: Callable[[Taking], object]) -> None:
         """``wait`` for the release; without one, what was done last is undone first."""

@@ -281,6 +281,11 @@ def test_an_optimizer_that_cannot_be_served_is_refused(
         ({"on_oom": "skip_step"}, None, ["on_oom=skip_step", "on_oom=raise"]),
         ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
         ({"correction": "gap_aware"}, None, ["correction="]),
+        (
+            {"exchange": {"name": "streaming", "fragments": 9}},
+            None,
+            ["exchange.fragments=9", "only 4 parameters", "from 1 to 4"],
+        ),
         ({}, "manual", ["automatic_optimization", "exchange=gradient"]),
         ({}, "averaged", ["EMAWeightAveraging", "each worker's own", "exchange=gradient"]),
     ],
@@ -291,7 +296,7 @@ def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
     class Own(Manual, Regression): ...
 
     kind: Callable[[], Any] = Own if change == "manual" else Regression
-    strategy = HybridStrategy("hybrid", exchange="movement", **options)
+    strategy = HybridStrategy("hybrid", **{"exchange": "movement", **options})
     callbacks = [EMAWeightAveraging()] if change == "averaged" else []
     trainer = make_trainer(
         strategy, 2, max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks
