@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from hybridtrain.protocol.messages import Begin, Gather, Push
 
-LATER = 0  # the number of what a worker has said while it computes on; all others are from 1 on
-
 
 class ComputingOn:
     """Of all workers of a virtual world: offers without an answer, answers that are on their way,
@@ -13,7 +11,8 @@ class ComputingOn:
     """
 
     def __init__(self) -> None:
-        self._unanswered: set[int] = set()
+        self._offers = 0  # so far
+        self._unanswered: dict[int, int] = {}  # the number of each
         self._there_s: dict[int, float] = {}  # when an answer that nobody has taken yet is there
         self._awaits: set[int] = set()
 
@@ -21,16 +20,17 @@ class ComputingOn:
         """Whether the worker computes on behind what it says now."""
         later = isinstance(said, Push) and said.later
         if later:
-            self._unanswered.add(worker)
+            self._offers += 1
+            self._unanswered[worker] = -self._offers
         return later
 
-    def has_offered(self, worker: int) -> bool:
-        """Whether what it has offered is still to be answered."""
-        return worker in self._unanswered
+    def number(self, worker: int) -> int | None:
+        """Of what it has offered, below 0, as long as that is not answered."""
+        return self._unanswered.get(worker)
 
     def answered(self, worker: int, at_s: float) -> bool:
         """The answer will be there at ``at_s``; whether the worker awaits it already."""
-        self._unanswered.discard(worker)
+        self._unanswered.pop(worker)
         self._there_s[worker] = at_s
         awaited = worker in self._awaits
         self._awaits.discard(worker)
@@ -49,6 +49,6 @@ class ComputingOn:
 
     def forget(self, worker: int) -> None:
         """The worker is gone."""
-        self._unanswered.discard(worker)
+        self._unanswered.pop(worker, None)
         self._awaits.discard(worker)
         self._there_s.pop(worker, None)

@@ -34,7 +34,7 @@ from hybridtrain.protocol.server_events import (
 from hybridtrain.server.server import Server
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
-from hybridtrain.worlds.virtual.computing_on import LATER, ComputingOn
+from hybridtrain.worlds.virtual.computing_on import ComputingOn
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.curve import Curve
 from hybridtrain.worlds.virtual.due import A_SERVER, Arrival, Due
@@ -178,8 +178,7 @@ class VirtualWorld:
         if not self._due:
             raise UserError("nobody is left who computes: all workers have died, or wait for ever")
         at_s, worker, number, shard, what = heapq.heappop(self._due)
-        offered = number == LATER and self._on_its_own.has_offered(worker)
-        if worker >= 0 and number != self._doing[worker] and not offered:
+        if worker >= 0 and number not in (self._doing[worker], self._on_its_own.number(worker)):
             return  # it was interrupted, or is dead
         self.now_s = at_s
         match what:
@@ -225,7 +224,7 @@ class VirtualWorld:
                 return
             self.network_s += self.now_s - answers.first_s
             at_s = answers.at_s
-        if self._on_its_own.has_offered(worker):
+        if self._on_its_own.number(worker) is not None:
             if self._on_its_own.answered(worker, at_s):
                 self._take(worker)
         elif self._replicas is not None and (follows := self._replicas.take(worker)) is not None:
@@ -312,8 +311,7 @@ class VirtualWorld:
 
         Each gets its part of a push.
         """
-        number = LATER
-        if not self._on_its_own.has_offered(worker):
+        if (number := self._on_its_own.number(worker)) is None:
             number = self._doing[worker] = self._doing[worker] + 1
         self._answers[worker].expect()
         for shard, links in enumerate(self._links):
@@ -337,7 +335,7 @@ class VirtualWorld:
             through_s = self._links[shard].enters_s(worker, self.now_s, passing_s)
             if through_s is not None:
                 self.network_s += through_s - self.now_s if shard == 0 else 0.0
-                number = LATER if said.later else self._doing[worker]
+                number = self._on_its_own.number(worker) or self._doing[worker]
                 heapq.heappush(self._due, (through_s, worker, number, shard, Arrival(said)))
                 return
             if shard == 0:

@@ -105,7 +105,10 @@ def test_local_sgd_is_what_plain_torch_does(
     assert trainer.global_step == 2 * -(-samples // (SIZE * workers))  # a worker's own steps
 
 
-def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fetch", by_default([None, "overlapped"], "overlapped"))
+def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(
+    fetch: str | None, tmp_path: Path
+) -> None:
     """n_push = 1: what is fetched is what the worker has."""
 
     def plain() -> Any:
@@ -114,7 +117,7 @@ def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> 
         return module
 
     data, module = regression_data(N, torch.float64), plain()
-    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 3}
+    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 3, "fetch": fetch}
     trainer = make_trainer(
         HybridStrategy("async", exchange=exchange), 1, max_epochs=2, default_root_dir=tmp_path
     )
