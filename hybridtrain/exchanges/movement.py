@@ -7,7 +7,7 @@ optimizer over the masters it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -60,8 +60,8 @@ class Movement(BriefRepr):
         self._steps += 1
         return self.flush(local) if self._steps >= self._interval.length(local) else None
 
-    def take(self, local: Local, newest: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(local.parameters, newest)
+    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(local.parameters, list(newest))
 
     def flush(self, local: Local) -> Offer | None:
         if not self._steps:

@@ -109,6 +109,7 @@ class Push:
     the optimizer's state, by slot number, as ``torch.save`` writes it. ``fetch``: I want the newest
     parameters with my release. ``encoded``: so many bytes at the front of my row are my
     contribution, encoded as the exchange has it. ``draws``: answer these with my release, too.
+    ``later``: I do not wait for my release, and compute until I need it.
     """
 
     optimizer: int
@@ -131,6 +132,7 @@ class Push:
     fetch: bool = True
     encoded: int | None = None
     draws: tuple[Draw, ...] = ()
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class Rounds:
             raise UserError(reason)
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self._pushes[worker] = push
-        self._statistics.pushed(worker, self._samples(push), push.fault)
+        self._statistics.pushed(worker, self._samples(push), push.fault, not push.later)
         self._means.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         if self._over:

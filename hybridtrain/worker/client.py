@@ -14,6 +14,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,11 +139,12 @@ class Client:
         self.settle()
         if settles:
             covers, self._covers = tuple(self._covers), []
-            draws, self._next_draws = tuple(self._next_draws.values()), {}
-            if covers or draws:
-                push = replace(push, covers=covers, draws=draws)
+            if not push.later:
+                draws, self._next_draws = tuple(self._next_draws.values()), {}
+                push = replace(push, draws=draws) if draws else push
+            push = replace(push, covers=covers) if covers else push
         self.line.send(push)
-        self.offered = PendingPush(then, [undo] if undo is not None else [], push.draws)
+        self.offered = PendingPush(then, [undo] if undo is not None else [], push.draws, push.later)
 
     def settle(self) -> None:
         """Wait for the release of what was offered, if that is still under way."""
@@ -157,7 +159,15 @@ class Client:
 
     def await_release(self, then: Taking, draws: tuple[Draw, ...] = ()) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
-        released: Released = self._answer(Released, in_step=True)[0]
+        if self.stop is not None and self.stop.now:
+            raise StopRequested
+        self._take(self._answer(Released, in_step=True)[0], then, draws)
+
+    def _take(
+        self, released: Released | Refused, then: Taking, draws: tuple[Draw, ...] = ()
+    ) -> None:
+        if isinstance(released, Refused):
+            raise UserError(released.reason)
         self._tickets |= {d.lap: t for d, t in zip(draws, released.tickets, strict=False)}
         self.version, self.counted = released.version, self.counted and released.counted
         if self.joins:  # from here on this worker is one of all
@@ -200,9 +210,12 @@ class Client:
         So a worker that needs one for each push has a conversation less; it has them no sooner than
         if it asked when its release has come.
         """
-        self.settle()
+        if not self._computes_on:
+            self.settle()
         came = self._tickets.pop(request.lap, None)
-        ticket: Ticket = came if came and not request.begins else self._ask(request, Ticket)[0]
+        ticket: Ticket | None = None if request.begins else came
+        if ticket is None:
+            ticket = self._ask(request, Ticket, settles=not self._computes_on)[0]
         self._next_draws.pop(request.lap, None)
         if ticket.ahead and total(ticket.spans) == request.sizes[self.worker]:
             self._next_draws[request.lap] = replace(request, begins=False)
@@ -284,22 +297,30 @@ class Client:
         Raises:
             StopRequested: if the server has asked for it.
         """
-        alone = self.solo and not self.joins  # who joins meets nobody yet, but can be stopped
-        if not alone:
+        if self.solo and not self.joins:  # who joins meets nobody yet, but can be stopped
+            return
+        if not self._computes_on:
             self.settle()
-        while not alone and not self._must_stop and self.line.ready():
+        while not self._must_stop and self.line.ready():
             self._hear(self.line.receive()[0])
-        if not alone and self._must_stop:
+        if self._must_stop:
+            self.settle()  # others may have made the step that is under way
             raise StopRequested
+
+    @property
+    def _computes_on(self) -> bool:
+        """Whether what was offered needs no release yet."""
+        return self.offered is not None and self.offered.later
 
     @property
     def _must_stop(self) -> bool:
         return self.stop is not None and self.stop.behind is None
 
     def _ask(
-        self, request: Request, kind: type[Any], in_step: bool = False
+        self, request: Request, kind: type[Any], in_step: bool = False, settles: bool = True
     ) -> tuple[Any, int | None]:
-        self.settle()
+        if settles:
+            self.settle()
         self.line.send(request)
         return self._answer(kind, in_step)
 
@@ -320,6 +341,8 @@ class Client:
                     raise StopRequested
                 case Stop() | Gone() | Back() | RequestProgress():
                     self._hear(reply)
+                case Released() if kind is not Released:
+                    self._hear(reply)
                 case Refused(reason):
                     raise UserError(reason)
                 case _:
@@ -339,6 +362,10 @@ class Client:
             case Back(worker):
                 self.away.discard(worker)
                 self.on_change()
+            case Released() | Refused():
+                assert self.offered is not None, "it was waited for later"
+                offered, self.offered = self.offered, None
+                offered.settle(partial(self._take, reply))
             case _:
                 assert isinstance(reply, RequestProgress), reply
                 self._asked[reply.worker] = reply

@@ -211,3 +211,70 @@ def test_each_of_several_passes_has_its_own_next_mini_batch() -> None:
     assert line.sent[-1] == Push(0, 2.0, draws=(ask_of(), ask_of(number=1)))
     assert speaker.draw(ask_of(number=1)) == other
     assert speaker.draw(ask_of()) == one
+
+
+# ---- what nobody waits for yet ------------------------------------------------------------------
+
+
+class Slowly(Script):
+    """Replies arrive when they are let in."""
+
+    def __init__(self, *replies: Reply) -> None:
+        super().__init__(*replies)
+        self.there = 0
+
+    def ready(self) -> bool:
+        return self.there > 0
+
+    def receive(self) -> tuple[Reply, int | None]:
+        self.there -= 1
+        return super().receive()
+
+
+def computing_on(*replies: Reply) -> tuple[Client, Slowly, list[Released], list[str]]:
+    """A worker that has offered something, and computes on."""
+    line, taken, undone = Slowly(*replies), list[Released](), list[str]()
+    speaker = Client(0, 2, line)
+    speaker.offer(Push(0, 1.0, later=True), taken.append, lambda: undone.append("undone"))
+    return speaker, line, taken, undone
+
+
+def test_at_a_boundary_a_release_for_later_is_not_waited_for_but_taken() -> None:
+    speaker, line, taken, undone = computing_on(Released(4))
+    speaker.check_stop()
+    assert taken == [] and speaker.offered is not None
+    line.there = 1
+    speaker.check_stop()
+    assert taken == [Released(4)] and speaker.version == 4 and speaker.offered is None
+    speaker.settle()
+    assert undone == []
+
+
+def test_mini_batches_are_drawn_while_a_release_is_under_way() -> None:
+    ticket = Ticket(((0, 4),))
+    speaker, _, taken, _ = computing_on(ticket)
+    draw = Draw(LoaderPass(0, 0), ((0, 8),), 8, (4, 4))
+    assert speaker.draw(draw) == ticket and taken == []
+    speaker, _, taken, _ = computing_on(Released(1), ticket)
+    assert speaker.draw(draw) == ticket and taken == [Released(1)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"), [(Stop(now=True), StopRequested), (Refused("no"), UserError)]
+)
+def test_what_never_comes_is_undone_at_the_boundary(
+    reply: Reply, error: type[BaseException]
+) -> None:
+    speaker, line, taken, undone = computing_on(reply)
+    line.there = 1
+    with pytest.raises(error):
+        speaker.check_stop()
+    assert (taken, undone) == ([], ["undone"])
+
+
+def test_who_stops_waits_for_what_others_may_have_made() -> None:
+    speaker, line, taken, undone = computing_on(Stop(), Released(2))
+    line.there = 1
+    with pytest.raises(StopRequested):
+        speaker.check_stop()
+    assert (taken, undone) == ([Released(2)], [])

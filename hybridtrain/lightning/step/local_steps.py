@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import LocalExchange, Offer
+from hybridtrain.exchanges import Leaving, LocalExchange, Offer
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.trained_parameters import parameters_of
 from hybridtrain.updates.kernels.own_step import own_step
@@ -58,10 +58,9 @@ class LocalSteps:
         self.fresh, self.worker, self.workers = fresh, worker, workers
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> Sequence[torch.Tensor]:
         """As this worker has read them last, where its parameters are."""
-        pairs = zip(self._masters, self.parameters, strict=True)
-        return [master.to(own.device) for master, own in pairs]
+        return _Brought(self._masters, self.parameters)
 
     @property
     def rate(self) -> float:
@@ -74,10 +73,11 @@ class LocalSteps:
     def step(self) -> None:
         own_step(self._optimizer)
 
-    def moved(self) -> list[torch.Tensor]:
-        return self._replica.moved(self._numbers)
+    def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
+        numbers = self._numbers
+        return self._replica.moved(numbers if places is None else [numbers[p] for p in places])
 
-    def advance(self, samples: float) -> Offer | None:
+    def advance(self, samples: float) -> Leaving:
         """One step with the gradients of so many samples; with none, the others make it."""
         self.samples = samples
         with torch.no_grad():
@@ -85,7 +85,7 @@ class LocalSteps:
                 return self._exchange.step(self)
             return self._exchange.skip(self)
 
-    def flush(self) -> Offer | None:
+    def flush(self) -> Leaving:
         """What has not been handed over yet."""
         with torch.no_grad():
             return self._exchange.flush(self)
@@ -99,7 +99,7 @@ class LocalSteps:
         """Into the worker's row; returns the slot numbers of what is not part of it."""
         return self._replica.hand_over(self._numbers, offer.values, offer.encoded)
 
-    def take(self) -> Offer | None:
+    def take(self) -> Leaving:
         """The release has brought the newest masters; perhaps something follows."""
         with torch.no_grad():
             return self._exchange.take(self, self.masters)
@@ -122,3 +122,16 @@ class LocalSteps:
         self._exchange.load_state(saved["exchange"])
         if "parameters" in saved:
             self._replica.keep(self._numbers, saved["parameters"])
+
+
+class _Brought(Sequence[torch.Tensor]):
+    """Tensors of the host, each brought to where another one is when it is looked at."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        self._tensors, self._others = tensors, others
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._tensors[place].to(self._others[place].device)

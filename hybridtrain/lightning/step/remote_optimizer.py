@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Offer, Requirements
+from hybridtrain.exchanges import Await, Leaving, Offer, Requirements
 from hybridtrain.lightning.step.closures import Closure, as_float, is_empty, run
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
 from hybridtrain.lightning.step.hyper_parameters import HyperParameters
@@ -145,27 +145,37 @@ class RemoteOptimizer:
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
         self._hand_over(local, local.advance(samples))
 
-    def _hand_over(self, local: LocalSteps, offer: Offer | None) -> None:
-        """Push what the worker's own steps have come to, if that is due; wait for the release."""
-        while offer is not None:
-            absent, weight, encoded = local.hand_over(offer), offer.weight, offer.encoded
-            looks = weight > 0 and encoded is None  # only what is finite is encoded
-            if looks and not self._guard.accepts(self.numbers, absent):
-                weight = 0.0
-            push = Push(
-                self.number,
-                weight,
-                absent,
-                self._told_groups(whole=False),
-                samples=weight if offer.samples is None else offer.samples,
-                fault=self._guard.pop_fault(),
-                loss=self._told_loss(None),
-                fetch=offer.fetch,
-                encoded=None if encoded is None else len(encoded),
-            )
-            self._client.offer(push, self._taken_back, settles=not offer.only_fetches)
+    def _hand_over(self, local: LocalSteps, leaving: Leaving) -> None:
+        """Push what the worker's own steps have come to, if that is due, and wait for the release
+        where the exchange does.
+        """
+        while leaving is not None:
+            if isinstance(leaving, Offer):
+                self._push_own(local, leaving)
+                if leaving.later:
+                    return
             self._client.settle()
-            offer = local.take() if offer.fetch else None
+            fetched = isinstance(leaving, Await) or leaving.fetch
+            leaving = local.take() if fetched else None
+
+    def _push_own(self, local: LocalSteps, offer: Offer) -> None:
+        absent, weight, encoded = local.hand_over(offer), offer.weight, offer.encoded
+        looks = weight > 0 and encoded is None  # only what is finite is encoded
+        if looks and not self._guard.accepts(self.numbers, absent):
+            weight = 0.0
+        push = Push(
+            self.number,
+            weight,
+            absent,
+            self._told_groups(whole=False),
+            samples=weight if offer.samples is None else offer.samples,
+            fault=self._guard.pop_fault(),
+            loss=self._told_loss(None),
+            fetch=offer.fetch,
+            encoded=None if encoded is None else len(encoded),
+            later=offer.later,
+        )
+        self._client.offer(push, self._taken_back, settles=not offer.only_fetches)
 
     def _taken_back(self, released: Released) -> None:
         self.version, self._released = released.version, released

@@ -235,7 +235,7 @@ class Session:
         changed = bool(self.replica.writes())
         version, saved = self._client.snapshot(refresh=not changed)
         if isinstance(self.replica, OwnReplica):
-            self.replica.refresh(keep=self.owes)
+            self.replica.refresh(keep=self._requirements.whole_rounds)
         elif not changed:
             self.replica.refresh()
         states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]

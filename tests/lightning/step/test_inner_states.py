@@ -22,6 +22,10 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "exchange": {"name": "movement", "every": 2},
         "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
     },
+    "streaming": {
+        "exchange": {"name": "streaming", "every": 4, "fragments": 2, "overlap": 1, "mix": 0.5},
+        "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
+    },
     "elastic": {"exchange": {"name": "elastic", "every": 3}},
 }
 

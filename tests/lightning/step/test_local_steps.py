@@ -105,7 +105,10 @@ def test_local_sgd_is_what_plain_torch_does(
     assert trainer.global_step == 2 * -(-samples // (SIZE * workers))  # a worker's own steps
 
 
-def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fetch", by_default([None, "overlapped"], "overlapped"))
+def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(
+    fetch: str | None, tmp_path: Path
+) -> None:
     """n_push = 1: what is fetched is what the worker has."""
 
     def plain() -> Any:
@@ -114,7 +117,7 @@ def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> 
         return module
 
     data, module = regression_data(N, torch.float64), plain()
-    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 3}
+    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 3, "fetch": fetch}
     trainer = make_trainer(
         HybridStrategy("async", exchange=exchange), 1, max_epochs=2, default_root_dir=tmp_path
     )
@@ -281,6 +284,11 @@ def test_an_optimizer_that_cannot_be_served_is_refused(
         ({"on_oom": "skip_step"}, None, ["on_oom=skip_step", "on_oom=raise"]),
         ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
         ({"correction": "gap_aware"}, None, ["correction="]),
+        (
+            {"exchange": {"name": "streaming", "fragments": 9}},
+            None,
+            ["exchange.fragments=9", "only 4 parameters", "from 1 to 4"],
+        ),
         ({}, "manual", ["automatic_optimization", "exchange=gradient"]),
         ({}, "averaged", ["EMAWeightAveraging", "each worker's own", "exchange=gradient"]),
     ],
@@ -291,7 +299,7 @@ def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
     class Own(Manual, Regression): ...
 
     kind: Callable[[], Any] = Own if change == "manual" else Regression
-    strategy = HybridStrategy("hybrid", exchange="movement", **options)
+    strategy = HybridStrategy("hybrid", **{"exchange": "movement", **options})
     callbacks = [EMAWeightAveraging()] if change == "averaged" else []
     trainer = make_trainer(
         strategy, 2, max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks
