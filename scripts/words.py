@@ -161,7 +161,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--negative", type=int, default=5, help="default 5")
     parser.add_argument("--min-count", type=int, default=5, help="default 5")
     parser.add_argument("--epochs", type=int, default=5, help="default 5")
-    parser.add_argument("--batch-words", type=int, default=10_000, help="default 10,000")
+    parser.add_argument("--batch-words", type=int, default=20_000, help="default 20,000")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each (default 3)")
     parser.add_argument("--seeds", type=int, default=0, help="trainings to judge (default 0)")
     parser.add_argument("--json", help="also write all figures to this file")
