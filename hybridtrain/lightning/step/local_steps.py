@@ -13,7 +13,7 @@ from hybridtrain.exchanges import LocalExchange, Offer
 from hybridtrain.lightning.step.in_place import step_of
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.trained_parameters import parameters_of
-from hybridtrain.updates.optimizer_traits import needs_closure
+from hybridtrain.updates.optimizer_traits import needs_closure, puts_off
 from hybridtrain.worker.replica_own import OwnReplica
 
 
@@ -84,6 +84,9 @@ class LocalSteps:
 
     def flush(self) -> Offer | None:
         """What has not been handed over yet."""
+        if self.owes and puts_off(self._optimizer):
+            behind: Any = self._optimizer
+            behind.catch_up()
         with torch.no_grad():
             return self._exchange.flush(self)
 

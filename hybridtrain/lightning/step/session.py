@@ -33,7 +33,7 @@ from hybridtrain.memory import Layout
 from hybridtrain.protocol.messages import Install
 from hybridtrain.server.shared_parameters import made_store
 from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.gradient_means import take_means
@@ -312,6 +312,11 @@ class Session:
         """
         alone = [step.local for step in self.steps if step.local is not None]
         return self._requirements.whole_rounds and any(local.owes for local in alone)
+
+    def settle(self) -> None:
+        """In lock-step, behind the same step of all: let the server do what it has put off."""
+        if any(map(puts_off, self._optimizers)) and not self.has_own_parameters:
+            self.pull()
 
     def flush(self) -> None:
         """Hand over what this worker's own steps have come to, where all do so."""
