@@ -190,6 +190,10 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         assert self.lightning_module is not None and self._session is not None
         output = self._session.training_step(partial(super().training_step, *args, **kwargs))
         self._abstains = output is None and self.lightning_module.automatic_optimization
+        if self._session.written:
+            assert self.step_rollback is not None
+            self._session.count_written()
+            self.step_rollback.commit()
         return output
 
     def backward(

@@ -45,8 +45,10 @@ class Arena:
         weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def create(cls, n_bytes: int) -> Arena:
+    def create(cls, n_bytes: int, unused: tuple[int, int] = (0, 0)) -> Arena:
         """Make a zero-filled arena of ``n_bytes`` bytes.
+
+        ``unused``: from which byte to which nobody will write; no memory is asked for there.
 
         Raises:
             UserError: if the machine has not that much memory.
@@ -54,14 +56,15 @@ class Arena:
         n_bytes = max(align(n_bytes), ALIGNMENT_BYTES)
         fd = anonymous_descriptor()
         try:
-            _reserve(fd, n_bytes)
+            _reserve(fd, n_bytes, unused)
             return cls(fd, n_bytes)
         except OSError as error:
             os.close(fd)
             raise UserError(
-                f"{n_bytes / 2**20:,.0f} MiB of shared host memory were asked for parameters and "
-                f"gradients, but the system refused them ({error.strerror}); use fewer workers, "
-                "a smaller model, or a machine with more memory"
+                f"{(n_bytes - unused[1] + unused[0]) / 2**20:,.0f} MiB of shared host memory were "
+                "asked for parameters and gradients, but the system refused them "
+                f"({error.strerror}); use fewer workers, a smaller model, or a machine with more "
+                "memory"
             ) from error
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,11 +81,14 @@ class Arena:
         return memoryview(self._map)[offset_bytes : offset_bytes + 8 * n].cast("q")
 
 
-def _reserve(fd: int, n_bytes: int) -> None:
+def _reserve(fd: int, n_bytes: int, unused: tuple[int, int]) -> None:
     """Give the file its size, and its pages where the system can reserve them."""
+    start, stop = unused
     available = available_bytes()
-    if available is not None and n_bytes > available:
+    if available is not None and n_bytes - (stop - start) > available:
         raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")
     os.ftruncate(fd, n_bytes)
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, n_bytes)
+        for first, last in ((0, start), (stop, n_bytes)):
+            if last > first:
+                os.posix_fallocate(fd, first, last - first)

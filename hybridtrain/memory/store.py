@@ -51,7 +51,7 @@ class Store:
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
         n_bytes = self._place_buffers()
-        self.arena = arena or Arena.create(n_bytes)
+        self.arena = arena or Arena.create(n_bytes, self._unused())
         self.masters = self._flat("masters", 0)  # dtype -> (P,) host, shared
         self.gradients = [  # W (and the held one) × dtype -> (P,)
             self._flat("gradients", row) for row in range(n_workers + holding)
@@ -77,6 +77,13 @@ class Store:
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         self._state = end
         return end + 2 * align(self.layout.state_bytes) + ALIGNMENT_BYTES
+
+    def _unused(self) -> tuple[int, int]:
+        """The bytes of rows that will have no gradients."""
+        rows = 0 if self.layout.gradients else self.n_workers
+        if not rows:
+            return 0, 0
+        return self.region_of_gradients(0)[0], self.region_of_gradients(rows - 1)[1]
 
     def _stored(self, kind: str, row: int, dtype: torch.dtype) -> torch.dtype:
         """What workers send may be narrower; sums and means are not."""

@@ -17,7 +17,7 @@ from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
-from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.lightning.step.in_place import InPlace, NoOptimizer, WrittenInPlace, writes_itself
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
@@ -68,6 +68,9 @@ class Session:
         transport: Transport,
     ) -> None:
         self._client, self._module, self._optimizers = client, module, list(optimizers)
+        self.written = writes_itself(module, optimizers, requirements.in_place)
+        if self.written:
+            self._optimizers = [NoOptimizer(module)]
         check_parameters(module)  # again: configure_model may have made some
         named = ordered_parameters(module, self._optimizers)
         self._parameters = [p for _, p in named]
@@ -83,7 +86,7 @@ class Session:
         whole_rounds = requirements.whole_rounds and not alone
         self.averages = not self.final and whole_rounds and client.n_workers > 1
         narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
-        layout = Layout.of(named, room_for(buffers), narrow)
+        layout = Layout.of(named, room_for(buffers), narrow, gradients=not self.written)
         arena = client.share(layout, self.averages)
         self._store = made_store(layout, client.n_workers, requirements, self.averages, arena)
         self._publish()
@@ -179,9 +182,9 @@ class Session:
                 self._update,
             )
             step.buffers = self.buffers
-            step.in_place = (
-                InPlace(optimizer, self._client) if self._requirements.in_place else None
-            )
+            if self._requirements.in_place:
+                kind = WrittenInPlace if self.written else InPlace
+                step.in_place = kind(optimizer, self._client)
             step.manual = not self._module.automatic_optimization
             step.lazy = (
                 self.final and self._requirements.whole_rounds and parameters_rest(self.trainer)
@@ -287,6 +290,12 @@ class Session:
         if not self._requirements.whole_rounds:
             set_global_step(self.trainer, step.version - 1)
         return output
+
+    def count_written(self) -> None:
+        """The module has written to the parameters: that was an update of this mini-batch."""
+        step = self.steps[0]
+        step.push(step.weight)
+        set_global_step(self.trainer, step.version)
 
     @property
     def has_own_parameters(self) -> bool:
