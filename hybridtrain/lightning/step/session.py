@@ -262,16 +262,12 @@ class Session:
         used = any(step.pushed for step in self.steps)
         first = used or all(step.weight == 0 for step in self.steps)
         self.guard.begin(batch, used)
-        self._batch.begin(samples, self._shared(together), first)
+        joint = self._module.automatic_optimization and not self.has_own_parameters
+        self._batch.begin(samples, together if joint else None, first)
         for step in self.steps:
             step.weight = self._batch.weight + (0.0 if first else step.weight)
             step.samples = self._batch.samples + (0.0 if first else step.samples)
             step.pushed, step.averaged = False, self.averages
-
-    def _shared(self, together: float | None) -> float | None:
-        """What a mini-batch is a part of, where all workers' gradients make one update."""
-        joint = self._module.automatic_optimization and not self.has_own_parameters
-        return together if joint else None
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the mini-batch as it is to count among those that are accumulated."""
