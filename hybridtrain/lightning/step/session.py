@@ -28,6 +28,7 @@ from hybridtrain.lightning.step.trained_parameters import (
     ordered_parameters,
     slot_numbers,
     sparse_numbers,
+    sparse_slots,
 )
 from hybridtrain.memory import Layout
 from hybridtrain.protocol.messages import Install
@@ -76,17 +77,17 @@ class Session:
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
         self._requirements, self._exchange, self._update = requirements, exchange, update
-        self.saved = SavedStates(client)
         joint = requirements.parameters == "masters" and client.n_workers > 1
         buffers = shared(module) if joint else []
-        # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
-        # Without a lock a worker's own gradient is what counts, as it is when the optimizer steps.
-        alone = requirements.steps_in_worker
+        # Whoever looks at gradients must see the mean, which only lock-step has at that moment;
+        # without a lock a worker's own gradient is what counts.
+        self.saved, alone = SavedStates(client), requirements.steps_in_worker
         self.final = not alone and gradients_are_final(module.trainer)
         whole_rounds = requirements.whole_rounds and not alone
         self.averages = not self.final and whole_rounds and client.n_workers > 1
         narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
-        layout = Layout.of(named, room_for(buffers), narrow, gradients=not self.written)
+        sparse = sparse_slots(module, self._optimizers, self._number_of)
+        layout = Layout.of(named, room_for(buffers), narrow, not self.written, sparse)
         arena = client.share(layout, self.averages)
         self._store = made_store(layout, client.n_workers, requirements, self.averages, arena)
         self._publish()
@@ -319,7 +320,7 @@ class Session:
         return self._requirements.whole_rounds and any(local.owes for local in alone)
 
     def settle(self) -> None:
-        """In lock-step, behind the same step of all: let the server do what it has put off."""
+        """In lock-step, behind a step of all: let the server do what it has put off."""
         if any(map(puts_off, self._optimizers)) and not self.has_own_parameters:
             self.pull()
 

@@ -114,7 +114,7 @@ class EdgesData(pl.LightningDataModule):
         files: str | list[str] | None = None,
         terminals: list[int] | None = None,
         side: int = 16,
-        batch_size: int = 500,
+        batch_size: int = 200,
         seed: int = 0,
     ) -> None:
         super().__init__()
