@@ -17,7 +17,7 @@ from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
-from hybridtrain.lightning.step.in_place import InPlace, NoOptimizer, WrittenInPlace, writes_itself
+from hybridtrain.lightning.step.in_place import NoOptimizer, in_place, writes_itself
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
@@ -167,7 +167,7 @@ class Session:
 
     def _masters_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """What steps the masters, with the state that it had, if training goes on."""
-        return self.saved.masters_of(optimizer, self._update, self.has_own_parameters)
+        return self.saved.masters_of(optimizer, self._update, self._requirements.own_state)
 
     def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteOptimizer:
         """The remote control of one optimizer."""
@@ -183,9 +183,7 @@ class Session:
                 self._update,
             )
             step.buffers = self.buffers
-            if self._requirements.in_place:
-                kind = WrittenInPlace if self.written else InPlace
-                step.in_place = kind(optimizer, self._client)
+            step.in_place = in_place(optimizer, self._client, self._requirements, self.written)
             step.manual = not self._module.automatic_optimization
             step.lazy = (
                 self.final and self._requirements.whole_rounds and parameters_rest(self.trainer)
