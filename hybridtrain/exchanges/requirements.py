@@ -24,6 +24,7 @@ class Requirements:
     one shared ``"queue"``, or mini-batches ``"dealt"`` in turn. ``counts``: whose count of steps is
     the training's: each ``"worker"``'s (all are equal), or the ``"server"``'s of updates. For
     ``holds``, ``drops_late`` and ``watches_loss`` see :class:`hybridtrain.policies.Needs`.
+    ``private_state``: workers that write to the masters each have optimizer state of their own.
     ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
     number does, and which.
     """
@@ -35,6 +36,7 @@ class Requirements:
     holds: bool = False
     drops_late: bool = False
     watches_loss: bool = False
+    private_state: bool = False
     gathers: int = 1
     later: tuple[int, int] | None = None
 
@@ -42,6 +44,11 @@ class Requirements:
     def steps_in_worker(self) -> bool:
         """Whether workers step an optimizer of their own."""
         return self.parameters in ("own", "shared")
+
+    @property
+    def own_state(self) -> bool:
+        """Whether each worker's optimizer has moments of its own."""
+        return self.parameters == "own" or self.private_state
 
     @property
     def in_place(self) -> bool:
@@ -54,9 +61,13 @@ class Requirements:
         return not self.whole_rounds and not self.in_place
 
     @property
-    def counts_every_push(self) -> bool:
-        """Whether a push with some weight is part of an update when its release comes."""
-        return not (self.holds or self.drops_late)
+    def may_go_ahead(self) -> bool:
+        """Whether a worker can tell, before the release of a push that counts, what it is told.
+
+        Where all step together, or where the push is part of an update by then.
+        """
+        free = self.data == "queue" and not (self.holds or self.drops_late)
+        return self.whole_rounds or free
 
     @property
     def takes_turns(self) -> bool:
@@ -90,6 +101,7 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         holds=needs.holds,
         drops_late=needs.drops_late,
         watches_loss=needs.watches_loss,
+        private_state=getattr(exchange, "optimizer_state", "shared") == "private",
         gathers=needs.gathers * steps,
         later=None if later is None else (later[0], later[1] * steps),
     )

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -45,10 +46,11 @@ class Arena:
         weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def create(cls, n_bytes: int, unused: tuple[int, int] = (0, 0)) -> Arena:
+    def create(cls, n_bytes: int, unused: Sequence[tuple[int, int]] = ()) -> Arena:
         """Make a zero-filled arena of ``n_bytes`` bytes.
 
-        ``unused``: from which byte to which nobody will write; no memory is asked for there.
+        ``unused``: from which byte to which nobody will write, or to little of it, in ascending
+        order; no memory is asked for there.
 
         Raises:
             UserError: if the machine has not that much memory.
@@ -61,7 +63,7 @@ class Arena:
         except OSError as error:
             os.close(fd)
             raise UserError(
-                f"{(n_bytes - unused[1] + unused[0]) / 2**20:,.0f} MiB of shared host memory were "
+                f"{_asked(n_bytes, unused) / 2**20:,.0f} MiB of shared host memory were "
                 "asked for parameters and gradients, but the system refused them "
                 f"({error.strerror}); use fewer workers, a smaller model, or a machine with more "
                 "memory"
@@ -81,14 +83,19 @@ class Arena:
         return memoryview(self._map)[offset_bytes : offset_bytes + 8 * n].cast("q")
 
 
-def _reserve(fd: int, n_bytes: int, unused: tuple[int, int]) -> None:
+def _asked(n_bytes: int, unused: Sequence[tuple[int, int]]) -> int:
+    return n_bytes - sum(stop - start for start, stop in unused)
+
+
+def _reserve(fd: int, n_bytes: int, unused: Sequence[tuple[int, int]]) -> None:
     """Give the file its size, and its pages where the system can reserve them."""
-    start, stop = unused
     available = available_bytes()
-    if available is not None and n_bytes - (stop - start) > available:
+    if available is not None and _asked(n_bytes, unused) > available:
         raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")
     os.ftruncate(fd, n_bytes)
     if hasattr(os, "posix_fallocate"):
-        for first, last in ((0, start), (stop, n_bytes)):
-            if last > first:
-                os.posix_fallocate(fd, first, last - first)
+        first = 0
+        for start, stop in (*unused, (n_bytes, n_bytes)):
+            if start > first:
+                os.posix_fallocate(fd, first, start - first)
+            first = stop

@@ -78,12 +78,20 @@ class Store:
         self._state = end
         return end + 2 * align(self.layout.state_bytes) + ALIGNMENT_BYTES
 
-    def _unused(self) -> tuple[int, int]:
-        """The bytes of rows that will have no gradients."""
-        rows = 0 if self.layout.gradients else self.n_workers
-        if not rows:
-            return 0, 0
-        return self.region_of_gradients(0)[0], self.region_of_gradients(rows - 1)[1]
+    def _unused(self) -> list[tuple[int, int]]:
+        """The pages of workers' rows that will have no gradients, or few rows of them."""
+        if not self.layout.gradients:
+            return [self.region_of_gradients(worker) for worker in range(self.n_workers)]
+        found = []
+        for worker in range(self.n_workers):
+            for number in self.layout.sparse:
+                slot = self.layout.slots[number]
+                start = self._place("gradients", worker, slot)
+                stop = start + slot.numel * self._stored("gradients", worker, slot.dtype).itemsize
+                first, last = -(-start // mmap.PAGESIZE), stop // mmap.PAGESIZE
+                if last > first:
+                    found.append((first * mmap.PAGESIZE, last * mmap.PAGESIZE))
+        return sorted(found)
 
     def _stored(self, kind: str, row: int, dtype: torch.dtype) -> torch.dtype:
         """What workers send may be narrower; sums and means are not."""

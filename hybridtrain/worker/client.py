@@ -150,7 +150,7 @@ class Client:
         """Wait for the release of what was offered, if that is still under way."""
         if self.offered is not None:
             offered, self.offered = self.offered, None
-            offered.settle(self.await_release)
+            offered.settle(self._give_up if offered.lost else self.await_release)
 
     @property
     def expected_version(self) -> int:
@@ -159,9 +159,11 @@ class Client:
 
     def await_release(self, then: Taking, draws: tuple[Draw, ...] = ()) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
-        if self.stop is not None and self.stop.now:
-            raise StopRequested
         self._take(self._answer(Released, in_step=True)[0], then, draws)
+
+    def _give_up(self, *_: Any) -> None:
+        """The server has stopped instead of answering."""
+        raise StopRequested
 
     def _take(
         self, released: Released | Refused, then: Taking, draws: tuple[Draw, ...] = ()
@@ -333,6 +335,8 @@ class Client:
                     time.sleep(pause_s)
             reply, fd = self.line.receive()
             match reply:
+                case Stop(now=True) if kind is not Released and self._computes_on:
+                    self._hear(reply)  # instead of the release: what was asked is still answered
                 case Stop(now=True):
                     self.stop = reply
                     raise StopRequested
@@ -354,6 +358,8 @@ class Client:
         match reply:
             case Stop():
                 self.stop = reply
+                if reply.now and self.offered is not None:
+                    self.offered.lost = True
             case Gone(worker, version, for_now):
                 self.lost_at = version
                 self.away |= {worker} if for_now else set()

@@ -16,13 +16,15 @@ class PendingPush:
     """``then`` takes the release; if none ever comes, all of ``undoing`` is called instead.
 
     ``draws``: what is drawn from the shared queue with it.
-    ``later``: the worker computes on, and nobody looks for the release before it is needed.
+    ``later``: the worker computes on, and nobody looks for the release before it is needed;
+    ``lost``: there will be none.
     """
 
     then: Taking
     undoing: list[Undoing]
     draws: tuple[Draw, ...] = ()
     later: bool = False
+    lost: bool = False
 
     def settle(self, wait: Callable[[Taking, tuple[Draw, ...]], object]) -> None:
         """``wait`` for the release; without one, what was done last is undone first."""

@@ -120,7 +120,8 @@ def test_every_optimizer_has_torchs_own_defaults_besides_what_it_is_named_for(na
     made = instantiate(cfg.optimizer, _convert_="all")([torch.zeros(1, requires_grad=True)])
     plain = type(made)([torch.zeros(1, requires_grad=True)])
     changed = {k for k in cfg.optimizer if k in plain.defaults}
-    changed = {k for k in changed if made.defaults[k] != plain.defaults[k]}
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in made.defaults.items()}
+    changed = {k for k in changed if given[k] != plain.defaults[k]}
     assert changed <= {"lr", "momentum", "nesterov"}
 
 

@@ -64,8 +64,13 @@ def of_callback(callback: pl.Callback, module: pl.LightningModule) -> CallbackSt
 
 def of_module(module: pl.LightningModule) -> CallbackState:
     """In worker 0. Weights and buffers travel on their own."""
-    plain = plain_attributes(module, lambda name: name[0] != "_" and name != "training")
+    plain = plain_attributes(module, _comes_home)
     return CallbackState(_kind(module), plain, {})
+
+
+def _comes_home(name: str) -> bool:
+    """Also how the module optimizes, which ``setup`` may decide: steps are counted by that."""
+    return name == "_automatic_optimization" or (name[0] != "_" and name != "training")
 
 
 def give_to_callback(

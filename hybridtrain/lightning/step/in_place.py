@@ -11,7 +11,8 @@ which step was made last: what a lost worker has counted and not made is done ag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
@@ -19,11 +20,12 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule
 
+from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena
 from hybridtrain.memory.lending import Place, SharedState
 from hybridtrain.protocol.messages import Released
 from hybridtrain.updates.kernels.own_step import own_step, step_of
-from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import has_finite_sum
@@ -69,20 +71,30 @@ class InPlace:
     @torch.no_grad()
     def _step(self, steps: int | dict[int, int]) -> None:
         """One step, which is number ``steps`` + 1 (of each parameter, where they differ)."""
-        optimizer: Any = self._optimizer
-        for number, parameter in self._numbered.items():
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse and not self._takes_sparse:
+        for parameter in self._numbered.values():
+            if parameter.grad is not None and parameter.grad.is_sparse and not self._takes_sparse:
                 parameter.grad = parameter.grad.to_dense()
-            count = steps if isinstance(steps, int) else steps.get(number, 0)
-            _set_count(self._state_of(number, parameter), count)
+        self._ready(steps)
+        with self._holding_state():
+            self._make(self._optimizer)
+        self._keep_in_place()
+
+    def _ready(self, steps: int | dict[int, int]) -> None:
+        """Tell each parameter's state the number of the step."""
+        for number, parameter in self._numbered.items():
+            if parameter.grad is not None:
+                count = steps if isinstance(steps, int) else steps.get(number, 0)
+                _set_count(self._state_of(number, parameter), count)
+
+    @contextmanager
+    def _holding_state(self) -> Iterator[None]:
+        """The user's optimizer has the state that is stepped here."""
+        optimizer: Any = self._optimizer
         others, optimizer.state = optimizer.state, self._state
         try:
-            self._make(optimizer)
+            yield
         finally:
             optimizer.state = others
-        self._keep_in_place()
 
     def _make(self, optimizer: torch.optim.Optimizer) -> None:
         """Alone it is plain training to the bit; among others no bits are to be kept."""
@@ -125,6 +137,36 @@ class InPlace:
         return place.view(self._arenas)
 
 
+class PrivateState(InPlace):
+    """Where each worker's optimizer has moments of its own: they begin with what it has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, client: Client) -> None:
+        super().__init__(optimizer, client)
+        self._state.update(optimizer.state)
+
+    def can_step(self, numbers: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> bool:
+        self._begun = set(numbers)
+        return super().can_step(numbers, parameters)
+
+    def _ready(self, steps: int | dict[int, int]) -> None:
+        """Steps are counted by the optimizer itself."""
+
+    def _keep_in_place(self) -> None:
+        """What it has put into its state is there."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer would save it."""
+        with self._holding_state():
+            return dict(self._optimizer.state_dict())
+
+    def catch_up(self) -> None:
+        """Move what was put off."""
+        if puts_off(self._optimizer):
+            with self._holding_state():
+                behind: Any = self._optimizer
+                behind.catch_up()
+
+
 class WrittenInPlace(InPlace):
     """Where the module has written to the parameters: of a step there is only its count."""
 
@@ -136,6 +178,20 @@ class WrittenInPlace(InPlace):
 
     def _step(self, steps: int | dict[int, int]) -> None:
         """Nothing: it is made."""
+
+
+def in_place(
+    optimizer: torch.optim.Optimizer, client: Client, requirements: Requirements, written: bool
+) -> InPlace | None:
+    """What steps it on the masters; ``None``: workers do not.
+
+    ``written``: the module writes to its parameters, without an optimizer.
+    """
+    if not requirements.in_place:
+        return None
+    if written:
+        return WrittenInPlace(optimizer, client)
+    return (PrivateState if requirements.private_state else InPlace)(optimizer, client)
 
 
 class NoOptimizer(torch.optim.Optimizer):

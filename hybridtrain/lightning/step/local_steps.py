@@ -13,7 +13,7 @@ from hybridtrain.exchanges import Leaving, LocalExchange, Offer
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.trained_parameters import parameters_of
 from hybridtrain.updates.kernels.own_step import own_step
-from hybridtrain.updates.optimizer_traits import needs_closure
+from hybridtrain.updates.optimizer_traits import needs_closure, puts_off
 from hybridtrain.worker.replica_own import OwnReplica
 
 
@@ -87,6 +87,9 @@ class LocalSteps:
 
     def flush(self) -> Leaving:
         """What has not been handed over yet."""
+        if self.owes and puts_off(self._optimizer):
+            behind: Any = self._optimizer
+            behind.catch_up()
         with torch.no_grad():
             return self._exchange.flush(self)
 

@@ -19,7 +19,7 @@ from hybridtrain.exchanges import Await, Leaving, Offer, Requirements
 from hybridtrain.lightning.step.closures import Closure, as_float, is_empty, run
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
 from hybridtrain.lightning.step.hyper_parameters import HyperParameters
-from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.lightning.step.in_place import InPlace, PrivateState
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import is_unwatched
 from hybridtrain.lightning.step.remote_state import RemoteState, moved, without_fetching
@@ -134,6 +134,8 @@ class RemoteOptimizer:
 
     def flush(self) -> None:
         """Hand over what this worker's own steps have come to, where all workers do so."""
+        if isinstance(self.in_place, PrivateState):
+            self.in_place.catch_up()
         if self.local is not None:
             self._hand_over(self.local, self.local.flush())
 
@@ -359,6 +361,8 @@ class RemoteOptimizer:
             own = without_fetching(self._optimizer)
             own |= {} if self.local is not None else {"state": {}}  # it has never stepped
             return own | {MASTERS: {"update": self._update.name, "state": states}}
+        if isinstance(self.in_place, PrivateState):
+            return self.in_place.state_dict()
         with self.state.left_alone():
             mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
         if "state" in mine:
