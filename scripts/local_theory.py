@@ -102,7 +102,7 @@ def elastic_edge(
                 grows = pulled(rate, middle, workers) > 1.0
                 low, high = (low, middle) if grows else (middle, high)
             case = f"P={workers}, η={rate:g}"
-            laws.append(About("EASGD: edge of α", case, theory, (low + high) / 2, 0.01))
+            laws.append(About("EASGD: edge of α", case, theory, (low + high) / 2))
     return laws
 
 

@@ -5,7 +5,7 @@ Tensors and arithmetic only: no messages, no processes, no Lightning, and no pol
 
 from hybridtrain.exchanges.exchange import Exchange, Local, LocalExchange, Offer
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
-from hybridtrain.exchanges.requirements import Requirements, combine
+from hybridtrain.exchanges.requirements import Requirements, check_visits, combine
 
 __all__ = [
     "EXCHANGES",
@@ -15,6 +15,7 @@ __all__ = [
     "LocalExchange",
     "Offer",
     "Requirements",
+    "check_visits",
     "combine",
     "exchange_of",
     "make_exchange",

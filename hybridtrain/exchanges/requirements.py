@@ -59,6 +59,16 @@ class Requirements:
         return self.data == "dealt"
 
 
+def check_visits(requirements: Requirements) -> None:
+    """Raises ``UserError`` where workers do not draw from a queue, which could be cut."""
+    if requirements.data != "queue":
+        how = "have fixed shares of the data" if requirements.whole_rounds else "take turns"
+        raise UserError(
+            f"data_shards was given, but under this policy workers {how}; leave it out, or use a "
+            "policy under which workers draw from one queue: async, grace"
+        )
+
+
 def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
     """Begin the policy for so many workers, and say what it and the exchange rely on.
 

@@ -14,8 +14,6 @@ it shares out mini-batches, and what it has counted is what the run has.
 
 What is due at the same moment goes in this order: timers of the policy, ends of updates, the
 script, workers by their numbers.
-
-Legend: P elements of one dtype's buffer, W workers.
 """
 
 from __future__ import annotations
@@ -86,7 +84,7 @@ class VirtualWorld:
         exchange: Exchange | None = None,
         update: NamedUpdate | None = None,
     ) -> None:
-        self.now_s = 0.0
+        self.now_s = self._heard_s = 0.0  # and when something has last reached a server
         self.events = 0  # contributions that have reached the server
         self.epochs = 0  # that all have ended
         self.interrupted = 0  # mini-batches that were begun anew
@@ -108,7 +106,7 @@ class VirtualWorld:
         self._update_s = self._under.update_s
         self._ending: list[int | None] = [None for _ in self.servers]  # updates that have begun
         self._replicas, self._source = register_workers(
-            self.servers, task, optimizer, n_workers, exchange, update, self._update_s > 0
+            self.servers, task, optimizer, n_workers, exchange, update, self._under
         )
         self._alone = self._replicas is not None and self._replicas.train_alone
         self._at_once = self._source is None and not self._turns
@@ -183,8 +181,9 @@ class VirtualWorld:
 
     def _happens(self) -> None:
         wake_s, shard = first_timer(self.servers)
-        if wake_s != math.inf and (not self._due or wake_s <= self._due[0][0]):
-            self.now_s = max(self.now_s, wake_s)
+        due_s, foresees = self._due[0][0] if self._due else math.inf, self._under.foresight
+        if wake_s < due_s or (wake_s == due_s < math.inf and not foresees):
+            self.now_s = self._heard_s if foresees else max(self.now_s, wake_s)
             self._on(shard, TimerExpired())
             return
         if not self._due:
@@ -300,7 +299,7 @@ class VirtualWorld:
         """What the worker has computed, at its own parameters, if it is handed over."""
         computed = replicas.compute(worker, push) if push.weight > 0 else push
         if (loss := replicas.loss if computed is None else computed.loss) is not None:
-            self.curve.add(self.now_s, loss)
+            self.curve.add(self.now_s, loss, sum(s.statistics.sent_bytes for s in self.servers))
         if computed is None:
             return None
         return computed if self._source is None else self._source.told(computed)
@@ -342,6 +341,7 @@ class VirtualWorld:
                 return
             if self._in_link:
                 self._in_link.discard((worker, shard))
+            self._heard_s = self.now_s
             if shard == 0:
                 self.events += not self._alone
                 self._read.pop(worker, None)
