@@ -7,7 +7,7 @@ from typing import Literal
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Exchange, LocalExchange
-from hybridtrain.policies import Needs, Policy
+from hybridtrain.policies import LockFree, Needs, Policy
 
 Place = Literal["masters", "copy", "own", "shared"]
 Data = Literal["shares", "queue", "dealt"]
@@ -102,9 +102,14 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
 
 def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
     """Workers that step parameters themselves need a policy that lets them."""
+    shared = exchange.parameters == "shared"
+    if isinstance(policy, LockFree) and not shared:
+        raise UserError(
+            f"exchange={exchange} was given with policy={policy}, but there workers write to the "
+            "masters and hand nothing over; use policy=async, or exchange=in_place"
+        )
     if exchange.parameters == "read":
         return
-    shared = exchange.parameters == "shared"
     if shared and needs.whole_rounds:
         reason = "workers that write to the masters cannot wait for one another's updates"
     elif shared and needs.holds:
