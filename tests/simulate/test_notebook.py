@@ -20,6 +20,7 @@ from hybridtrain.policies import Grace, make_policy
 from hybridtrain.protocol.facts import Fact, Order, Pushed
 from hybridtrain.protocol.messages import Clip, Visits
 from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.named import make_update
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.training_task import Timetable
@@ -150,6 +151,44 @@ def test_the_schedule_is_the_notebooks(seconds: Sequence[float], window: float) 
     assert found.visits[: len(expected.visits)] == expected.visits
     if len(found.arrivals) == 120:
         assert found.ages == expected.ages
+
+
+class Learning(Counting):
+    """One number per shard, drawn towards what the mini-batch's place in the data says."""
+
+    def __init__(self, workers: int) -> None:
+        super().__init__(workers)
+        self.places = [0] * workers
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [torch.linspace(-1, 1, SHARDS)]
+
+    def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
+        self.places[worker] = positions[0]
+        return super().study(worker, epoch, positions)
+
+    def gradient(self, worker: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [(values[0] - math.sin(self.places[worker])).sin()]
+
+
+def test_with_an_endless_window_the_toy_is_synchronous_however_fast_its_workers_are() -> None:
+    """The notebook's check of itself: with a window of 1,000 s it has the numbers of lock-step."""
+    ends = []
+    for seconds in ((1.0, 1.0, 1.0, 1.0), NOTEBOOK):
+        world = VirtualWorld(
+            make_policy({"name": "grace", "window_s": math.inf, "together": True}),
+            4,
+            ServiceTimes("constant", slower=dict(enumerate(seconds))),
+            task=Learning(4),
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+            exchange=make_exchange({"name": "movement", "every": STEPS}),
+            update=make_update({"name": "sgd", "lr": 0.7, "momentum": 0.9}),
+            conditions=Conditions(visits=Visits(SHARDS, STEPS)),
+        )
+        world.run(updates=8)
+        ends += world.parameters()
+        assert world.now_s == 8 * STEPS * max(seconds)
+    assert torch.equal(*ends) and not torch.equal(ends[0], Learning(4).parameters()[0])
 
 
 def test_without_foresight_who_waits_goes_on_at_the_end_of_the_window() -> None:
