@@ -27,10 +27,11 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
+from hybridtrain.util.named_choice import BriefRepr
 
 
-@dataclass
-class Grace:
+@dataclass(repr=False)
+class Grace(BriefRepr):
     """Apply each contribution by itself; release together who has come within the window.
 
     Args:

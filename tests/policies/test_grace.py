@@ -70,6 +70,7 @@ def test_contributions_of_a_window_can_make_one_update() -> None:
     policy.on(Pushed(2, 10.0))
     policy.on(Pushed(0, 10.3))
     assert policy.on(TimerFired(10.5)) == (Apply((0, 2)), Release((0, 2)))
+    assert repr(Grace(0.5)) == "Grace(window_s=0.5)", "as records have it that are older"
     with pytest.raises(UserError, match="together='yes' was given; it must be true or false"):
         make_policy({"name": "grace", "together": "yes"})
 
