@@ -34,11 +34,13 @@ class Curve:
 
     def _means(self) -> list[Point]:
         n, sums = self._open
-        found = [(self._per_point, each) for each in self._sums] + ([(n, sums)] if n else [])
+        found = [(self._per_point, each) for each in self._sums]
+        if n and (not found or 2 * n >= self._per_point):  # or chance would say how it ends
+            found.append((n, sums))
         return [(t / count, v / count, b / count) for count, (t, v, b) in found]
 
     def points(self) -> list[tuple[float, float]]:
-        """(mean time, mean figure), the last of perhaps fewer figures."""
+        """(mean time, mean figure), the last of perhaps fewer figures, but not of too few."""
         return [(at_s, value) for at_s, value, _ in self._means()]
 
     def over_bytes(self) -> list[tuple[float, float]]:
