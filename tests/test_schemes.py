@@ -41,3 +41,15 @@ def test_the_table_has_values_and_comments_of_the_row() -> None:
     assert "| `strategy.update.initial` of `async_ada_da` | `1.0` |" in scheme_pages.knobs(
         "delay_tolerant"
     )
+
+
+@pytest.mark.slow
+def test_a_picture_is_one_run_under_the_scheme_and_under_hybrid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
+    monkeypatch.setattr(scheme_pages, "RUN", (*scheme_pages.RUN[:-1], "seconds=10"))
+    own, hybrid = scheme_pages.run_of("post_local_sgd"), scheme_pages.run_of("hybrid")
+    scheme_pages.draw("post_local_sgd", own, hybrid, tmp_path / "drawn.png")
+    assert own.strategy == "post_local_sgd" and own.seconds == pytest.approx(10, abs=1)
+    assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
