@@ -19,9 +19,11 @@ from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import Grace, make_policy
 from hybridtrain.protocol.facts import Fact, Order, Pushed
 from hybridtrain.protocol.messages import Clip, Visits
+from hybridtrain.protocol.server_events import Event
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import make_update
 from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.training_task import Timetable
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
@@ -200,6 +202,26 @@ def test_without_foresight_who_waits_goes_on_at_the_end_of_the_window() -> None:
     times = ServiceTimes("constant", slower={1: 1.6})
     VirtualWorld(with_it, 2, times, conditions=Conditions(foresight=True)).run(updates=3)
     assert with_it.arrivals[:3] == [(1.0, 0), (1.6, 1), (2.0, 0)]
+
+
+def test_servers_see_time_pass_in_order_though_foresight_takes_it_back() -> None:
+    """Also of a death in a window, after the last arrival."""
+    deaths = Script((Dies(3.0, 2), Joins(17.9, 2), Dies(24.2, 2)))
+    world = VirtualWorld(
+        Grace(4.0),
+        3,
+        ServiceTimes("lognormal", slower={1: 30.0, 2: 30.0}),
+        conditions=Conditions(script=deaths, foresight=True),
+    )
+    times, tell = list[float](), world.server.on
+
+    def on(event: Event) -> Any:
+        times.append(world.now_s)
+        return tell(event)
+
+    vars(world.server)["on"] = on
+    world.run(updates=40)
+    assert len(times) > 40 and times == sorted(times)
 
 
 def test_whose_shares_are_fixed_cannot_draw_from_shards() -> None:

@@ -84,7 +84,7 @@ class VirtualWorld:
         exchange: Exchange | None = None,
         update: NamedUpdate | None = None,
     ) -> None:
-        self.now_s = self._heard_s = 0.0  # and when something has last reached a server
+        self.now_s = self._heard_s = 0.0  # and when a server has last heard something
         self.events = 0  # contributions that have reached the server
         self.epochs = 0  # that all have ended
         self.interrupted = 0  # mini-batches that were begun anew
@@ -341,7 +341,6 @@ class VirtualWorld:
                 return
             if self._in_link:
                 self._in_link.discard((worker, shard))
-            self._heard_s = self.now_s
             if shard == 0:
                 self.events += not self._alone
                 self._read.pop(worker, None)
@@ -364,7 +363,7 @@ class VirtualWorld:
 
     def _on(self, shard: int, event: Event) -> None:
         """The server is told, and workers hear what it answers."""
-        server = self.servers[shard]
+        server, self._heard_s = self.servers[shard], self.now_s
         for worker, reply in server.on(event):
             if isinstance(reply, Released):
                 self._released(worker, shard)
