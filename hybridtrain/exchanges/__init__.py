@@ -12,7 +12,7 @@ from hybridtrain.exchanges.exchange import (
     Offer,
 )
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
-from hybridtrain.exchanges.requirements import Requirements, combine
+from hybridtrain.exchanges.requirements import Requirements, check_visits, combine
 
 __all__ = [
     "EXCHANGES",
@@ -24,6 +24,7 @@ __all__ = [
     "LocalExchange",
     "Offer",
     "Requirements",
+    "check_visits",
     "combine",
     "exchange_of",
     "make_exchange",

@@ -7,7 +7,7 @@ from typing import Literal
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Exchange, LocalExchange
-from hybridtrain.policies import Needs, Policy
+from hybridtrain.policies import LockFree, Needs, Policy
 
 Place = Literal["masters", "copy", "own", "shared"]
 Data = Literal["shares", "queue", "dealt"]
@@ -75,6 +75,16 @@ class Requirements:
         return self.data == "dealt"
 
 
+def check_visits(requirements: Requirements) -> None:
+    """Raises ``UserError`` where workers do not draw from a queue, which could be cut."""
+    if requirements.data != "queue":
+        how = "have fixed shares of the data" if requirements.whole_rounds else "take turns"
+        raise UserError(
+            f"data_shards was given, but under this policy workers {how}; leave it out, or use a "
+            "policy under which workers draw from one queue: async, grace"
+        )
+
+
 def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
     """Begin the policy for so many workers, and say what it and the exchange rely on.
 
@@ -109,9 +119,14 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
 
 def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
     """Workers that step parameters themselves need a policy that lets them."""
+    shared = exchange.parameters == "shared"
+    if isinstance(policy, LockFree) and not shared:
+        raise UserError(
+            f"exchange={exchange} was given with policy={policy}, but there workers write to the "
+            "masters and hand nothing over; use policy=async, or exchange=in_place"
+        )
     if exchange.parameters == "read":
         return
-    shared = exchange.parameters == "shared"
     if shared and needs.whole_rounds:
         reason = "workers that write to the masters cannot wait for one another's updates"
     elif shared and needs.holds:

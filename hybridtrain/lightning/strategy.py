@@ -97,7 +97,11 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.on_fault = OnFault(given.on_nonfinite, given.on_oom)
         self.transport = Transport.of(given.transport_dtype)
         self.data_options = DataOptions.of(
-            given.num_samples_key, given.batch_size_per_worker, given.iterable, given.keep_order
+            given.num_samples_key,
+            given.batch_size_per_worker,
+            given.iterable,
+            given.keep_order,
+            given.data_shards,
         )
         self.recording = Recording.at(given.record)
         self.keeping = CheckpointWriting.of(given.checkpoint)

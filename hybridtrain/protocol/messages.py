@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
+from hybridtrain.errors import UserError
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import GetState, SharedState, StepNumber
 from hybridtrain.memory.sparse_rows import Packed
@@ -83,6 +84,32 @@ class LoaderPass(NamedTuple):
     number: int = 0
 
 
+class Visits(NamedTuple):
+    """The epoch's order is cut into ``shards``; workers go from one to the next.
+
+    Each takes ``mini_batches`` from one shard, then goes to the one that was visited least.
+    """
+
+    shards: int
+    mini_batches: int
+
+    @classmethod
+    def of(cls, given: Any) -> Visits | None:
+        """From ``{number: 4, visit: 20}``; raises UserError if it makes no sense."""
+        if given is None:
+            return None
+        keys = set(given) if isinstance(given, Mapping) else set()
+        if keys != {"number", "visit"} or not all(
+            type(given[key]) is int and given[key] >= 1 for key in keys
+        ):
+            raise UserError(
+                f"data_shards={given} was given; it must be {{number: S, visit: N}}: so many "
+                "shards of the data, and so many mini-batches that a worker takes from one before "
+                "it goes to the one visited least, whole numbers from 1 on; or null"
+            )
+        return cls(given["number"], given["visit"])
+
+
 class DrawnBatch(NamedTuple):
     """One mini-batch drawn from the shared queue."""
 
@@ -153,7 +180,7 @@ class Draw:
     everybody's mini-batches; ``drop_last``: whole ones only; ``begins``: I begin the pass (perhaps
     anew: what I had drawn of it, but not trained on, goes back). ``turn``: mini-batches are
     dealt to the workers in turn, so many at a time; 0: first come, first served. ``fills``: if
-    there is nothing for me, give me something that does not count.
+    there is nothing for me, give me something that does not count. ``visits``: from shards.
     """
 
     lap: LoaderPass
@@ -164,6 +191,7 @@ class Draw:
     begins: bool = False
     turn: int = 0
     fills: bool = False
+    visits: Visits | None = None
 
 
 @dataclass(frozen=True, slots=True)

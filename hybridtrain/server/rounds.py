@@ -116,8 +116,8 @@ class Rounds:
 
     def wake(self) -> Replies:
         """It is at least as late as the policy wanted to be told."""
-        self.wake_at_s = None
-        return self._obey(TimerFired(self._statistics.clock()))
+        at_s, self.wake_at_s = self.wake_at_s or 0.0, None
+        return self._obey(TimerFired(max(self._statistics.clock(), at_s)))
 
     def push(self, worker: int, push: Push) -> Replies:
         """The worker's contribution lies in its row.

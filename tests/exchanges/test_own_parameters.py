@@ -352,6 +352,8 @@ def test_what_was_given_to_an_update_is_fixed_and_the_rest_follows() -> None:
         ("hybrid", "in_place", ["InPlace", "WaitForAll", "cannot wait", "policy=hogwild"]),
         ("synchronous", "movement", ["Movement", "RoundRobin", "one worker computes at a time"]),
         ("backup", "accumulated", ["Accumulated", "FirstK", "what comes late is dropped"]),
+        ("hogwild", "movement", ["Movement", "LockFree", "write to the masters", "policy=async"]),
+        ("hogwild", "gradient", ["Gradient", "LockFree", "write to the masters", "in_place"]),
         (
             {"name": "k_batch_async", "k": 2},
             "in_place",
@@ -390,7 +392,8 @@ def test_an_exchange_that_makes_no_sense_is_refused(given: Any, fragments: list[
         ("adagard", ["update='adagard'", "did you mean adagrad?", "known are user"]),
         ({"name": "sgd", "lrr": 1.0}, ["update.lrr", "did you mean lr?"]),
         ({"lr": 1.0}, ["update={'lr': 1.0}", "known are user"]),
-        ("lbfgs", ["update='lbfgs'", "known are user"]),
+        ("lbfgs", ["update='lbfgs'", "evaluates the loss", "handed over", "exchange=gradient"]),
+        ({"name": "LBFGS", "lr": 1}, ["evaluates the loss"]),
     ],
 )
 def test_an_update_that_makes_no_sense_is_refused(given: Any, fragments: list[str]) -> None:

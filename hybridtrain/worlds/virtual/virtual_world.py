@@ -8,6 +8,9 @@ what else happens, is told by the :class:`Conditions`. Nothing waits and nothing
 machine's speed, so a run is the same for its seed, down to the last bit. With a *task* gradients
 are real; without one only time is simulated.
 
+What is due at the same moment goes in this order: timers of the policy, ends of updates, the
+script, workers by their numbers.
+
 Legend: P elements of one dtype's buffer, W workers.
 """
 
@@ -79,7 +82,7 @@ class VirtualWorld:
         exchange: Exchange | None = None,
         update: NamedUpdate | None = None,
     ) -> None:
-        self.now_s = 0.0
+        self.now_s = self._heard_s = 0.0  # and when a server has last heard something
         self.events = 0  # contributions that have reached the server
         self.epochs = 0  # that all have ended
         self.interrupted = 0  # mini-batches that were begun anew
@@ -101,7 +104,7 @@ class VirtualWorld:
         self._update_s = self._under.update_s
         self._ending: list[int | None] = [None for _ in self.servers]  # updates that have begun
         self._replicas, self._source = register_workers(
-            self.servers, task, optimizer, n_workers, exchange, update, self._update_s > 0
+            self.servers, task, optimizer, n_workers, exchange, update, self._under
         )
         self._alone = self._replicas is not None and self._replicas.train_alone
         self._at_once = self._source is None and not self._turns
@@ -171,8 +174,9 @@ class VirtualWorld:
 
     def _happens(self) -> None:
         wake_s, shard = first_timer(self.servers)
-        if wake_s != math.inf and (not self._due or wake_s <= self._due[0][0]):
-            self.now_s = max(self.now_s, wake_s)
+        due_s, foresees = self._due[0][0] if self._due else math.inf, self._under.foresight
+        if wake_s < due_s or (wake_s == due_s < math.inf and not foresees):
+            self.now_s = self._heard_s if foresees else max(self.now_s, wake_s)
             self._on(shard, TimerExpired())
             return
         if not self._due:
@@ -302,15 +306,14 @@ class VirtualWorld:
             made = replicas.compute(worker, push)
             loss = made.loss if isinstance(made, Push) else replicas.loss
             if loss is not None:
-                self.curve.add(self.now_s, loss)
+                self.curve.add(self.now_s, loss, sum(s.statistics.sent_bytes for s in self.servers))
+        if isinstance(made, Push) and self._source is not None:
+            made = self._source.told(made)
         self.events += self._alone
         self._leaves(worker, made, self.now_s, at_once=self._direct)
 
     def _say(self, worker: int, said: Push | Begin | Gather, at_s: float) -> None:
-        """At ``at_s`` the worker says so to all servers; what it was to do before will not happen.
-
-        Each gets its part of a push.
-        """
+        """At ``at_s`` the worker says so to all servers, each its part; what it did has ended."""
         if (number := self._on_its_own.number(worker)) is None:
             number = self._doing[worker] = self._doing[worker] + 1
         self._answers[worker].expect()
@@ -361,7 +364,7 @@ class VirtualWorld:
 
     def _on(self, shard: int, event: Event) -> None:
         """The server is told, and workers hear what it answers."""
-        server = self.servers[shard]
+        server, self._heard_s = self.servers[shard], self.now_s
         for worker, reply in server.on(event):
             if isinstance(reply, Released):
                 self._released(worker, shard)
