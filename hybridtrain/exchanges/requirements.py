@@ -25,7 +25,7 @@ class Requirements:
     the training's: each ``"worker"``'s (all are equal), or the ``"server"``'s of updates. For
     ``holds``, ``drops_late`` and ``watches_loss`` see :class:`hybridtrain.policies.Needs`.
     ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
-    number does, and which.
+    number does, and which. ``asks``: workers ask before their first mini-batch.
     """
 
     whole_rounds: bool = True
@@ -37,6 +37,7 @@ class Requirements:
     watches_loss: bool = False
     gathers: int = 1
     later: tuple[int, int] | None = None
+    asks: bool = False
 
     @property
     def steps_in_worker(self) -> bool:
@@ -87,6 +88,7 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         watches_loss=needs.watches_loss,
         gathers=needs.gathers * steps,
         later=None if later is None else (later[0], later[1] * steps),
+        asks=needs.asks,
     )
 
 
