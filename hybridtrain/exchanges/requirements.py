@@ -26,7 +26,7 @@ class Requirements:
     ``holds``, ``drops_late`` and ``watches_loss`` see :class:`hybridtrain.policies.Needs`.
     ``private_state``: workers that write to the masters each have optimizer state of their own.
     ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
-    number does, and which.
+    number does, and which. ``asks``: workers ask before their first mini-batch.
     """
 
     whole_rounds: bool = True
@@ -39,6 +39,7 @@ class Requirements:
     private_state: bool = False
     gathers: int = 1
     later: tuple[int, int] | None = None
+    asks: bool = False
 
     @property
     def steps_in_worker(self) -> bool:
@@ -114,6 +115,7 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         private_state=getattr(exchange, "optimizer_state", "shared") == "private",
         gathers=needs.gathers * steps,
         later=None if later is None else (later[0], later[1] * steps),
+        asks=needs.asks,
     )
 
 

@@ -47,8 +47,6 @@ class Streaming(BriefRepr):
     keeps: ClassVar[bool] = False
     _steps: int = field(default=0, init=False, repr=False)  # since all have met
     _samples: float = field(default=0.0, init=False, repr=False)  # used since then
-    _told: float = field(default=0.0, init=False, repr=False)  # of these, with some offer
-    _new: bool = field(default=False, init=False, repr=False)  # steps since the last offer
     _flight: int | None = field(default=None, init=False, repr=False)  # which fragment
     _meets: bool = field(default=False, init=False, repr=False)
 
@@ -58,7 +56,7 @@ class Streaming(BriefRepr):
         self.compressor = Compressor(self.compress)
         turns = [(p + 1) * self.every // self.fragments for p in range(self.fragments)]
         self._turns = {turn % self.every: p for p, turn in enumerate(turns)}
-        self._sent = [(0, 0.0)] * self.fragments  # steps and samples at each one's last turn
+        self._sent = [(0, 0.0)] * self.fragments  # steps and samples at each one's last offer
 
     @property
     def steps(self) -> int:
@@ -66,7 +64,7 @@ class Streaming(BriefRepr):
 
     @property
     def owes(self) -> bool:
-        return self._new
+        return self._steps > max(self._sent)[0]
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
         if not whole_rounds:
@@ -85,7 +83,7 @@ class Streaming(BriefRepr):
         return self.skip(local)
 
     def skip(self, local: Local) -> Leaving:
-        self._steps, self._new = self._steps + 1, True
+        self._steps += 1
         if (due := self._turns.get(self._steps % self.every)) is not None:
             return self._handed_over(local, due, later=self.overlap > 0)
         waited = self._flight is not None and self._steps - self._sent[self._flight][0]
@@ -110,7 +108,7 @@ class Streaming(BriefRepr):
             if step < self._steps:
                 return self._handed_over(local, fragment, later=False)
         torch._foreach_copy_(local.parameters, list(local.masters))
-        self._steps, self._samples, self._told, self._meets = 0, 0.0, 0.0, False
+        self._steps, self._samples, self._meets = 0, 0.0, False
         self._sent = [(0, 0.0)] * self.fragments
         return None
 
@@ -120,9 +118,9 @@ class Streaming(BriefRepr):
         values: list[torch.Tensor | None] = [None] * len(local.parameters)
         for place, moved in zip(places, local.moved(places), strict=True):
             values[place] = moved
-        weight, told = self._samples - self._sent[fragment][1], self._samples - self._told
-        self._sent[fragment], self._told = (self._steps, self._samples), self._samples
-        self._flight, self._new = fragment, False
+        weight = self._samples - self._sent[fragment][1]
+        told = self._samples - max(self._sent)[1]  # since any was offered
+        self._sent[fragment], self._flight = (self._steps, self._samples), fragment
         return replace(self.compressor.offer(values, weight), samples=told, later=later)
 
     def state(self) -> dict[str, Any]:

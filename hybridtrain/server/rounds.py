@@ -136,7 +136,8 @@ class Rounds:
         if self._over:
             return freed + self._release_all()
         last = self.requirements.drops_late and self._queue.is_last_chance(push.covers)
-        return freed + self._obey(Pushed(worker, self._statistics.clock(), push.loss, last))
+        now_s, empty = self._statistics.clock(), push.weight <= 0
+        return freed + self._obey(Pushed(worker, now_s, push.loss, last, empty))
 
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
         """The worker wants the mean of all gradients before it pushes.

@@ -121,6 +121,7 @@ class VirtualWorld:
         self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
         self._work: dict[int, Push] = {}  # what the worker will push, where they differ
         self._asked: set[int] = set()  # who waits for its turn
+        self._to_ask = set(range(n_workers)) if self.server.requirements.asks else set[int]()
         script = self._under.script
         self._finish = script.finishes(n_workers)
         comings, absent = script.comings, script.absent()
@@ -278,7 +279,8 @@ class VirtualWorld:
             return
         if self._source is not None:
             self._work[worker] = push
-        if self._turns and worker not in self._asked:
+        if (self._turns or worker in self._to_ask) and worker not in self._asked:
+            self._to_ask.discard(worker)
             self._asked.add(worker)
             self._say(worker, Begin(), at_s)
             return

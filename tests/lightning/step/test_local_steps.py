@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.protocol.spans import dealt
-from tests.lightning.toys import Manual, Regression, make_trainer, regression_data
+from tests.lightning.toys import Manual, Recorder, Regression, make_trainer, regression_data
 from tests.picking import by_default
 
 SIZE, N = 4, 44  # of a mini-batch; of three workers the last one has fewer samples at the end
@@ -130,6 +130,28 @@ def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(
             loss_of(expected, batch).backward()
             optimizer.step()
     check_equal(module, expected)
+
+
+class Late(Regression):
+    """Worker 1 begins where worker 0 has come to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and self.trainer.global_step < 4:
+            raise AssertionError(f"it begins behind {self.trainer.global_step} updates")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("updates", by_default([4, 1000], 4))  # later than the end of the epoch
+def test_a_warm_start_leaves_the_first_updates_to_one_worker(updates: int, tmp_path: Path) -> None:
+    data = Recorder(regression_data(48))
+    policy = {"name": "async", "warm_start": updates}
+    strategy = HybridStrategy(policy, exchange={"name": "accumulated", "n_push": 2})
+    trainer = make_trainer(strategy, 2, max_epochs=2, default_root_dir=tmp_path)
+    trainer.fit(Late(lambda p: torch.optim.SGD(p, lr=0.01)), DataLoader(data, SIZE))
+    assert strategy.run_stats()["samples"] == 2 * 48
+    assert data.counts.tolist() == [2] * 48
+    first, other = strategy.run_stats()["samples_per_worker"]
+    assert first >= min(updates, 5) * SIZE and other > 0
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "downpour"])
