@@ -18,7 +18,7 @@ from hybridtrain.tasks.words.encoded_text import EncodedText, encode, only
 from hybridtrain.tasks.words.text_files import TextFiles
 from hybridtrain.tasks.words.vocabulary import Vocabulary, count
 
-_COMPILED, _TORCH, _LEAST = 10_000, 1_000, 250  # words of a mini-batch
+_COMPILED, _TORCH, _LEAST = 20_000, 1_000, 250  # words of a mini-batch
 _PARTS = 16  # mini-batches of each worker in an epoch, at least, where there are words for it
 
 
@@ -44,7 +44,7 @@ class TextData(pl.LightningDataModule):
         encoding_errors: bytes that are no UTF-8: ``strict`` ends the run, ``replace``, ``ignore``.
         min_count: words that occur less often get no vector.
         max_words: how many words get one at most, the most frequent; null: no limit.
-        batch_words: of each worker's mini-batch; auto: 10,000 for compiled steps, else 1,000, and
+        batch_words: of each worker's mini-batch; auto: 20,000 for compiled steps, else 1,000, and
             less where the text is short.
         num_workers: processes that load, for each worker.
         cache: folder for the numbers; null: in the trainer's ``default_root_dir``.

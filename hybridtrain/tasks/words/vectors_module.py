@@ -29,6 +29,7 @@ from hybridtrain.tasks.words.vocabulary import Vocabulary
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 _WORDS, _COUNTS = "words", "word_counts"  # in checkpoints
 _PROJECTED = 10_000  # words
+_TELLS_EVERY_S = 0.2
 
 
 def shares_parameters(trainer: Any) -> bool:
@@ -89,6 +90,8 @@ class WordVectors(pl.LightningModule):
         self._vocabulary: Vocabulary | None = None
         self.steps_compiled = False
         self._began_s, self._words = 0.0, 0
+        self._told = (-1, 0.0)  # in which epoch, when
+        self._losses: list[float] = []  # not logged yet
 
     # ---- tables ---------------------------------------------------------------------------------
 
@@ -197,21 +200,31 @@ class WordVectors(pl.LightningModule):
         }
 
     def tell(self, loss: float | torch.Tensor, n_words: int, unit: str = "words/s") -> None:
-        """Log the loss, and how many words all workers train on in a second."""
-        now = time.perf_counter()
-        if not self._words:
+        """Log the loss, and how many words all workers train on in a second.
+
+        Not behind every step: two logs take as long as compiled steps of a thousand words.
+        """
+        now, first = time.perf_counter(), not self._words
+        if first:
             self._began_s = now
-        else:
-            rate = self._words * self.trainer.world_size / max(now - self._began_s, 1e-9)
-            self.log(unit, rate, prog_bar=True, batch_size=1)
+        self._losses.append(float(loss))
+        new_epoch = self._told[0] != self.current_epoch  # in which all are to log something
+        if first or new_epoch or now - self._told[1] >= _TELLS_EVERY_S:
+            if not first:
+                rate = self._words * self.trainer.world_size / max(now - self._began_s, 1e-9)
+                self.log(unit, rate, prog_bar=True, batch_size=1)
+            n, mean = len(self._losses), sum(self._losses) / len(self._losses)
+            self.log("train/loss", mean, on_epoch=True, on_step=False, sync_dist=True, batch_size=n)
+            self._told = (self.current_epoch, now)
+            self._losses.clear()
         self._words += n_words
-        self.log("train/loss", loss, on_epoch=True, on_step=False, sync_dist=True, batch_size=1)
 
     # ---- the end --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
         """Time begins."""
         self._words = 0
+        self._losses.clear()
 
     def on_train_end(self) -> None:
         """Write files, show the projection."""
