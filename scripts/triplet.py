@@ -127,11 +127,11 @@ def run(arguments: Sequence[str]) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    found = {
-        (name, count): trained(make, given["strategy"], count, int(given["epochs"]))
-        for count in map(int, given["workers"].split(","))
-        for name, make in OPTIMIZERS.items()
-    }
+    found = {}
+    for count in map(int, given["workers"].split(",")):
+        for name, make in OPTIMIZERS.items():
+            found[name, count] = trained(make, given["strategy"], count, int(given["epochs"]))
+            print(f"{name}, {count}: {found[name, count][-1]}", file=sys.stderr, flush=True)
     Console(width=140).print(show(found))
     if given["plot"]:
         draw(found, Path(given["plot"]))
