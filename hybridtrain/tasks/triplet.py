@@ -10,6 +10,7 @@ Legend: V words, D numbers of each, B samples of a mini-batch, T triplets that h
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -49,6 +50,7 @@ class TripletModule(pl.LightningModule):
         super().__init__()
         if vocabulary < 1 or dim < 1:
             raise UserError(f"model.vocabulary={vocabulary}, model.dim={dim}: give at least 1 each")
+        check_size(vocabulary, dim)
         self.table = nn.Embedding(vocabulary, dim, sparse=True)
         nn.init.normal_(self.table.weight, std=dim**-0.5)  # of length 1, or so
         self.margin = margin
@@ -118,6 +120,17 @@ def triplet_loss(embed: Callable[[Tensor], Tensor], triplets: Triplets, margin: 
     """Σ ‖a − p‖² − ‖a − n‖² + margin of triplets for which that is above 0."""
     a, p, n = (embed(words) for words in triplets)
     return ((a - p).square().sum(1) - (a - n).square().sum(1) + margin).sum()
+
+
+def check_size(vocabulary: int, dim: int) -> None:
+    """Raises ``UserError`` if the table is larger than this machine, which torch would try."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (needed := 2 * 4 * vocabulary * dim) > there:
+        raise UserError(
+            f"model.vocabulary={vocabulary} with model.dim={dim} are {needed / 2**31:,.1f} GiB, "
+            f"which are needed twice, in this process and shared by all workers; this machine has "
+            f"{there / 2**30:,.1f} GiB: give fewer words or a smaller dim"
+        )
 
 
 def check_words(words: Tensor, vocabulary: int) -> None:

@@ -234,7 +234,7 @@ def test_different_parameters_are_refused_for_all_with_the_worker_named() -> Non
 def test_parameters_too_large_for_the_machine_are_refused_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(n_bytes: int) -> Arena:
+    def refuse(n_bytes: int, unused: object) -> Arena:
         raise UserError("too large")
 
     server = Server(WaitForAll(), 2)

@@ -151,7 +151,7 @@ def test_both_forms_of_examples_and_gzip_are_read_alike(tmp_path: Path) -> None:
         assert each.labels.tolist() == [1, -1, -1] and each.n_features == 8
         assert each.starts.tolist() == [0, 2, 3, 3]
         assert each.degrees().tolist() == [1, 1, 1, 1, 1, 1, 1, 1]
-    labels, starts, features, values = one.__getitems__([2, 0])
+    labels, starts, features, values = one.rows(one.__getitems__([2, 0]))
     assert (labels.tolist(), starts.tolist()) == ([-1, 1], [0, 0, 2])
     assert (features.tolist(), values.tolist()) == ([0, 7], [0.5, 1.5])
     both = read_examples([str(tmp_path / name) for name in ("a.svm", "b.vw.gz")])

@@ -119,6 +119,13 @@ def test_rare_words_are_learnt_by_two_workers(strategy: str) -> None:
     assert found["val/rare"] > 0.5, "0.2 by chance"
 
 
+def test_a_table_larger_than_memory_is_refused_in_one_line() -> None:
+    with pytest.raises(
+        UserError, match=r"^model.vocabulary=10000000000 .* give fewer words[^\n]*$"
+    ):
+        TripletModule(10**10, 128)
+
+
 @pytest.mark.parametrize("bad", [300, -1])
 def test_an_id_beyond_the_table_is_named(bad: int) -> None:
     module = TripletModule(300, 4)

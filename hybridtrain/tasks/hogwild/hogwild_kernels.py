@@ -18,24 +18,25 @@ Array = Any  # numpy.ndarray; numba knows the types
 @compiled
 def svm(
     weights: Array,  # (F,)
-    labels: Array,  # (B,) of -1 and 1
-    starts: Array,  # (B + 1,) where each example's features begin
-    features: Array,  # (N,)
-    values: Array,  # (N,)
+    places: Array,  # (B,) which examples
+    rows: tuple[Array, Array, Array, Array],  # of all: labels, starts, features, values
     shrink: Array,  # (F,) regularization of a feature, for one example that has it
     rate: float,
 ) -> None:
     """Hinge loss; the features of an example are those that shrink."""
-    for example in range(len(labels)):
+    labels, starts, features, values = rows
+    of_type = weights.dtype.type
+    step = of_type(rate)
+    for example in places:
         first, last = starts[example], starts[example + 1]
-        score = weights.dtype.type(0)
+        score = of_type(0)
         for n in range(first, last):
             score += weights[features[n]] * values[n]
-        push = rate * labels[example] if labels[example] * score < 1 else 0.0
+        push = step * labels[example] if labels[example] * score < 1 else of_type(0)
         for n in range(first, last):
             feature = features[n]
             old = weights[feature]
-            weights[feature] = old + push * values[n] - rate * shrink[feature] * old
+            weights[feature] = old + push * values[n] - step * shrink[feature] * old
 
 
 @compiled

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words.compiled import INSTALL, is_installed
+from hybridtrain.tasks.words.vectors_module import shares_parameters
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -59,7 +60,7 @@ class InPlaceModule(pl.LightningModule):
             UserError: if compiled steps were asked for and cannot be made.
         """
         self.know(self.trainer.datamodule)  # type: ignore[attr-defined]
-        shares = _shares_parameters(self.trainer)
+        shares = shares_parameters(self.trainer)
         if self.compiled is True and not shares:
             raise UserError(
                 "model.compiled=true was given, but only workers that share parameters can step "
@@ -104,14 +105,6 @@ class InPlaceModule(pl.LightningModule):
     def step_examples(self, batch: Any) -> None:
         """Step the parameters in place, one example after the other."""
         raise NotImplementedError
-
-
-def _shares_parameters(trainer: Any) -> bool:
-    """Whether what this process writes to parameters is what is trained."""
-    requirements = getattr(trainer.strategy, "requirements", None)
-    if requirements is not None:
-        return bool(requirements.in_place)
-    return bool(trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu")
 
 
 def array(tensor: Tensor) -> Any:

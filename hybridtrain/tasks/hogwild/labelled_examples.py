@@ -20,7 +20,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.tasks.hogwild.text_lines import Array, Columns, index, number, numbered_lines
 
 # labels (B,) fp32 of -1 and 1; starts (B + 1,) int64; features (nnz,) int64; values (nnz,) fp32
-Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]
 _LABELS = {-1.0: -1.0, 0.0: -1.0, 1.0: 1.0}
 
 
@@ -30,7 +30,7 @@ class Examples(Dataset[Any]):
 
     labels: Array  # (N,)
     starts: Array  # (N + 1,)
-    features: Array
+    features: Array  # unsigned, as a compiled step need not ask whether they are below 0
     values: Array
     n_features: int
     kept: object = None
@@ -38,12 +38,16 @@ class Examples(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, place: int) -> Batch:
+    def __getitem__(self, place: int) -> Tensor:
         return self.__getitems__([place])
 
-    def __getitems__(self, places: Sequence[int]) -> Batch:
-        """These examples as one mini-batch."""
-        chosen = np.asarray(places)
+    def __getitems__(self, places: Sequence[int]) -> Tensor:
+        """A mini-batch says which examples are in it: a compiled step reads them where they lie."""
+        return torch.tensor(places)
+
+    def rows(self, places: Tensor) -> Rows:
+        """These examples (B,), one behind the other."""
+        chosen = places.numpy()
         firsts, lasts = self.starts[chosen], self.starts[chosen + 1]
         starts = np.concatenate([[0], np.cumsum(lasts - firsts)])
         where = np.repeat(firsts - starts[:-1], lasts - firsts) + np.arange(starts[-1])
@@ -75,7 +79,7 @@ def read_examples(files: Sequence[str], n_features: int | None = None) -> Exampl
     Raises:
         UserError: naming file and line, if one makes no sense.
     """
-    columns = Columns({"labels": "f4", "lengths": "i8", "features": "i4", "values": "f4"})
+    columns = Columns({"labels": "f4", "lengths": "i8", "features": "u4", "values": "f4"})
     largest = -1
     for where, line in numbered_lines(files):
         label, features, values = parse_example(line, where, n_features)
@@ -119,9 +123,9 @@ def parse_example(
 def planted_examples(n: int, n_features: int, seed: int) -> Examples:
     """Ten features each, common ones more often; a hidden plane tells the label, but for 5 %."""
     random = np.random.default_rng(seed)
-    features = (random.random((n, 10)) ** 2 * n_features).astype(np.int32)
+    features = (random.random((n, 10)) ** 2 * n_features).astype(np.uint32)
     features.sort(axis=1)
-    features += np.arange(10, dtype=np.int32)  # none occurs twice in an example
+    features += np.arange(10, dtype=np.uint32)  # none occurs twice in an example
     values = random.random((n, 10), dtype=np.float32) + 0.1
     values /= np.linalg.norm(values, axis=1, keepdims=True)
     plane = random.standard_normal(n_features + 10)

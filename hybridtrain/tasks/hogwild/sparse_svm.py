@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_info
@@ -19,7 +20,6 @@ from torch.utils.data import DataLoader
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, MakeOptimizer, array
 from hybridtrain.tasks.hogwild.labelled_examples import (
-    Batch,
     Examples,
     as_it_is,
     planted_examples,
@@ -49,9 +49,12 @@ class SparseSvm(InPlaceModule):
         self.mu = mu
         self.weights: nn.Embedding | None = None
         self._shrink = torch.empty(0)  # (F,)
+        self._examples: Examples | None = None
+        self._test: Examples | None = None
         self.n_features, self.n_examples = 0, 1
 
     def know(self, data: ExamplesData) -> None:
+        self._examples, self._test = data.examples, data.test
         self.n_features, self.n_examples = data.examples.n_features, len(data.examples)
         self._shrink = self.mu / data.examples.degrees().float()
 
@@ -61,32 +64,34 @@ class SparseSvm(InPlaceModule):
             self.weights = nn.Embedding(self.n_features, 1, sparse=True)
             nn.init.zeros_(self.weights.weight)
 
-    def _known(self) -> tuple[nn.Embedding, Tensor]:
-        assert self.weights is not None, "configure_model made it"
-        return self.weights, self._shrink
+    def _known(self, testing: bool = False) -> tuple[nn.Embedding, Examples]:
+        examples = self._test if testing else self._examples
+        assert self.weights is not None and examples is not None, "setup and configure_model"
+        return self.weights, examples
 
-    def loss(self, batch: Batch) -> Tensor:
-        """Mean of the examples' shares of the objective."""
-        labels, starts, features, values = batch
-        weights, shrink = self._known()
+    def loss(self, batch: Tensor) -> Tensor:
+        """Mean of the examples' (B,) shares of the objective."""
+        weights, examples = self._known()
+        labels, starts, features, values = examples.rows(batch)
         own = weights(features)[:, 0]  # (N,)
         hinge = (1 - labels * sums(own * values, starts)).clamp(min=0).sum()
-        return (hinge + 0.5 * (shrink[features] * own.square()).sum()) / len(labels)
+        return (hinge + 0.5 * (self._shrink[features] * own.square()).sum()) / len(labels)
 
-    def step_examples(self, batch: Batch) -> None:
+    def step_examples(self, batch: Tensor) -> None:
         from hybridtrain.tasks.hogwild import hogwild_kernels
 
-        weights, shrink = self._known()
-        labels, starts, features, values = (each.numpy() for each in batch)
-        table = array(weights.weight)[:, 0]
-        kernel = hogwild_kernels.svm
-        kernel(table, labels, starts, features, values, array(shrink), self.rate_now)
+        weights, all_of = self._known()
+        table, shrink = array(weights.weight)[:, 0], array(self._shrink)
+        starts = all_of.starts.view(np.uint64)
+        rows = all_of.labels, starts, all_of.features, all_of.values
+        places = batch.numpy().view(np.uint64)
+        hogwild_kernels.svm(table, places, rows, shrink, self.rate_now)
 
     @torch.no_grad()
-    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log ``val/objective`` of the examples trained on."""
-        labels, starts, features, values = batch
-        weights, _ = self._known()
+        weights, examples = self._known()
+        labels, starts, features, values = examples.rows(batch)
         scores = sums(weights(features)[:, 0] * values, starts)
         hinge = (1 - labels * scores).clamp(min=0).mean()
         size = 0.5 * self.mu * float(weights.weight.square().sum()) / self.n_examples
@@ -97,10 +102,11 @@ class SparseSvm(InPlaceModule):
         )  # fmt: skip
 
     @torch.no_grad()
-    def test_step(self, batch: Batch, batch_idx: int) -> None:
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
         """Log ``test/error``: the share of examples on the wrong side."""
-        labels, starts, features, values = batch
-        wrong = (sums(self._known()[0](features)[:, 0] * values, starts) * labels <= 0).float()
+        weights, examples = self._known(testing=True)
+        labels, starts, features, values = examples.rows(batch)
+        wrong = (sums(weights(features)[:, 0] * values, starts) * labels <= 0).float()
         self.log("test/error", wrong.mean(), sync_dist=True, batch_size=len(labels))
 
 
