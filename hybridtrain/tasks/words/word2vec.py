@@ -164,13 +164,16 @@ class Word2Vec(WordVectors):
         return found
 
     def _mean(self, rows: pairs.Rows, starts: Any) -> Tensor:
-        return F.embedding_bag(
+        """Of each bag; but its gradient goes to each row undivided, as in the authors' program."""
+        summed = F.embedding_bag(
             torch.from_numpy(rows).to(self.device),
             self._tables()[0],
             torch.from_numpy(starts).to(self.device),
-            mode="mean",
+            mode="sum",
             sparse=True,
         )
+        sizes = torch.from_numpy(np.diff(starts, append=len(rows))).to(self.device)
+        return summed - (summed - summed / sizes[:, None]).detach()
 
     def sampled(self, hidden: Tensor, words: pairs.Rows, drawn: pairs.Rows) -> Tensor:
         """Negative sampling: mean over ``hidden`` (M, D) of the losses of K + 1 predictions each.
