@@ -84,7 +84,8 @@ class Word2Vec(WordVectors):
         workers = self._trainer.world_size if self._trainer is not None else 1
         check_memory(8 * n * self.dim, workers, f"vectors of {n:,} words and {self.dim} dimensions")
         self.inputs = nn.Embedding(n, self.dim, sparse=True)
-        nn.init.uniform_(self.inputs.weight, -0.5 / self.dim, 0.5 / self.dim)
+        # As gensim: with half of it, as in the authors' program, 5 epochs end 1 % higher.
+        nn.init.uniform_(self.inputs.weight, -1.0 / self.dim, 1.0 / self.dim)
         rows = n if self.output == "negative" else n - 1
         self.outputs = nn.Embedding(rows, self.dim, sparse=True)
         nn.init.zeros_(self.outputs.weight)
