@@ -103,7 +103,7 @@ def run_c(loop: Any, entries: Path, n_words: int, given: argparse.Namespace) -> 
 def run_ours(given: argparse.Namespace, workers: int) -> tuple[float, Any, int]:
     """Seconds, tables, and how many words there are."""
     pl.seed_everything(0, verbose=False)
-    module, clock = GloVe(given.dim, RATE, X_MAX, ALPHA, compiled=True, save=()), Clock()
+    module, clock = GloVe(given.dim, RATE, X_MAX, ALPHA, compiled=True, save=()), Clock(workers)
     with tempfile.TemporaryDirectory() as folder:
         data = Cooccurrences(given.text, min_count=given.min_count)
         pl.Trainer(

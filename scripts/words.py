@@ -5,10 +5,13 @@
 Both train on the same words, in the same lines, with the same vocabulary, window, rate, number of
 dimensions, negative samples, epochs and workers. gensim gets the lines as lists in memory. A turn
 is timed from the first mini-batch to the last; what comes before (counting, compiling, starting
-processes) is in neither. Turns alternate, and ratios are those of neighbours, since the machine
-may be shared. Quality is that of ``--seeds`` trainings each: the rank correlation with WordSim-353
-and SimLex-999, which gensim brings, and the mean loss of a prediction on the text itself, which one
-function works out for both. Needs gensim and numba (extra ``benchmark``).
+processes) is in neither. Turns alternate, and ratios are those of neighbours, since the machine may
+be shared; where it is, seconds of cores say more, those of all threads and processes that train.
+Quality is that of ``--seeds`` trainings each: the rank correlation with WordSim-353 and SimLex-999,
+which gensim brings, and the mean loss of a prediction on the text itself, which one function works
+out for both. Both get the text in parts of 100 lines in random order, because gensim reads it as it
+is and what comes last counts most, while ours takes its mini-batches at random. Needs gensim and
+numba (extra ``benchmark``).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytorch_lightning as pl
@@ -38,7 +41,15 @@ from hybridtrain.tasks.words.vocabulary import Vocabulary, count
 from hybridtrain.tasks.words.word2vec import Word2Vec
 
 RATE, MIN_RATE, WINDOW = 0.025, 1e-4, 5
-Trained = tuple[float, Vectors, Vectors]  # seconds; inputs and outputs, in the vocabulary's order
+
+
+class Trained(NamedTuple):
+    """Seconds on the clock and of all cores; vectors in the vocabulary's order."""
+
+    wall_s: float
+    core_s: float
+    inputs: Vectors
+    outputs: Vectors
 
 
 def compile_steps(kind: str, dim: int) -> None:
@@ -52,18 +63,21 @@ def compile_steps(kind: str, dim: int) -> None:
 
 
 class Clock(pl.Callback):
-    """When the first mini-batch began, and the last ended."""
+    """When the first mini-batch began, and the last ended; what workers have used of cores."""
 
-    def __init__(self) -> None:
-        self.began_s = self.ended_s = 0.0
+    def __init__(self, workers: int) -> None:
+        self.began_s = self.ended_s = self.used_s = 0.0
+        self.core_s = torch.zeros(workers).share_memory_()
 
     def on_train_batch_start(self, *_: Any) -> None:
         """The first."""
         self.began_s = self.began_s or time.perf_counter()
+        self.used_s = self.used_s or time.process_time()
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Perhaps the last."""
         self.ended_s = time.perf_counter()
+        self.core_s[trainer.global_rank] = time.process_time() - self.used_s
 
 
 def ours(given: argparse.Namespace, kind: str, workers: int, seed: int) -> Trained:
@@ -80,7 +94,7 @@ def ours(given: argparse.Namespace, kind: str, workers: int, seed: int) -> Train
         compiled=True,
         save=(),
     )
-    clock = Clock()
+    clock, served_s = Clock(workers), time.process_time()
     with tempfile.TemporaryDirectory() as folder:
         data = TextData(given.text, min_count=given.min_count, batch_words=given.batch_words)
         pl.Trainer(
@@ -96,7 +110,8 @@ def ours(given: argparse.Namespace, kind: str, workers: int, seed: int) -> Train
             default_root_dir=folder,
         ).fit(module, datamodule=data)
     inputs, outputs = (table.detach().numpy() for table in module._tables())
-    return clock.ended_s - clock.began_s, inputs, outputs
+    used_s = float(clock.core_s.sum()) + time.process_time() - served_s
+    return Trained(clock.ended_s - clock.began_s, used_s, inputs, outputs)
 
 
 def gensims(
@@ -121,18 +136,19 @@ def gensims(
         workers=workers,
     )
     model.build_vocab(lines)
-    began_s = time.perf_counter()
+    began_s, used_s = time.perf_counter(), time.process_time()
     model.train(lines, total_examples=len(lines), epochs=given.epochs)
     ended_s = time.perf_counter()
     rows = [model.wv.key_to_index[word] for word in words.words]
-    return ended_s - began_s, model.wv.vectors[rows], model.syn1neg[rows]
+    used_s = time.process_time() - used_s
+    return Trained(ended_s - began_s, used_s, model.wv.vectors[rows], model.syn1neg[rows])
 
 
 def judged(
     given: argparse.Namespace, kind: str, words: Vocabulary, trained: Trained
 ) -> dict[str, float]:
     """What vectors are worth."""
-    known = KnownWords(words.words, trained[1])
+    known = KnownWords(words.words, trained.inputs)
     found = {
         name: known.similarity(datapath(file)).correlation
         for name, file in (("wordsim353", "wordsim353.tsv"), ("simlex999", "simlex999.txt"))
@@ -142,7 +158,7 @@ def judged(
     module.configure_model()
     module.on_fit_start()
     with torch.no_grad():
-        for table, values in zip(module._tables(), trained[1:], strict=True):
+        for table, values in zip(module._tables(), (trained.inputs, trained.outputs), strict=True):
             table.copy_(torch.from_numpy(values))
         random = np.random.default_rng(0)
         losses = [float(module.loss(part, random)) for part in given.sample]
@@ -177,6 +193,7 @@ def measured(
     for kind in given.kinds:
         for workers in given.workers:
             speeds: dict[str, list[float]] = {"ours": [], "gensim": []}
+            by_core: dict[str, list[float]] = {"ours": [], "gensim": []}
             worth: dict[str, list[dict[str, float]]] = {"ours": [], "gensim": []}
             for turn in range(max(given.repeats, given.seeds)):
                 for who in ("ours", "gensim") if turn % 2 else ("gensim", "ours"):
@@ -184,27 +201,27 @@ def measured(
                         trained = ours(given, kind, workers, turn)
                     else:
                         trained = gensims(given, kind, workers, turn, lines, words)
-                    speeds[who].append(trained_on / trained[0])
+                    speeds[who].append(trained_on / trained.wall_s)
+                    by_core[who].append(trained_on / trained.core_s)
                     if turn < given.seeds:
                         worth[who].append(judged(given, kind, words, trained))
-            ratios = [a / b for a, b in zip(speeds["ours"], speeds["gensim"], strict=True)]
-            rows.append(
-                {"kind": kind, "workers": workers, "ratios": ratios, "speeds": speeds}
-                | {"worth": worth}
-            )
+            row = {"kind": kind, "workers": workers, "speeds": speeds, "by_core": by_core}
+            rows.append(row | {"worth": worth})
             show(rows[-1])
     return rows
 
 
 def show(row: dict[str, Any]) -> None:
     """Print one."""
-    speed = {who: statistics.median(each) for who, each in row["speeds"].items()}
-    print(
-        f"{row['kind']:9}  workers {row['workers']}  words/s {speed['ours']:,.0f}, "
-        f"gensim {speed['gensim']:,.0f}, ratio {statistics.median(row['ratios']):.2f} "
-        f"({min(row['ratios']):.2f} to {max(row['ratios']):.2f})",
-        flush=True,
-    )
+    for name, key in (("words/s", "speeds"), ("words per second of a core", "by_core")):
+        speed = {who: statistics.median(each) for who, each in row[key].items()}
+        ratios = [a / b for a, b in zip(row[key]["ours"], row[key]["gensim"], strict=True)]
+        print(
+            f"{row['kind']:9}  workers {row['workers']}  {name} {speed['ours']:,.0f}, gensim "
+            f"{speed['gensim']:,.0f}, ratio {statistics.median(ratios):.2f} "
+            f"({min(ratios):.2f} to {max(ratios):.2f})",
+            flush=True,
+        )
     for who, judgements in row["worth"].items():
         for name in judgements[0] if judgements else ():
             values = [each[name] for each in judgements]
@@ -212,17 +229,32 @@ def show(row: dict[str, Any]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, write."""
+    """Mix the text, then measure."""
     hush()
     hush_lightning()
     given = parse()
-    text = TextFiles(given.text)
-    words = Vocabulary.of(count(text), given.min_count)
+    with tempfile.TemporaryDirectory() as folder:
+        lines = in_random_order(given.text, Path(folder) / "text.txt")
+        given.text = [str(Path(folder) / "text.txt")]
+        compare(given, lines)
+
+
+def in_random_order(files: list[str], path: Path) -> list[list[str]]:
+    """All lines, which are also written to ``path``."""
     lines: list[list[str]] = [[]]
-    for some, ends in text:
+    for some, ends in TextFiles(files):
         lines[-1] += some
         if ends:
             lines.append([])
+    order = np.random.default_rng(0).permutation(-(-len(lines) // 100))
+    mixed = [line for part in order for line in lines[100 * part : 100 * part + 100] if line]
+    path.write_text("\n".join(map(" ".join, mixed)))
+    return mixed
+
+
+def compare(given: argparse.Namespace, lines: list[list[str]]) -> None:
+    """Measure, print, write."""
+    words = Vocabulary.of(count(TextFiles(given.text)), given.min_count)
     numbers = words.number_of
     parts = [[numbers[word] for word in line if word in numbers] for line in lines[:2000]]
     given.sample = [np.array(part, dtype=np.int32) for part in parts if len(part) > 1]

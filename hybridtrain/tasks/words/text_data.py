@@ -95,7 +95,10 @@ class TextData(pl.LightningDataModule):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._write()
-        except OSError as error:
+        except BaseException as error:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            if not isinstance(error, OSError):
+                raise
             raise UserError(
                 f"the text could not be read, or its numbers not be written to {self.folder}: "
                 f"{error}; name another folder with data.cache"

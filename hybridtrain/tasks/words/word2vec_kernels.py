@@ -192,7 +192,10 @@ def cbow(
     rate: Any,
     seed: int,
 ) -> Any:
-    """The mean of its neighbours predicts each word; returns sum and number of the losses seen."""
+    """The mean of its neighbours predicts each word; returns sum and number of the losses seen.
+
+    Each neighbour gets the whole step that the mean should make, as in the authors' program.
+    """
     left, state = _thinned(numbers, keep, _seeded(seed))
     one = inputs.dtype.type(1)
     hidden, error = np.empty(inputs.shape[1], inputs.dtype), np.empty(inputs.shape[1], inputs.dtype)
@@ -215,8 +218,6 @@ def cbow(
             hidden[k] *= share
         looks = made % _LOOKS_EVERY == 0
         found, state = predict(hidden, error, outputs, left[at], rate, draws, paths, looks, state)
-        for k in range(len(error)):
-            error[k] *= share
         for near in range(first, last + 1):
             if near != at:
                 row = inputs[left[near]]

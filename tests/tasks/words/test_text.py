@@ -114,6 +114,7 @@ def test_too_little_text_ends_a_run_with_the_same_line(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("alone alone")
     with pytest.raises(UserError, match="of 1 different words"):
         train(Word2Vec(4), tmp_path / "one.txt", "hogwild", 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["one.txt"], "nothing is left behind"
 
 
 @pytest.mark.parametrize(
