@@ -1,11 +1,11 @@
 """Check strategies against theory: one table, one drawing.
 
-    python scripts/laws.py [updates=40000] [only=elastic,late] [plot=laws.png]
+    python scripts/laws.py [updates=10000] [only=elastic,late] [plot=laws.png]
 
 Prints for each law what was computed, what came of it, what it has to be, and whether it is; the
 papers are named in scripts/theory.py (waiting and staleness), local_theory.py (workers that train
-on their own) and late_theory.py (late gradients). Takes ten minutes of one core; fewer updates are
-faster and less exact. Ends with status 1 if a law does not hold.
+on their own) and late_theory.py (late gradients). Takes five minutes of one core; more updates are
+slower and more exact. Ends with status 1 if a law does not hold.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _panel(axes: Any, name: str, own: Sequence[About]) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     given = options(arguments, ["updates", "only", "plot"])
-    updates = given.get("updates", "40000")
+    updates = given.get("updates", "10000")
     if not updates.isdecimal() or int(updates) < 100:
         raise UserError(f"updates={updates} was given; it must be a whole number from 100 on")
     only = given.get("only", ",".join(LAWS)).split(",")
