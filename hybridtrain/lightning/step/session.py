@@ -187,8 +187,8 @@ class Session:
             step.buffers = self.buffers
             step.in_place = in_place(optimizer, self._client, self._requirements, self.written)
             step.manual = not self._module.automatic_optimization
-            quiet = self._unseen and parameters_rest(self.trainer)
-            step.lazy = quiet and self._requirements.may_go_ahead
+            sure = self._requirements.may_go_ahead and last_version(self.trainer) is None
+            step.lazy = sure and self._unseen and parameters_rest(self.trainer)
             if not self._requirements.whole_rounds:
                 step.told = partial(set_global_step, self.trainer)
             if self.steps:

@@ -309,8 +309,6 @@ class VirtualWorld:
             loss = made.loss if isinstance(made, Push) else replicas.loss
             if loss is not None:
                 self.curve.add(self.now_s, loss, sum(s.statistics.sent_bytes for s in self.servers))
-        if isinstance(made, Push) and self._source is not None:
-            made = self._source.told(made)
         self.events += self._alone
         self._leaves(worker, made, self.now_s, at_once=self._direct)
 

@@ -92,13 +92,15 @@ class Course:
         trainer.state.stage = RunningStage.TRAINING
         self.loop: Any = trainer.fit_loop.epoch_loop
         self.loop._should_accumulate = lambda: False
-        self.client: Any = SimpleNamespace(version=0, n_workers=2)
+        self.client: Any = SimpleNamespace(
+            version=0, expected_version=0, n_workers=2, settle=lambda: None
+        )
         expected: Any = SimpleNamespace(limit=None)  # nobody has been told how many there will be
         self.trainer, self.count = trainer, UpdateCount(trainer, self.client, expected)
 
     def step(self, version: int) -> int | None:
         """A mini-batch whose release has this version; the step of its row, if there is one."""
-        self.client.version = version
+        self.client.version = self.client.expected_version = version
         self.loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         due = self.trainer._logger_connector.should_update_logs
         row = self.loop._batches_that_stepped if due else None
