@@ -117,6 +117,12 @@ def _loss(logit: Any, label: Any) -> Any:
 
 
 @compiled
+def _add(to: Any, step: Any) -> None:
+    for k in range(len(step)):
+        to[k] += step[k]
+
+
+@compiled
 def _thinned(numbers: Any, keep: Any, state: Any) -> Any:
     """What is left of a stretch, and the state of the random numbers."""
     left = np.empty(len(numbers), np.int64)
@@ -172,8 +178,7 @@ def skip_gram(
             looks = made % _LOOKS_EVERY == 0
             word = left[near]
             found, state = predict(hidden, error, outputs, word, rate, draws, paths, looks, state)
-            for k in range(len(error)):
-                hidden[k] += error[k]
+            _add(hidden, error)
             loss += found
             seen += looks
             made += 1
@@ -211,18 +216,14 @@ def cbow(
         share = one / inputs.dtype.type(last - first)
         for near in range(first, last + 1):
             if near != at:
-                row = inputs[left[near]]
-                for k in range(len(hidden)):
-                    hidden[k] += row[k]
+                _add(hidden, inputs[left[near]])
         for k in range(len(hidden)):
             hidden[k] *= share
         looks = made % _LOOKS_EVERY == 0
         found, state = predict(hidden, error, outputs, left[at], rate, draws, paths, looks, state)
         for near in range(first, last + 1):
             if near != at:
-                row = inputs[left[near]]
-                for k in range(len(error)):
-                    row[k] += error[k]
+                _add(inputs[left[near]], error)
         loss += found
         seen += looks
         made += 1
