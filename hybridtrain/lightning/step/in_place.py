@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -148,6 +148,16 @@ class PrivateState(InPlace):
 
     def _keep_in_place(self) -> None:
         """What it has put into its state is there."""
+
+    def states(self) -> dict[Any, Any]:
+        """By parameter."""
+        return dict(self._state)
+
+    def replace(self, states: Mapping[Any, Any]) -> None:
+        """User code has made something else of them."""
+        kept = dict(states)
+        self._state.clear()
+        self._state.update(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer would save it."""
