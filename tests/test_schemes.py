@@ -37,7 +37,7 @@ def test_the_table_has_values_and_comments_of_the_row() -> None:
         "| `strategy.exchange.every.at` | `first_decay` | from where the learning rate falls for "
         "the first time; or after so many steps |",
     ]
-    assert scheme_pages.knobs("hogwild") == "It has no options of its own."
+    assert scheme_pages.knobs("hybrid") == "It has no options of its own."
     assert "| `strategy.update.initial` of `async_ada_da` | `1.0` |" in scheme_pages.knobs(
         "delay_tolerant"
     )

@@ -11,7 +11,7 @@ which step was made last: what a lost worker has counted and not made is done ag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -153,6 +153,16 @@ class PrivateState(InPlace):
 
     def _keep_in_place(self) -> None:
         """What it has put into its state is there."""
+
+    def states(self) -> dict[Any, Any]:
+        """By parameter."""
+        return dict(self._state)
+
+    def replace(self, states: Mapping[Any, Any]) -> None:
+        """User code has made something else of them."""
+        kept = dict(states)
+        self._state.clear()
+        self._state.update(kept)
 
     def state_dict(self) -> dict[str, Any]:
         """As the optimizer would save it."""

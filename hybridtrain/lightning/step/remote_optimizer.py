@@ -321,6 +321,11 @@ class RemoteOptimizer:
         own = self._optimizer.state
         if (own is self.state and not self.state.changed) or self.trying:
             return None
+        if isinstance(self.in_place, PrivateState):
+            self.in_place.replace(own)
+            self._optimizer.state = self.state
+            self.state.forget()
+            return None
         numbers = dict(zip(map(id, self._parameters), self.numbers, strict=True))
         states = {numbers.get(id(key), key): value for key, value in own.items()}
         self._optimizer.state = self.state
@@ -340,6 +345,8 @@ class RemoteOptimizer:
 
     def _fetch_state(self) -> dict[Any, Any]:
         """The server's, with this worker's parameters as keys and on their devices."""
+        if isinstance(self.in_place, PrivateState):
+            return self.in_place.states()
         saved = self._client.snapshot(refresh=False)[1][self.number]
         parameters = dict(zip(self.numbers, self._parameters, strict=True))
         states = {

@@ -558,6 +558,14 @@ def test_workers_with_private_state_count_their_own_steps(tmp_path: Path) -> Non
     assert 0 < mine < 2 * 48
 
 
+def test_user_code_may_change_private_state(steps_of_workers: torch.Tensor) -> None:
+    module = partial(Resetting, MAKES["adam"])
+    alone, _ = fit("auto", 1, 8, module, overfit_batches=1.0)
+    done, _ = fit(private(), 1, 8, module, overfit_batches=1.0)
+    assert distance(alone, done) == 0.0
+    assert int(steps_of_workers[0]) == 3 * 6, "the server makes none"
+
+
 def test_another_place_for_the_state_is_refused() -> None:
     with pytest.raises(UserError, match=r"optimizer_state=mine .* shared or private"):
         hogwild(exchange={"name": "in_place", "optimizer_state": "mine"})
