@@ -15,12 +15,16 @@ import torch
 
 import hybridtrain  # noqa: F401  (registers the strategies)
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.hogwild import in_place_module
 from hybridtrain.tasks.hogwild.graph_cuts import EdgesData, GraphCuts, on_simplex
 from hybridtrain.tasks.hogwild.labelled_examples import parse_example, read_examples
 from hybridtrain.tasks.hogwild.matrix_completion import MatrixCompletion, RatingsData
 from hybridtrain.tasks.hogwild.sparse_svm import ExamplesData, SparseSvm
 from hybridtrain.tasks.hogwild.triples import read_triples
+from hybridtrain.tasks.words import vectors_module
+from hybridtrain.tasks.words.glove import Cooccurrences, GloVe
+from hybridtrain.tasks.words.text_data import TextData
+from hybridtrain.tasks.words.vectors_module import data_of
+from hybridtrain.tasks.words.word2vec import Word2Vec
 
 PROBLEMS: dict[str, tuple[Any, Any]] = {
     "svm": (SparseSvm, partial(ExamplesData, made=1000, features=300, batch_size=50)),
@@ -228,7 +232,7 @@ def test_ratings_and_edges_come_from_files(tmp_path: Path) -> None:
 def test_without_numba_steps_go_through_torch_and_compiled_ones_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(in_place_module, "is_installed", lambda: False)
+    monkeypatch.setattr(vectors_module, "is_installed", lambda: False)
     module, data = SparseSvm(optimizer=partial(torch.optim.SGD, lr=5.0)), PROBLEMS["svm"][1]()
     fit(module, data, "auto", 1, epochs=1)
     assert not module.steps_compiled and float(module.weights.weight.abs().sum()) > 0
@@ -259,3 +263,20 @@ def test_compiled_steps_are_refused_where_parameters_are_not_shared() -> None:
 def test_options_that_make_no_sense_are_refused(make: Any, text: str) -> None:
     with pytest.raises(UserError, match=text):
         make()
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "wanted"),
+    [
+        (GraphCuts, ExamplesData, "ExamplesData was given as data, but GraphCuts reads data=edges"),
+        (Word2Vec, Cooccurrences, "Cooccurrences was given .* Word2Vec reads data=text"),
+        (GloVe, TextData, "TextData was given .* GloVe reads data=cooccurrences"),
+        (SparseSvm, pl.LightningDataModule, "LightningDataModule .* reads data=examples"),
+    ],
+)
+def test_data_of_another_kind_are_named(module: Any, data: Any, wanted: str) -> None:
+    model = module()
+    model.trainer = pl.Trainer(logger=False, enable_checkpointing=False)
+    model.trainer.datamodule = data()
+    with pytest.raises(UserError, match=wanted):
+        data_of(model, model.reads)

@@ -30,6 +30,8 @@ class GraphCuts(InPlaceModule):
         rate, decay, compiled, optimizer: see :class:`InPlaceModule`.
     """
 
+    reads = "edges"
+
     def __init__(
         self,
         rate: float = 0.1,
@@ -108,6 +110,8 @@ class EdgesData(pl.LightningDataModule):
         batch_size: of each worker.
         seed: of the grid.
     """
+
+    kind = "edges"
 
     def __init__(
         self,

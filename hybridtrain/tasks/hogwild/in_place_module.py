@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words.compiled import INSTALL, is_installed
-from hybridtrain.tasks.words.vectors_module import shares_parameters
+from hybridtrain.tasks.words.vectors_module import are_compiled, data_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -33,6 +30,8 @@ class InPlaceModule(pl.LightningModule):
             or one process) and numba is installed.
         optimizer: given the parameters, returns their optimizer; for steps through torch.
     """
+
+    reads = ""  # the kind of data that it is made for
 
     def __init__(
         self,
@@ -59,21 +58,9 @@ class InPlaceModule(pl.LightningModule):
         Raises:
             UserError: if compiled steps were asked for and cannot be made.
         """
-        self.know(self.trainer.datamodule)  # type: ignore[attr-defined]
-        shares = shares_parameters(self.trainer)
-        if self.compiled is True and not shares:
-            raise UserError(
-                "model.compiled=true was given, but only workers that share parameters can step "
-                "them; use strategy=hogwild, or model.compiled=auto"
-            )
-        if self.compiled is True and not is_installed():
-            raise UserError(f"model.compiled=true was given, which needs numba: {INSTALL}")
-        if self.compiled == "auto" and shares and not is_installed():
-            rank_zero_info(f"Steps go through torch, at a tenth of the speed: {INSTALL}")
-        self.steps_compiled = bool(self.compiled) and shares and is_installed()
+        self.know(data_of(self, self.reads))
+        self.steps_compiled = are_compiled(self.compiled, self.trainer)
         self.automatic_optimization = not self.steps_compiled
-        if self.steps_compiled:
-            warnings.filterwarnings("ignore", message=r".*configure_optimizers` returned `None`")
 
     @property
     def rate_now(self) -> float:

@@ -32,6 +32,8 @@ class MatrixCompletion(InPlaceModule):
         seed: of the first vectors.
     """
 
+    reads = "ratings"
+
     def __init__(
         self,
         dim: int = 10,
@@ -113,6 +115,8 @@ class RatingsData(pl.LightningDataModule):
         batch_size: of each worker.
         seed: of what is made, and of what is held out.
     """
+
+    kind = "ratings"
 
     def __init__(
         self,

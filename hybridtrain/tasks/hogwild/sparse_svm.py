@@ -35,6 +35,8 @@ class SparseSvm(InPlaceModule):
         rate, decay, compiled, optimizer: see :class:`InPlaceModule`.
     """
 
+    reads = "examples"
+
     def __init__(
         self,
         mu: float = 1.0,
@@ -127,6 +129,8 @@ class ExamplesData(pl.LightningDataModule):
         batch_size: of each worker; a compiled step goes through it example by example.
         seed: of what is made.
     """
+
+    kind = "examples"
 
     def __init__(
         self,

@@ -45,6 +45,8 @@ class GloVe(WordVectors):
         compiled, save, directory, project, optimizer: see :class:`WordVectors`.
     """
 
+    reads = "cooccurrences"
+
     def __init__(
         self,
         dim: int = 50,
@@ -144,6 +146,8 @@ class Cooccurrences(TextData):
     Raises:
         UserError: if an option makes no sense.
     """
+
+    kind = "cooccurrences"
 
     def __init__(
         self,

@@ -53,6 +53,8 @@ class TextData(pl.LightningDataModule):
         UserError: if an option makes no sense.
     """
 
+    kind = "text"
+
     def __init__(
         self,
         files: str | Sequence[str] | None = None,

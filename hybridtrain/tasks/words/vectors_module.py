@@ -55,6 +55,43 @@ def check_memory(n_bytes: int, workers: int, what: str) -> None:
         )
 
 
+def are_compiled(compiled: bool | str, trainer: pl.Trainer) -> bool:
+    """Whether steps are, which the user has forced, forbidden or left open (``"auto"``).
+
+    Raises:
+        UserError: if compiled steps were asked for and cannot be made.
+    """
+    shares = shares_parameters(trainer)
+    if compiled is True and not shares:
+        raise UserError(
+            "model.compiled=true was given, but only workers that share parameters can step "
+            "them; use strategy=hogwild, or model.compiled=auto"
+        )
+    if compiled is True and not is_installed():
+        raise UserError(f"model.compiled=true was given, which needs numba: {INSTALL}")
+    if compiled == "auto" and shares and not is_installed():
+        rank_zero_info(f"Steps go through torch, at a tenth of the speed: {INSTALL}")
+    found = bool(compiled) and shares and is_installed()
+    if found:
+        warnings.filterwarnings("ignore", message=r".*configure_optimizers` returned `None`")
+    return found
+
+
+def data_of(module: pl.LightningModule, kind: str) -> Any:
+    """The data that the module is trained on.
+
+    Raises:
+        UserError: if they are of another kind than it reads.
+    """
+    data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+    if getattr(data, "kind", None) != kind:
+        raise UserError(
+            f"{type(data).__name__} was given as data, but {type(module).__name__} reads "
+            f"data={kind}"
+        )
+    return data
+
+
 class WordVectors(pl.LightningModule):
     """A table of V vectors; subclasses know what they are to predict.
 
@@ -67,6 +104,8 @@ class WordVectors(pl.LightningModule):
         project: show the most frequent words in TensorBoard's projector.
         optimizer: given the parameters, returns their optimizer; for steps that are not compiled.
     """
+
+    reads = "text"
 
     def __init__(
         self,
@@ -101,22 +140,9 @@ class WordVectors(pl.LightningModule):
         Raises:
             UserError: if compiled steps were asked for and cannot be made.
         """
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self._know(data.vocabulary)
-        shares = shares_parameters(self.trainer)
-        if self.compiled is True and not shares:
-            raise UserError(
-                "model.compiled=true was given, but only workers that share parameters can step "
-                "them; use strategy=hogwild, or model.compiled=auto"
-            )
-        if self.compiled is True and not is_installed():
-            raise UserError(f"model.compiled=true was given, which needs numba: {INSTALL}")
-        if self.compiled == "auto" and shares and not is_installed():
-            rank_zero_info(f"Steps go through torch, at a tenth of the speed: {INSTALL}")
-        self.steps_compiled = bool(self.compiled) and shares and is_installed()
+        self._know(data_of(self, self.reads).vocabulary)
+        self.steps_compiled = are_compiled(self.compiled, self.trainer)
         self.automatic_optimization = not self.steps_compiled
-        if self.steps_compiled:
-            warnings.filterwarnings("ignore", message=r".*configure_optimizers` returned `None`")
 
     def _know(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
