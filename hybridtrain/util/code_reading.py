@@ -155,14 +155,22 @@ def source_of(function: FunctionType) -> ast.AST | None:
         return None
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
         return None
-    tree.body[0].decorator_list.clear()
-    (code,) = (c for c in compile(tree, "", "exec").co_consts if isinstance(c, CodeType))
-    return tree.body[0] if _names(code) == _names(function.__code__) else None
+    named = {name for code in codes_of(function.__code__) for name in code.co_names}
+    return tree.body[0] if named <= _named_in(tree) else None
 
 
-def _names(code: CodeType) -> set[str]:
-    parts = list(codes_of(code))
-    return {n for part in parts for n in (*part.co_names, *part.co_freevars)} - {"__class__"}
+def _named_in(tree: ast.AST) -> set[str]:
+    """All names in a source: variables, attributes, what is imported, and what a class defines."""
+    found = {"__name__", "__module__", "__qualname__"}
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.FunctionDef(name=name):
+                found.add(name)
+            case ast.ImportFrom(module=name, names=aliases):
+                found |= {name or "", *(alias.name for alias in aliases)}
+            case ast.Import(names=aliases):
+                found |= {alias.name for alias in aliases}
+    return found
 
 
 def codes_of(code: CodeType) -> Iterator[CodeType]:
