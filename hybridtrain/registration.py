@@ -37,6 +37,7 @@ DESCRIPTIONS = {
     "post_local_sgd": "parameters in host memory; as hybrid first, as local_sgd later",
     "easgd": "parameters in host memory; workers train on their own, tied to them by a force",
     "diloco": "parameters in host memory; as local_sgd, with an outer Nesterov momentum",
+    "streaming_diloco": "parameters in host memory; as diloco, one fragment of them at a time",
     "async_diloco": "parameters in host memory; as diloco, but only those wait who come together",
 }
 

@@ -21,6 +21,11 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "exchange": {"name": "movement", "every": 30},
         "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
     },
+    "streaming_diloco": {
+        "policy": "hybrid",
+        "exchange": "streaming",
+        "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
+    },
     "async_diloco": {
         "policy": "grace",
         "exchange": {"name": "movement", "every": 30},

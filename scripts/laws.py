@@ -1,70 +1,87 @@
-"""Check the simulator against theory: one table, one drawing.
+"""Check strategies against theory: one table, one drawing.
 
-    python scripts/laws.py [updates=40000] [plot=laws.png]
+    python scripts/laws.py [updates=10000] [only=elastic,late] [plot=laws.png]
 
-Prints, for each law, what its formula says and what the simulator does; the papers are named in
-scripts/theory.py. Takes a few minutes; fewer updates are faster and less exact.
+Prints for each law what was computed, what came of it, what it has to be, and whether it is; the
+papers are named in scripts/theory.py (waiting and staleness), local_theory.py (workers that train
+on their own) and late_theory.py (late gradients). Takes five minutes of one core; more updates are
+slower and more exact. Ends with status 1 if a law does not hold.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import theory as laws
+import late_theory as late
+import local_theory as local
+import theory as waiting
 from rich.console import Console
 from rich.table import Table
-from theory import Law
+from theory import About, Law
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.arguments import command
+from hybridtrain.util.arguments import command, options
 
-
-def measure(updates: int) -> list[Law]:
-    """All laws; each figure from so many updates, where not more are needed."""
-    return [
-        *laws.momentum(replicas=max(updates // 2, 100)),
-        *laws.four_schemes(updates),
-        *laws.backup_workers(updates),
-        *laws.stability_edge(max(updates // 20, 400)),
-        *laws.softsync(updates),
-        *laws.bounded_lead(8 * updates),
-    ]
+# name -> from a number of updates, where one is needed
+LAWS: dict[str, Callable[[int], Sequence[Law]]] = {
+    "momentum": lambda updates: waiting.momentum(replicas=max(updates // 2, 100)),
+    "schemes": waiting.four_schemes,
+    "backup": waiting.backup_workers,
+    "edge": lambda updates: waiting.stability_edge(max(updates // 20, 400)),
+    "softsync": waiting.softsync,
+    "lead": lambda updates: waiting.bounded_lead(8 * updates),
+    "elastic": lambda _: local.elastic_edge(),
+    "window": lambda _: local.endless_window(),
+    "post_local": lambda _: local.post_local(),
+    "mean": lambda _: local.averaged_iterate(),
+    "deferred": lambda _: local.deferred_momentum(),
+    "scaling": lambda _: local.linear_scaling(),
+    "revision": lambda _: late.revision_identities(),
+    "late": lambda _: late.long_delays(),
+}
 
 
 def table(found: Sequence[Law]) -> Table:
     made = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for head in ("law", "case", "formula", "measured", "difference"):
-        made.add_column(head, justify="left" if head in ("law", "case") else "right")
+    for head in ("law", "computed", "figure", "bound", "holds"):
+        made.add_column(head, justify="right" if head in ("figure", "bound") else "left")
     for law in found:
-        numbers = (f"{law.theory:.4f}", f"{law.measured:.4f}", f"{100 * law.difference:+.2f} %")
-        made.add_row(law.group, law.case, *numbers)
+        holds = "yes" if law.holds else "[bold red]no[/]"
+        made.add_row(law.group, law.case, law.figure, law.bound, holds)
     return made
 
 
 def draw(found: Sequence[Law], path: Path) -> None:
-    """One panel for each group: what is predicted, and what was measured."""
+    """One panel for each group of predictions: what is predicted, and what was measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    groups = {name: list(own) for name, own in groupby(sorted(found, key=_group), key=_group)}
-    figure = Figure(figsize=(15, 6.4), layout="constrained")
+    predicted = sorted((law for law in found if isinstance(law, About)), key=_group)
+    groups = {name: list(own) for name, own in groupby(predicted, key=_group)}
+    if not groups:
+        raise UserError(f"plot={path} was given, but none of these laws has a prediction to draw")
+    rows = -(-len(groups) // 5)
+    figure = Figure(figsize=(15, 3.2 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (name, own) in zip(figure.subplots(2, 4).flat, groups.items(), strict=False):
+    places = figure.subplots(rows, min(len(groups), 5), squeeze=False).flat
+    for axes, (name, own) in zip(places, groups.items(), strict=False):
         _panel(axes, name, own)
+    for axes in list(figure.axes)[len(groups) :]:
+        axes.set_axis_off()
     figure.savefig(path, dpi=110)
 
 
-def _group(law: Law) -> str:
+def _group(law: About) -> str:
     return law.group
 
 
-def _panel(axes: Any, name: str, own: Sequence[Law]) -> None:
+def _panel(axes: Any, name: str, own: Sequence[About]) -> None:
     places = range(len(own))
     axes.plot(places, [law.theory for law in own], "_", markersize=14, label="formula")
     axes.plot(places, [law.measured for law in own], "x", label="simulator")
@@ -73,20 +90,25 @@ def _panel(axes: Any, name: str, own: Sequence[Law]) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def run(arguments: Sequence[str]) -> None:
-    given = dict(argument.partition("=")[::2] for argument in arguments)
-    unknown = [
-        name for name, value in given.items() if name not in ("updates", "plot") or not value
-    ]
-    if unknown:
-        raise UserError(f"{unknown[0]} was given; known are updates=N and plot=FILE")
-    updates = given.get("updates", "40000")
+def run(arguments: Sequence[str]) -> int:
+    given = options(arguments, ["updates", "only", "plot"])
+    updates = given.get("updates", "10000")
     if not updates.isdecimal() or int(updates) < 100:
         raise UserError(f"updates={updates} was given; it must be a whole number from 100 on")
-    found = measure(int(updates))
-    Console().print(table(found))
+    only = given.get("only", ",".join(LAWS)).split(",")
+    for name in only:
+        if name not in LAWS:
+            raise UserError(f"only={name} was given; known are {', '.join(LAWS)}")
+    found: list[Law] = []
+    console = Console()
+    with console.status("") as status:
+        for name in only:
+            status.update(name)
+            found += LAWS[name](int(updates))
+    console.print(table(found))
     if "plot" in given:
         draw(found, Path(given["plot"]))
+    return int(not all(law.holds for law in found))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,19 +25,108 @@ PARETO = ServiceTimes("pareto", shape=2.5)
 CONSTANT = ServiceTimes("constant")
 
 
+class Law(Protocol):
+    """What a theory says, and what was found."""
+
+    @property
+    def group(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def case(self) -> str:
+        """What was computed."""
+        ...
+
+    @property
+    def figure(self) -> str:
+        """What came of it."""
+        ...
+
+    @property
+    def bound(self) -> str:
+        """What it has to be."""
+        ...
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Law:
-    """One prediction and one measurement."""
+class About:
+    """One prediction and one measurement, which may differ by chance.
+
+    ``tolerance`` is relative.
+    """
 
     group: str
     case: str
     theory: float
     measured: float
+    tolerance: float = 0.02
 
     @property
     def difference(self) -> float:
         """Relative to the prediction, where that is not 0."""
         return (self.measured - self.theory) / (self.theory or 1.0)
+
+    @property
+    def figure(self) -> str:
+        return f"{self.measured:.4f}"
+
+    @property
+    def bound(self) -> str:
+        return f"{self.theory:.4f} ± {100 * self.tolerance:g} %"
+
+    @property
+    def holds(self) -> bool:
+        return abs(self.difference) <= self.tolerance
+
+
+@dataclass(frozen=True, slots=True)
+class AtMost:
+    """A figure and what it must not exceed; as a rule, how far two ways of computing come apart."""
+
+    group: str
+    case: str
+    measured: float
+    most: float = 1e-12
+
+    @property
+    def figure(self) -> str:
+        return f"{self.measured:.4g}"
+
+    @property
+    def bound(self) -> str:
+        return f"≤ {self.most:g}"
+
+    @property
+    def holds(self) -> bool:
+        return self.measured <= self.most
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Two figures that must be equal."""
+
+    group: str
+    case: str
+    one: float
+    other: float
+
+    @property
+    def figure(self) -> str:
+        return f"{self.other:g}"
+
+    @property
+    def bound(self) -> str:
+        return f"= {self.one:g}"
+
+    @property
+    def holds(self) -> bool:
+        return self.one == self.other
 
 
 def harmonic(n: int) -> float:
@@ -70,7 +159,7 @@ def per_update(
     return world.now_s / updates
 
 
-def four_schemes(updates: int, workers: int = 8, k: int = 4) -> list[Law]:
+def four_schemes(updates: int, workers: int = 8, k: int = 4) -> list[About]:
     """Dutta et al. 2018 (arXiv:1803.01113), section 3: E[T] per update of all their schemes."""
     rates: list[tuple[str, Policy, Callable[[ServiceTimes], float], bool]] = [
         ("sync", make_policy("hybrid"), lambda x: kth_of(workers, workers, x), False),
@@ -86,11 +175,11 @@ def four_schemes(updates: int, workers: int = 8, k: int = 4) -> list[Law]:
             if kind != "exp" and name in (f"{k}-async", f"{k}-batch-sync"):
                 continue  # for memoryless times only
             measured = per_update(policy, workers, times, updates, interrupt)
-            laws.append(Law("time per update", f"{name}, {kind}", theory(times), measured))
+            laws.append(About("time per update", f"{name}, {kind}", theory(times), measured))
     return laws
 
 
-def backup_workers(updates: int, needed: int = 8) -> list[Law]:
+def backup_workers(updates: int, needed: int = 8) -> list[About]:
     """Chen et al. 2016 (arXiv:1604.00981): N + b workers, the first N count."""
     laws = []
     for spare in (0, 1, 2, 4, 8):
@@ -98,35 +187,35 @@ def backup_workers(updates: int, needed: int = 8) -> list[Law]:
             n, policy = needed + spare, FirstK(needed)
             measured = per_update(policy, n, times, updates, interrupt=True)
             theory = kth_of(needed, n, times)
-            laws.append(Law("backup workers", f"{needed} of {n}, {kind}", theory, measured))
+            laws.append(About("backup workers", f"{needed} of {n}, {kind}", theory, measured))
     return laws
 
 
 # ---- staleness ----------------------------------------------------------------------------------
 
 
-def softsync(updates: int, workers: int = 16) -> list[Law]:
+def softsync(updates: int, workers: int = 16) -> list[About]:
     """n-softsync (Zhang et al. 2016, arXiv:1511.05950): mean staleness (W - 1) / (W / n)."""
     laws = []
     for n in (1, 2, 4, 8, 16):
         world = VirtualWorld(make_policy({"name": "softsync", "n": n}), workers, EXPONENTIAL)
         world.run(updates=updates)
         theory = (workers - 1) / (workers // n)
-        laws.append(Law("softsync", f"n={n}", theory, world.server.statistics.mean_age()))
+        laws.append(About("softsync", f"n={n}", theory, world.server.statistics.mean_age()))
     return laws
 
 
-def bounded_lead(mini_batches: int, workers: int = 8) -> list[Law]:
+def bounded_lead(mini_batches: int, workers: int = 8) -> list[About]:
     """Ho et al. 2013 (NIPS), section 2: nobody is more than s + 1 clocks ahead of the slowest."""
     laws = []
     for s in (0, 1, 2, 4, 8, 16):
         world = VirtualWorld(make_policy({"name": "ssp", "lead": s}), workers, EXPONENTIAL)
         world.run(mini_batches=mini_batches)
         gap = max(world.server.statistics.stats()["lead"]["max"])
-        laws.append(Law("largest lead", f"ssp, s={s}", s + 1, gap))
+        laws.append(About("largest lead", f"ssp, s={s}", s + 1, gap, 0.0))
         per_clock = world.now_s * workers / world.events
         theory = harmonic(workers) if s == 0 else seconds_per_clock(s, workers)
-        laws.append(Law("time per clock", f"ssp, s={s}", theory, per_clock))
+        laws.append(About("time per clock", f"ssp, s={s}", theory, per_clock))
     return laws
 
 
@@ -169,7 +258,7 @@ def ages_of(workers: int, updates: int, seed: int = 0) -> list[int]:
 
 def momentum(
     replicas: int, counts: Sequence[int] = (2, 4, 8, 16), rate: float = 0.2, length: int = 60
-) -> list[Law]:
+) -> list[About]:
     """Mitliagkas et al. 2016 (arXiv:1605.09774): momentum 1 - 1/M and rate η/M of the mean iterate.
 
     Exponential workers have no memory, so a long run cut into pieces is as many short runs, each
@@ -183,8 +272,8 @@ def momentum(
         moves = path.diff()
         design = torch.stack([moves[:-1], -path[1:-1]], dim=1)
         fit = torch.linalg.lstsq(design, moves[1:, None]).solution.flatten().tolist()
-        laws.append(Law("momentum", f"M={m}", 1 - 1 / m, fit[0]))
-        laws.append(Law("rate", f"M={m}, η={rate}", rate / m, fit[1]))
+        laws.append(About("momentum", f"M={m}", 1 - 1 / m, fit[0]))
+        laws.append(About("rate", f"M={m}, η={rate}", rate / m, fit[1], 0.06))
     return laws
 
 
@@ -231,7 +320,7 @@ def grows(rate: float, workers: int, updates: int) -> bool:
 
 def stability_edge(
     updates: int, halvings: int = 12, delays: Sequence[int] = (0, 1, 2, 3, 7)
-) -> list[Law]:
+) -> list[About]:
     """A delay of τ updates is stable up to a rate of 2 sin(π / (2(2τ + 1))), by bisection."""
     laws = []
     for delay in delays:
@@ -243,5 +332,5 @@ def stability_edge(
                 high = middle
             else:
                 low = middle
-        laws.append(Law("stability edge", f"τ={delay}", theory, (low + high) / 2))
+        laws.append(About("stability edge", f"τ={delay}", theory, (low + high) / 2, 0.003))
     return laws

@@ -28,6 +28,8 @@ SMALL = {
     ],
     "digits": ["trainer.max_epochs=1"],
     "parabola": ["trainer.max_epochs=5"],
+    "word2vec": ["trainer.max_epochs=1"],
+    "glove": ["trainer.max_epochs=1"],
     "own": [],
 }
 

@@ -44,6 +44,20 @@ def lessons(overrides: Sequence[str]) -> MakeLesson:
     return lambda workers: _guarded(cfg, workers, overrides)
 
 
+def usual_options(overrides: Sequence[str]) -> list[str]:
+    """What the configuration has under ``simulate``, as ``name=value``.
+
+    Raises:
+        UserError: if there is no such configuration.
+    """
+    try:
+        cfg = hydra_config.compose_config(hydra_config.complete_overrides(overrides))
+    except Exception as error:
+        raise _told(error, overrides) from error
+    found = [(name, value) for name, value in (cfg.get("simulate") or {}).items()]
+    return [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in found]
+
+
 def _told(error: Exception, overrides: Sequence[str]) -> Exception:
     """As one line, where it is a mistake of the user's."""
     line = explain(error, overrides)

@@ -3,18 +3,28 @@
 Tensors and arithmetic only: no messages, no processes, no Lightning, and no policy's decisions.
 """
 
-from hybridtrain.exchanges.exchange import Exchange, Local, LocalExchange, Offer
+from hybridtrain.exchanges.exchange import (
+    Await,
+    Exchange,
+    Leaving,
+    Local,
+    LocalExchange,
+    Offer,
+)
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
-from hybridtrain.exchanges.requirements import Requirements, combine
+from hybridtrain.exchanges.requirements import Requirements, check_visits, combine
 
 __all__ = [
     "EXCHANGES",
+    "Await",
     "Exchange",
     "ExchangeSpec",
+    "Leaving",
     "Local",
     "LocalExchange",
     "Offer",
     "Requirements",
+    "check_visits",
     "combine",
     "exchange_of",
     "make_exchange",

@@ -2,18 +2,22 @@
 
 Dean et al., *Large Scale Distributed Deep Networks*, NIPS 2012, algorithm 1.1 of the appendix,
 taken literally: step 0 pushes, so a fetch between two pushes forgets the steps since the last.
+
+Overlapped, a fetch is asked for behind one step and taken over within the next: while it is under
+way the worker computes a gradient at what it has, and steps what has come with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
 
+from hybridtrain.errors import UserError
 from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
-from hybridtrain.exchanges.exchange import RESIDUALS, Local, Offer, Parameters
+from hybridtrain.exchanges.exchange import RESIDUALS, Await, Leaving, Local, Offer, Parameters
 from hybridtrain.util.named_choice import BriefRepr, positive
 
 
@@ -22,21 +26,31 @@ class Accumulated(BriefRepr):
     """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``.
 
     ``compress``: how the sum is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
+    ``fetch``: ``"overlapped"``, or ``None``: the worker waits for it.
     """
 
     n_push: int = 1
     n_fetch: int = 1
     compress: CodecSpec = None
+    fetch: str | None = None
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "user"
     keeps: ClassVar[bool] = False
     _steps: int = field(default=0, init=False, repr=False)
     _samples: float = field(default=0.0, init=False, repr=False)
+    _asked: bool = field(default=False, init=False, repr=False)  # a fetch is under way
+    _awaits: bool = field(default=False, init=False, repr=False)  # in the middle of a step ...
+    _has_data: bool = field(default=False, init=False, repr=False)  # ... of its own
     _sums: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         positive("exchange.n_push", self.n_push)
         positive("exchange.n_fetch", self.n_fetch)
+        if self.fetch not in (None, "overlapped"):
+            raise UserError(
+                f"exchange.fetch={self.fetch!r} was given; it must be overlapped (computing goes "
+                "on meanwhile), or null (the worker waits)"
+            )
         self.compress = make_codec(self.compress)
         self.compressor = Compressor(self.compress)
 
@@ -51,24 +65,38 @@ class Accumulated(BriefRepr):
     def check(self, n_workers: int, whole_rounds: bool) -> None:
         """Any number is right."""
 
-    def step(self, local: Local) -> Offer | None:
+    def step(self, local: Local) -> Leaving:
         for number, gradient in enumerate(local.gradients):
             if gradient is not None:
                 known = self._sums.get(number)
                 self._sums[number] = gradient.clone() if known is None else known + gradient
         self._samples += local.samples
-        local.step()
-        return self.skip(local)
+        return self._advance(local, has_data=True)
 
-    def skip(self, local: Local) -> Offer | None:
+    def skip(self, local: Local) -> Leaving:
+        return self._advance(local, has_data=False)
+
+    def _advance(self, local: Local, has_data: bool) -> Leaving:
+        if self._asked:
+            self._awaits, self._has_data = True, has_data
+            return Await()
+        if has_data:
+            local.step()
         pushes, fetches = self._steps % self.n_push == 0, (self._steps + 1) % self.n_fetch == 0
         self._steps += 1
+        self._asked = fetches and self.fetch is not None
         if pushes:
-            return self._handed_over(local, fetches)
-        return Offer([None] * len(local.parameters), 0.0) if fetches else None
+            return self._handed_over(local, fetches, self._asked)
+        nothing = [None] * len(local.parameters)
+        return Offer(nothing, 0.0, later=self._asked) if fetches else None
 
-    def take(self, local: Local, newest: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(local.parameters, newest)
+    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
+        torch._foreach_copy_(local.parameters, list(newest))
+        asked, self._asked = self._asked, False
+        if self._awaits:
+            self._awaits = False
+            return self._advance(local, self._has_data)
+        return self.flush(local) if asked else None
 
     def state(self) -> dict[str, Any]:
         return {"steps": self._steps, RESIDUALS: self.compressor.state()}
@@ -77,10 +105,12 @@ class Accumulated(BriefRepr):
         self._steps = state["steps"]
         self.compressor.load_state(state.get(RESIDUALS, {}))
 
-    def flush(self, local: Local) -> Offer | None:
-        return self._handed_over(local, fetches=True) if self._sums else None
+    def flush(self, local: Local) -> Leaving:
+        if self._asked:
+            return Await()
+        return self._handed_over(local, fetches=True, later=False) if self._sums else None
 
-    def _handed_over(self, local: Local, fetches: bool) -> Offer:
+    def _handed_over(self, local: Local, fetches: bool, later: bool) -> Offer:
         values = [self._sums.get(number) for number in range(len(local.parameters))]
         samples, self._sums, self._samples = self._samples, {}, 0.0
-        return self.compressor.offer(values, samples, fetches)
+        return replace(self.compressor.offer(values, samples, fetches), later=later)

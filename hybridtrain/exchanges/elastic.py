@@ -11,7 +11,7 @@ module's own optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -78,15 +78,15 @@ class Elastic:
         due = not self._steps % self.every and local.fresh
         return Offer([None] * len(local.parameters), 0.0) if due else None
 
-    def take(self, local: Local, newest: list[torch.Tensor]) -> Offer | None:
+    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Offer | None:
         if not self._asks:
             return None
         self._asks = False
         return self._pulled(local, newest)
 
-    def _pulled(self, local: Local, centre: list[torch.Tensor]) -> Offer:
+    def _pulled(self, local: Local, centre: Sequence[torch.Tensor]) -> Offer:
         alpha = self.beta / local.workers if self.alpha is None else self.alpha
-        force = torch._foreach_sub(centre, local.parameters)
+        force = torch._foreach_sub(list(centre), local.parameters)
         torch._foreach_mul_(force, alpha)
         local.step()
         torch._foreach_add_(local.parameters, force)

@@ -23,7 +23,8 @@ class Offer:
     nothing; ``weight``: what it counts for, in samples; ``fetch``: the worker wants the newest
     masters back (else it only hears that it may go on); ``encoded``: what travels instead of the
     values, (n,) uint8, if something does (:mod:`hybridtrain.exchanges.compression`); ``samples``:
-    used since the last offer, if that is another number.
+    used since the last offer, if that is another number; ``later``: computing goes on, until the
+    exchange awaits the answer.
     """
 
     values: Sequence[torch.Tensor | None]
@@ -31,11 +32,22 @@ class Offer:
     fetch: bool = True
     encoded: torch.Tensor | None = None
     samples: float | None = None
+    later: bool = False
 
     @property
     def only_fetches(self) -> bool:
         """Whether nothing of what was computed since the last offer is in it."""
         return self.samples is None and all(value is None for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Nothing leaves, but the worker needs the answer to what it has offered ``later``: when it is
+    there, the exchange is to take it, and the worker goes on.
+    """
+
+
+Leaving = Offer | Await | None  # ``None``: computing goes on
 
 
 class Local(Protocol):
@@ -47,7 +59,7 @@ class Local(Protocol):
     workers: int  # how many train
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> Sequence[torch.Tensor]:
         """As this worker has read them last; not to be written to."""
         ...
 
@@ -68,6 +80,14 @@ class Local(Protocol):
 
     def step(self) -> None:
         """The user's optimizer steps the worker's own parameters."""
+        ...
+
+    def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """How far: the masters as this worker has read them last, less its own parameters.
+
+        Of these places of the lists, or of all. To be handed over: they may lie where the next
+        offer will.
+        """
         ...
 
 
@@ -95,7 +115,8 @@ class LocalExchange(Exchange, Protocol):
     """What a worker with parameters of its own (``"own"``) does at the steps of one optimizer.
 
     Each worker has a copy for each optimizer, and that remembers what it needs. ``keeps``: workers
-    go on from parameters of their own where all have met; else from the masters.
+    go on from parameters of their own where all have met; else from the masters. One that cannot do
+    with any number of parameters may have ``check_tensors(n_tensors)``, which raises ``UserError``.
     """
 
     keeps: ClassVar[bool]
@@ -109,19 +130,19 @@ class LocalExchange(Exchange, Protocol):
         """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
         ...
 
-    def step(self, local: Local) -> Offer | None:
+    def step(self, local: Local) -> Leaving:
         """A backward has ended, and the user's optimizer is to step; ``None``: nothing leaves."""
         ...
 
-    def skip(self, local: Local) -> Offer | None:
+    def skip(self, local: Local) -> Leaving:
         """The others make a step for which this worker has no data."""
         ...
 
-    def take(self, local: Local, newest: list[torch.Tensor]) -> Offer | None:
+    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
         """The server has let the worker go on, with these masters; perhaps something follows."""
         ...
 
-    def flush(self, local: Local) -> Offer | None:
+    def flush(self, local: Local) -> Leaving:
         """The workers meet (a validation, the end of an epoch): what is left is handed over.
 
         ``None``: there has been no step since the last offer.

@@ -10,6 +10,7 @@ from hybridtrain.exchanges.elastic import Elastic
 from hybridtrain.exchanges.exchange import Exchange
 from hybridtrain.exchanges.gradient import Gradient, InPlace
 from hybridtrain.exchanges.movement import Movement
+from hybridtrain.exchanges.streaming import Streaming
 from hybridtrain.policies import Policy
 from hybridtrain.util.named_choice import choose
 
@@ -19,6 +20,7 @@ EXCHANGES: dict[str, Callable[..., Exchange]] = {
     "gradient": Gradient,
     "in_place": InPlace,
     "movement": Movement,
+    "streaming": Streaming,
     "accumulated": Accumulated,
     "elastic": Elastic,
 }

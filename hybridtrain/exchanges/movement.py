@@ -7,7 +7,7 @@ optimizer over the masters it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -60,15 +60,14 @@ class Movement(BriefRepr):
         self._steps += 1
         return self.flush(local) if self._steps >= self._interval.length(local) else None
 
-    def take(self, local: Local, newest: list[torch.Tensor]) -> None:
-        torch._foreach_copy_(local.parameters, newest)
+    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> None:
+        torch._foreach_copy_(local.parameters, list(newest))
 
     def flush(self, local: Local) -> Offer | None:
         if not self._steps:
             return None
-        moved = torch._foreach_sub(local.masters, local.parameters)
         samples, self._steps, self._samples = self._samples, 0, 0.0
-        return self.compressor.offer(moved, samples)
+        return self.compressor.offer(local.moved(), samples)
 
     def state(self) -> dict[str, Any]:
         return {**self._interval.state(), RESIDUALS: self.compressor.state()}

@@ -7,7 +7,7 @@ from typing import Literal
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Exchange, LocalExchange
-from hybridtrain.policies import Needs, Policy
+from hybridtrain.policies import LockFree, Needs, Policy
 
 Place = Literal["masters", "copy", "own", "shared"]
 Data = Literal["shares", "queue", "dealt"]
@@ -24,8 +24,9 @@ class Requirements:
     one shared ``"queue"``, or mini-batches ``"dealt"`` in turn. ``counts``: whose count of steps is
     the training's: each ``"worker"``'s (all are equal), or the ``"server"``'s of updates. For
     ``holds``, ``drops_late`` and ``watches_loss`` see :class:`hybridtrain.policies.Needs`.
+    ``private_state``: workers that write to the masters each have optimizer state of their own.
     ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
-    number does, and which.
+    number does, and which. ``asks``: workers ask before their first mini-batch.
     """
 
     whole_rounds: bool = True
@@ -35,13 +36,20 @@ class Requirements:
     holds: bool = False
     drops_late: bool = False
     watches_loss: bool = False
+    private_state: bool = False
     gathers: int = 1
     later: tuple[int, int] | None = None
+    asks: bool = False
 
     @property
     def steps_in_worker(self) -> bool:
         """Whether workers step an optimizer of their own."""
         return self.parameters in ("own", "shared")
+
+    @property
+    def own_state(self) -> bool:
+        """Whether each worker's optimizer has moments of its own."""
+        return self.parameters == "own" or self.private_state
 
     @property
     def in_place(self) -> bool:
@@ -54,9 +62,28 @@ class Requirements:
         return not self.whole_rounds and not self.in_place
 
     @property
+    def may_go_ahead(self) -> bool:
+        """Whether a worker can tell, before the release of a push that counts, what it is told.
+
+        Where all step together, or where the push is part of an update by then.
+        """
+        free = self.data == "queue" and not (self.holds or self.drops_late)
+        return self.whole_rounds or free
+
+    @property
     def takes_turns(self) -> bool:
         """Whether one worker computes at a time."""
         return self.data == "dealt"
+
+
+def check_visits(requirements: Requirements) -> None:
+    """Raises ``UserError`` where workers do not draw from a queue, which could be cut."""
+    if requirements.data != "queue":
+        how = "have fixed shares of the data" if requirements.whole_rounds else "take turns"
+        raise UserError(
+            f"data_shards was given, but under this policy workers {how}; leave it out, or use a "
+            "policy under which workers draw from one queue: async, grace"
+        )
 
 
 def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
@@ -85,16 +112,23 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         holds=needs.holds,
         drops_late=needs.drops_late,
         watches_loss=needs.watches_loss,
+        private_state=getattr(exchange, "optimizer_state", "shared") == "private",
         gathers=needs.gathers * steps,
         later=None if later is None else (later[0], later[1] * steps),
+        asks=needs.asks,
     )
 
 
 def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
     """Workers that step parameters themselves need a policy that lets them."""
+    shared = exchange.parameters == "shared"
+    if isinstance(policy, LockFree) and not shared:
+        raise UserError(
+            f"exchange={exchange} was given with policy={policy}, but there workers write to the "
+            "masters and hand nothing over; use policy=async, or exchange=in_place"
+        )
     if exchange.parameters == "read":
         return
-    shared = exchange.parameters == "shared"
     if shared and needs.whole_rounds:
         reason = "workers that write to the masters cannot wait for one another's updates"
     elif shared and needs.holds:

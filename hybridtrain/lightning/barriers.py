@@ -24,6 +24,7 @@ class WorkerBarriers(SingleHost):
 
     requirements: Requirements
     saves_alone = False  # this worker writes a checkpoint that the others do not know of
+    _has_asked = False  # whether it may begin at all
     tells = False  # it says where training is, perhaps in the middle of a step
     _absence: Absence
     _count: UpdateCount | None
@@ -39,13 +40,15 @@ class WorkerBarriers(SingleHost):
             self.before_configuring = before_configuring(module)
 
     def await_turn(self) -> None:
-        """Before a mini-batch begins: where workers take turns, wait for this one's.
+        """Before a mini-batch begins: wait for this worker's turn, or until it may begin at all.
 
         Raises:
             OthersStop: if none is to begin any more.
         """
         self._absence.stopping.begin_batch()
-        if self.requirements.takes_turns and self._session is not None and self._count is not None:
+        asks = self.requirements.takes_turns or (self.requirements.asks and not self._has_asked)
+        if asks and self._session is not None and self._count is not None:
+            self._has_asked = True
             self._count.reach(self._session.await_turn())
 
     def flush(self) -> None:
@@ -91,6 +94,8 @@ class WorkerBarriers(SingleHost):
         self.flush()
         self.collectives.local = False
         agree(self._session, self._count, self.collectives)
+        if self._count is None and self._session is not None and self._all_meet:
+            self._session.settle()
         if self._losses is not None:
             self._losses.meet()
 

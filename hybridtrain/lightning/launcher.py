@@ -18,7 +18,7 @@ import torch
 from lightning_fabric.utilities.seed import reset_seed
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import combine
+from hybridtrain.exchanges import check_visits, combine
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
@@ -86,6 +86,8 @@ class HybridLauncher(Launcher):
         assert trainer is not None, "Lightning always passes its trainer"
         policy = deepcopy(strategy.policy)
         strategy.requirements = combine(policy, strategy.exchange, strategy.world_size)
+        if strategy.data_options.visits is not None:
+            check_visits(strategy.requirements)
         if strategy.recording is not None and strategy.recording.instead is not None:
             job = _Job(trainer, function, args, kwargs, None, [])
             strategy.faults.begin(trainer, strategy.world_size, rehearses=True)

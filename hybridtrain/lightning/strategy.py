@@ -97,7 +97,11 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.on_fault = OnFault(given.on_nonfinite, given.on_oom)
         self.transport = Transport.of(given.transport_dtype)
         self.data_options = DataOptions.of(
-            given.num_samples_key, given.batch_size_per_worker, given.iterable, given.keep_order
+            given.num_samples_key,
+            given.batch_size_per_worker,
+            given.iterable,
+            given.keep_order,
+            given.data_shards,
         )
         self.recording = Recording.at(given.record)
         self.keeping = CheckpointWriting.of(given.checkpoint)
@@ -190,6 +194,10 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         assert self.lightning_module is not None and self._session is not None
         output = self._session.training_step(partial(super().training_step, *args, **kwargs))
         self._abstains = output is None and self.lightning_module.automatic_optimization
+        if self._session.written:
+            assert self.step_rollback is not None
+            self._session.count_written()
+            self.step_rollback.commit()
         return output
 
     def backward(

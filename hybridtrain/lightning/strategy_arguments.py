@@ -8,7 +8,7 @@ signature with every option; type checkers see the fields of the groups. Values 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import update_wrapper
 from inspect import Parameter, Signature, cleandoc
@@ -88,12 +88,15 @@ class DataArguments:
             as ``"own"``, with a warning.
         keep_order: go through training data that are not shuffled in their order, also with
             several workers; else they are shuffled then, as under DDP.
+        data_shards: ``{"number": S, "visit": N}``: cut the epoch's order into S shards; a worker
+            that draws takes N mini-batches from one, then goes to the one visited least.
     """
 
     num_samples_key: str | int | None = None
     batch_size_per_worker: Sequence[int] | None = None
     iterable: str | None = None
     keep_order: bool = False
+    data_shards: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +185,7 @@ PLACES = (
     *("num_samples_key", "on_nonfinite", "on_oom", "batch_size_per_worker", "iterable"),
     *("keep_order", "correction", "transport_dtype", "record", "checkpoint", "on_failure"),
     *("min_workers", "max_restarts", "faults", "hang_timeout_s", "device_memory_fraction"),
-    *("exchange", "update"),
+    *("exchange", "update", "data_shards"),
 )
 
 

@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.protocol.messages import Visits
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,8 @@ class DataOptions:
 
     ``num_samples_key``: which entry of a batch tells its number of samples; ``batch_sizes``: of
     each worker; ``iterable``: what is done about loaders that cannot be shared out by sample;
-    ``keep_order``: a loader that does not shuffle is gone through in its order.
+    ``keep_order``: a loader that does not shuffle is gone through in its order; ``visits``: shards
+    that workers draw from.
 
     Raises:
         UserError: if that makes no sense.
@@ -26,9 +28,12 @@ class DataOptions:
     batch_sizes: tuple[int, ...] | None = None
     iterable: str | None = None
     keep_order: bool = False
+    visits: Visits | None = None
 
     @classmethod
-    def of(cls, key: Any, sizes: Any, iterable: Any, keep_order: Any) -> DataOptions:
+    def of(
+        cls, key: Any, sizes: Any, iterable: Any, keep_order: Any, shards: Any = None
+    ) -> DataOptions:
         """Checked."""
         if isinstance(key, bool) or not isinstance(key, str | int | None):
             raise UserError(
@@ -42,7 +47,8 @@ class DataOptions:
             )
         if not isinstance(keep_order, bool):
             raise UserError(f"keep_order={keep_order!r} was given; it must be true or false")
-        return cls(key, None if sizes is None else _sizes(sizes), iterable, keep_order)
+        given = None if sizes is None else _sizes(sizes)
+        return cls(key, given, iterable, keep_order, Visits.of(shards))
 
     def check_workers(self, n_workers: int) -> None:
         """Everybody must know its size."""

@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 
 import torch
 
@@ -45,8 +46,11 @@ class Arena:
         weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def create(cls, n_bytes: int) -> Arena:
+    def create(cls, n_bytes: int, unused: Sequence[tuple[int, int]] = ()) -> Arena:
         """Make a zero-filled arena of ``n_bytes`` bytes.
+
+        ``unused``: from which byte to which nobody will write, or to little of it, in ascending
+        order; no memory is asked for there.
 
         Raises:
             UserError: if the machine has not that much memory.
@@ -54,14 +58,15 @@ class Arena:
         n_bytes = max(align(n_bytes), ALIGNMENT_BYTES)
         fd = anonymous_descriptor()
         try:
-            _reserve(fd, n_bytes)
+            _reserve(fd, n_bytes, unused)
             return cls(fd, n_bytes)
         except OSError as error:
             os.close(fd)
             raise UserError(
-                f"{n_bytes / 2**20:,.0f} MiB of shared host memory were asked for parameters and "
-                f"gradients, but the system refused them ({error.strerror}); use fewer workers, "
-                "a smaller model, or a machine with more memory"
+                f"{_asked(n_bytes, unused) / 2**20:,.0f} MiB of shared host memory were "
+                "asked for parameters and gradients, but the system refused them "
+                f"({error.strerror}); use fewer workers, a smaller model, or a machine with more "
+                "memory"
             ) from error
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -78,11 +83,19 @@ class Arena:
         return memoryview(self._map)[offset_bytes : offset_bytes + 8 * n].cast("q")
 
 
-def _reserve(fd: int, n_bytes: int) -> None:
+def _asked(n_bytes: int, unused: Sequence[tuple[int, int]]) -> int:
+    return n_bytes - sum(stop - start for start, stop in unused)
+
+
+def _reserve(fd: int, n_bytes: int, unused: Sequence[tuple[int, int]]) -> None:
     """Give the file its size, and its pages where the system can reserve them."""
     available = available_bytes()
-    if available is not None and n_bytes > available:
+    if available is not None and _asked(n_bytes, unused) > available:
         raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")
     os.ftruncate(fd, n_bytes)
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, 0, n_bytes)
+        first = 0
+        for start, stop in (*unused, (n_bytes, n_bytes)):
+            if start > first:
+                os.posix_fallocate(fd, first, start - first)
+            first = stop

@@ -39,13 +39,17 @@ class Layout:
     """All slots, in the order in which parameters are numbered, and the buffers' sizes.
 
     ``transport``: what gradients of float32 parameters travel as, rounded to nearest even; masters
-    and the optimizer's state stay what they are.
+    and the optimizer's state stay what they are. ``gradients``: whether there will be any, in rows
+    that memory is asked for; ``sparse``: the numbers of slots whose gradients are a few rows each,
+    so that memory is taken as they come.
     """
 
     slots: tuple[Slot, ...]
     sizes: dict[torch.dtype, int] = field(default_factory=dict)  # dtype -> P
     state_bytes: int = 0  # room for what else worker 0 shows to the others, twice
     transport: torch.dtype | None = None
+    gradients: bool = True
+    sparse: frozenset[int] = frozenset()
 
     @classmethod
     def of(
@@ -53,6 +57,8 @@ class Layout:
         named: Iterable[tuple[str, torch.Tensor]],
         state_bytes: int = 0,
         transport: torch.dtype | None = None,
+        gradients: bool = True,
+        sparse: Iterable[int] = (),
     ) -> Layout:
         """Lay the tensors out one behind the other, each dtype in its own buffer."""
         sizes: dict[torch.dtype, int] = {}
@@ -63,7 +69,7 @@ class Layout:
             slots.append(Slot(name, tensor.dtype, offset, tensor.numel(), shape, stride))
             step = ALIGNMENT_BYTES // tensor.element_size()
             sizes[tensor.dtype] = offset + -(-tensor.numel() // step) * step
-        return cls(tuple(slots), sizes, state_bytes, transport)
+        return cls(tuple(slots), sizes, state_bytes, transport, gradients, frozenset(sparse))
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of the rows that hold gradients of parameters of this one."""

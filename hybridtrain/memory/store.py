@@ -51,7 +51,7 @@ class Store:
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
         n_bytes = self._place_buffers()
-        self.arena = arena or Arena.create(n_bytes)
+        self.arena = arena or Arena.create(n_bytes, self._unused())
         self.masters = self._flat("masters", 0)  # dtype -> (P,) host, shared
         self.gradients = [  # W (and the held one) × dtype -> (P,)
             self._flat("gradients", row) for row in range(n_workers + holding)
@@ -77,6 +77,21 @@ class Store:
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         self._state = end
         return end + 2 * align(self.layout.state_bytes) + ALIGNMENT_BYTES
+
+    def _unused(self) -> list[tuple[int, int]]:
+        """The pages of workers' rows that will have no gradients, or few rows of them."""
+        if not self.layout.gradients:
+            return [self.region_of_gradients(worker) for worker in range(self.n_workers)]
+        found = []
+        for worker in range(self.n_workers):
+            for number in self.layout.sparse:
+                slot = self.layout.slots[number]
+                start = self._place("gradients", worker, slot)
+                stop = start + slot.numel * self._stored("gradients", worker, slot.dtype).itemsize
+                first, last = -(-start // mmap.PAGESIZE), stop // mmap.PAGESIZE
+                if last > first:
+                    found.append((first * mmap.PAGESIZE, last * mmap.PAGESIZE))
+        return sorted(found)
 
     def _stored(self, kind: str, row: int, dtype: torch.dtype) -> torch.dtype:
         """What workers send may be narrower; sums and means are not."""

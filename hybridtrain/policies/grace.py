@@ -3,7 +3,7 @@
 Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 2024 (arXiv:2401.09135), whose
 scheduler waits for a grace period: contributions of that time are applied one behind the other, and
 then all who are there go on at once. Without a window that is ``async``; with an endless one all
-wait for one another.
+wait for one another. If contributions of a window make one update ``together``, that is ``hybrid``.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
+from hybridtrain.util.named_choice import BriefRepr
 
 
-@dataclass
-class Grace:
+@dataclass(repr=False)
+class Grace(BriefRepr):
     """Apply each contribution by itself; release together who has come within the window.
 
     Args:
         window_s: seconds behind the first of them; ``inf``: until all have come.
+        together: contributions of one window make one update, with their mean weighted by samples.
 
     Raises:
-        UserError: if it is negative or no number.
+        UserError: if ``window_s`` is negative or no number, or ``together`` neither true nor false.
     """
 
     window_s: float = 0.5
+    together: bool = False
     _active: set[int] = field(default_factory=set, init=False, repr=False)
     _here: list[int] = field(default_factory=list, init=False, repr=False)  # as they have come
     _end_s: float = field(default=math.inf, init=False, repr=False)
@@ -51,6 +54,8 @@ class Grace:
             self.window_s = float(given)
         if not (isinstance(self.window_s, float) and self.window_s >= 0):
             raise UserError(f"window_s={given!r} was given; it must be seconds from 0 on, or inf")
+        if not isinstance(self.together, bool):
+            raise UserError(f"together={self.together!r} was given; it must be true or false")
 
     def begin(self, n_workers: int) -> Needs:
         self._active, self._here, self._end_s = set(), [], math.inf
@@ -84,4 +89,5 @@ class Grace:
 
     def _close(self) -> Sequence[Order]:
         here, self._here, self._end_s = self._here, [], math.inf
-        return (*(Apply((worker,)) for worker in here), Release(tuple(sorted(here))))
+        updates = [tuple(sorted(here))] if self.together else [(worker,) for worker in here]
+        return (*map(Apply, updates), Release(tuple(sorted(here))))

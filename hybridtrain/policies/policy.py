@@ -16,8 +16,9 @@ class Needs:
 
     ``whole_rounds``: nobody computes while an update is applied, and all workers step equally
     often. ``turns``: one worker computes at a time; it asks before it begins a mini-batch
-    (``Ready``). ``holds``: contributions may be put aside (``Accumulate``), which takes one more
-    row of gradients. ``drops_late``: what was begun before the last update will be dropped.
+    (``Ready``). ``asks``: each does so before its first one only. ``holds``: contributions may
+    be put aside (``Accumulate``), which takes one more row of gradients. ``drops_late``: what was
+    begun before the last update will be dropped.
     ``watches_loss``: pushes are to tell the loss.
     ``gathers``: contributions that make an update, as a rule; ``later``: after which update another
     number does, and which. Schedules are told by them how many updates there will be.
@@ -30,6 +31,7 @@ class Needs:
     watches_loss: bool = False
     gathers: int = 1
     later: tuple[int, int] | None = None
+    asks: bool = False
 
 
 @runtime_checkable

@@ -15,6 +15,7 @@ from hybridtrain.policies.policy import Policy
 from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
 from hybridtrain.policies.wait_for_all import WaitForAll
+from hybridtrain.policies.warm_start import WarmStart
 from hybridtrain.util.named_choice import choose
 
 Spec = str | Mapping[str, Any] | Policy  # a name, {"name": ..., parameters}, or an object
@@ -48,9 +49,10 @@ def k_batch_async(k: int | None = None) -> Policy:
     return FirstK(k, late="use", several=True)
 
 
-def on_arrival(max_staleness: int | None = None) -> Policy:
-    """Each contribution counts when it comes, unless it is too late."""
-    return OnArrival() if max_staleness is None else NotTooLate(max_staleness=max_staleness)
+def on_arrival(max_staleness: int | None = None, warm_start: int | None = None) -> Policy:
+    """Each contribution counts when it comes, unless it is too late; worker 0 may begin alone."""
+    made = OnArrival() if max_staleness is None else NotTooLate(max_staleness=max_staleness)
+    return made if warm_start is None else WarmStart(made, warm_start)
 
 
 def switch(

@@ -99,7 +99,7 @@ class Switch:
         parts = {"first": self.first.begin(n_workers), "then": self.then.begin(n_workers)}
         for name, part in parts.items():
             alone = isinstance(getattr(self, name), Switch | LockFree)
-            if part.turns or alone:
+            if part.turns or part.asks or alone:
                 raise UserError(
                     f"switch: {name}={getattr(self, name)} cannot be a part: choose policies that "
                     "wait for pushes (hybrid, backup, k_async, softsync, ssp, async)"

@@ -28,7 +28,7 @@ class Joined:
 class Ready:
     """The worker could begin a mini-batch, and waits for its release.
 
-    Only where workers take turns (:class:`hybridtrain.policies.Needs`).
+    Only where workers take turns, or ask (:class:`hybridtrain.policies.Needs`).
     """
 
     worker: int
@@ -39,13 +39,15 @@ class Pushed:
     """The worker's contribution lies in its row; the worker waits for its release.
 
     ``loss`` is that of the mini-batch, where the policy watches it and the worker knows it.
-    ``last``: nobody would do it again in this epoch, so what is dropped now is lost.
+    ``last``: nobody would do it again in this epoch, so what is dropped now is lost. ``empty``: it
+    brings nothing that could move the masters.
     """
 
     worker: int
     at_s: float = 0.0
     loss: float | None = None
     last: bool = False
+    empty: bool = False
 
 
 @dataclass(frozen=True, slots=True)

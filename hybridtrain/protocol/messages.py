@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
+from hybridtrain.errors import UserError
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import GetState, SharedState, StepNumber
 from hybridtrain.memory.sparse_rows import Packed
@@ -83,6 +84,32 @@ class LoaderPass(NamedTuple):
     number: int = 0
 
 
+class Visits(NamedTuple):
+    """The epoch's order is cut into ``shards``; workers go from one to the next.
+
+    Each takes ``mini_batches`` from one shard, then goes to the one that was visited least.
+    """
+
+    shards: int
+    mini_batches: int
+
+    @classmethod
+    def of(cls, given: Any) -> Visits | None:
+        """From ``{number: 4, visit: 20}``; raises UserError if it makes no sense."""
+        if given is None:
+            return None
+        keys = set(given) if isinstance(given, Mapping) else set()
+        if keys != {"number", "visit"} or not all(
+            type(given[key]) is int and given[key] >= 1 for key in keys
+        ):
+            raise UserError(
+                f"data_shards={given} was given; it must be {{number: S, visit: N}}: so many "
+                "shards of the data, and so many mini-batches that a worker takes from one before "
+                "it goes to the one visited least, whole numbers from 1 on; or null"
+            )
+        return cls(given["number"], given["visit"])
+
+
 class DrawnBatch(NamedTuple):
     """One mini-batch drawn from the shared queue."""
 
@@ -108,7 +135,8 @@ class Push:
     that compare losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of
     the optimizer's state, by slot number, as ``torch.save`` writes it. ``fetch``: I want the newest
     parameters with my release. ``encoded``: so many bytes at the front of my row are my
-    contribution, encoded as the exchange has it.
+    contribution, encoded as the exchange has it. ``draws``: answer these with my release, too.
+    ``later``: I do not wait for my release, and compute until I need it.
     """
 
     optimizer: int
@@ -130,6 +158,8 @@ class Push:
     own: bool = False
     fetch: bool = True
     encoded: int | None = None
+    draws: tuple[Draw, ...] = ()
+    later: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +180,7 @@ class Draw:
     everybody's mini-batches; ``drop_last``: whole ones only; ``begins``: I begin the pass (perhaps
     anew: what I had drawn of it, but not trained on, goes back). ``turn``: mini-batches are
     dealt to the workers in turn, so many at a time; 0: first come, first served. ``fills``: if
-    there is nothing for me, give me something that does not count.
+    there is nothing for me, give me something that does not count. ``visits``: from shards.
     """
 
     lap: LoaderPass
@@ -161,6 +191,7 @@ class Draw:
     begins: bool = False
     turn: int = 0
     fills: bool = False
+    visits: Visits | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +298,7 @@ class Released:
     ``again``: the step is not over, evaluate the closure once more, at the parameters as they are
     now, after clearing the gradients if ``cleared``. ``groups``: hyper-parameters that the
     optimizer has changed by itself, group by group. ``turn``: for workers that step themselves.
+    ``tickets``: the answers to the push's ``draws``.
     """
 
     version: int
@@ -275,6 +307,7 @@ class Released:
     groups: tuple[dict[str, Any], ...] | None = None
     turn: StepNumber | None = None
     counted: bool = True
+    tickets: tuple[Ticket, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,10 +322,12 @@ class Gathered:
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """The positions of a mini-batch in the epoch's order; none: the pass has no more. One that does
-    not count is run, but its gradient has no weight."""
+    not count is run, but its gradient has no weight. ``ahead``: the next may be asked for with a
+    push."""
 
     spans: Spans
     counts: bool = True
+    ahead: bool = True
 
 
 @dataclass(frozen=True, slots=True)

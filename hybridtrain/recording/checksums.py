@@ -79,14 +79,15 @@ def checksum_of(
     match message:
         case Push():
             told = _told(message) if version == 1 else (*_told(message), *_told_since(message))
+            told = (*told, *map(_drawn, message.draws))  # with pushes since version 3
             return _row(repr(told), worker, rows)
         case Average(weight, absent, packed):
             told = (weight, absent) if version == 1 else (weight, absent, _indices(packed))
             return _row(repr(told), worker, rows)
         case Gather(tag, _, patient):
             said = f"{tag} {patient}"
-        case Draw(lap, spans, length, sizes, drop_last, begins):
-            said = repr((tuple(lap), spans, length, sizes, drop_last, begins))
+        case Draw():
+            said = repr(_drawn(message))
         case Share(layout, averaging):
             said = repr((layout.slots, averaging))
         case Install(optimizers, version):
@@ -96,6 +97,11 @@ def checksum_of(
         case _:
             return 0
     return crc32(said.encode())
+
+
+def _drawn(draw: Draw) -> tuple[Any, ...]:
+    places = (tuple(draw.lap), draw.spans, draw.length, draw.sizes)
+    return (*places, draw.drop_last, draw.begins)
 
 
 def _row(said: str, worker: int, rows: GradientRows | None) -> int:

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 RECORD_NAME = "record.bin"
-VERSION = 2
+VERSION = 3
 CELL_BYTES = 28
 CRC_BYTES = 4  # of a cell, at its end
 TELLS = 255  # the kind of a cell that announces JSON

@@ -126,13 +126,13 @@ def _version(path: Path, content: bytes) -> int:
         raise UserError(f"{path}: this file is no record of a run")
     if zlib.crc32(title) != _CRC.unpack_from(content, _TITLE_BYTES)[0]:
         raise _Damaged((*alike, False).index(False), "its title is not as it was written")
-    if title != ours:
-        number = title[_NUMBER].decode(errors="replace").strip()
+    number = title[_NUMBER].decode(errors="replace").strip()
+    if number not in map(str, range(2, VERSION + 1)):
         raise UserError(
             f"{path}: this is a record of version {number}; this version of hybridtrain reads "
             f"versions 1 to {VERSION}"
         )
-    return VERSION
+    return int(number)
 
 
 # ---- pieces of JSON: the first and the last cell of each, and the text if it is whole ------------

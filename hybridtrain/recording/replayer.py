@@ -75,6 +75,7 @@ class Replayer:
         cells: Sequence[Cell] = (),
     ) -> None:
         self._record, self._server, self._stamp = record, server, stamp
+        server.membership.queue.ahead = record.version >= 3  # before, workers asked apart
         self._check_data = check_data
         self._due: dict[int, deque[str]] = defaultdict(deque)  # the kinds of each worker's events
         for event in record.events():

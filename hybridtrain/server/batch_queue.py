@@ -16,6 +16,10 @@ What has been drawn is remembered until the update that it is part of. Loaders d
 this tells what a checkpoint has *not* seen, what a lost worker leaves undone, and what is to be
 done again by somebody because it came too late.
 
+The pass may be cut into shards, equal stretches of its order. A worker then takes some mini-batches
+from one shard and goes on to the one that was visited least (Liu et al. 2024, arXiv:2401.09135,
+whose workers change their shard with every round).
+
 Where workers take turns, mini-batches are dealt instead: each worker's are known beforehand, so
 that they are trained on in the order of the epoch. It gets of them what nobody has drawn yet, so
 that one who comes back goes on where it was lost, and does not repeat what others have made up for.
@@ -26,9 +30,42 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
 from hybridtrain.protocol.spans import Span, Spans, common, merged, split, total, without
+
+
+@dataclass
+class _Shards:
+    """Who is in which shard of a pass. Ties go to the shard with the smallest number."""
+
+    visited: Counter[int] = field(default_factory=Counter)
+    kept: dict[int, Spans] = field(default_factory=dict)  # of a worker's visit, drawn or not
+
+    def offer(self, worker: int, request: Draw, left: Spans) -> Spans:
+        """All that is left: first of the worker's visit, last of the others'."""
+        own = common(self.kept.get(worker, ()), left)
+        free = left
+        for other, spans in self.kept.items():
+            free = free if other == worker else without(free, spans)
+        if not own:
+            own = self.kept[worker] = self._visit(worker, request, free)
+        begun = (*own, *without(free, own))
+        return (*begun, *without(left, begun))
+
+    def _visit(self, worker: int, request: Draw, free: Spans) -> Spans:
+        """The next mini-batches of the shard that was visited least, of those that have some."""
+        assert request.visits is not None
+        n_shards, n_batches = request.visits
+        bounds = [number * request.length // n_shards for number in range(n_shards + 1)]
+        shards = {n: common([span], free) for n, span in enumerate(pairwise(bounds))}
+        some = [number for number, spans in shards.items() if spans]
+        if not some:
+            return ()
+        shard = min(some, key=lambda number: (self.visited[number], number))
+        self.visited[shard] += 1
+        return split(shards[shard], n_batches * request.sizes[worker])[0]
 
 
 @dataclass
@@ -43,12 +80,15 @@ class _Pass:
     dealt: Counter[int] = field(default_factory=Counter)  # mini-batches that are behind a worker
     done: Counter[int] = field(default_factory=Counter)  # positions that are part of an update
     n_done: int = 0  # by all
+    shards: _Shards = field(default_factory=_Shards)
 
     def __post_init__(self) -> None:
         self.left = self.spans  # that nobody has drawn
 
     def offer(self, worker: int, request: Draw) -> Spans:
         """What the worker could draw from, the next positions first."""
+        if request.visits is not None:
+            return self.shards.offer(worker, request, self.left)
         return self._dealt_to(worker, request) if request.turn else self.left
 
     def _dealt_to(self, worker: int, request: Draw) -> Spans:
@@ -104,6 +144,7 @@ class _Pass:
         undone = [span for spans in self.drawn.pop(worker, []) for span in spans]
         self.left = merged([*self.left, *undone])
         self.dealt.pop(worker, None)
+        self.shards.kept.pop(worker, None)
         self.served.discard(worker)
         self.ended.discard(worker)
 
@@ -123,6 +164,7 @@ class BatchQueue:
 
     members: set[int]
     made: Callable[[int], int] | None = None  # the last step that a worker has made itself
+    ahead: bool = True  # workers may ask for the next mini-batch with a push
     _passes: dict[LoaderPass, _Pass] = field(default_factory=dict)
     _owed: dict[int, tuple[int, tuple[DrawnBatch, ...], float]] = field(default_factory=dict)
     _away: set[int] = field(default_factory=set)  # who may come back, and others go on meanwhile
@@ -151,10 +193,10 @@ class BatchQueue:
         if n < size:
             one.ended.add(worker)  # for loaders, a smaller one is the last
         if n == size or (n > 0 and not request.drop_last):
-            return Ticket(one.take(worker, offered, n))
+            return Ticket(one.take(worker, offered, n), ahead=self.ahead)
         if fresh and request.fills and _has_batches(request):
-            return Ticket(((0, min(size, request.length)),), counts=False)
-        return Ticket(())
+            return Ticket(((0, min(size, request.length)),), False, self.ahead)
+        return Ticket((), ahead=self.ahead)
 
     def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
         """Positions of those who have had no mini-batch yet; for a ``fresh`` one, the first's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from hybridtrain.protocol.messages import Push, Released
+from hybridtrain.protocol.messages import Push, Released, Ticket
 from hybridtrain.updates import Stepped
 
 
@@ -28,8 +28,12 @@ def samples_of(push: Push) -> float:
     return push.weight if push.samples is None else push.samples
 
 
-def release(stepped: Stepped, version: int, counted: bool) -> Released:
+def release(
+    stepped: Stepped, version: int, counted: bool, tickets: tuple[Ticket, ...] = ()
+) -> Released:
     """What came of its push, for the one who has pushed."""
     again = stepped.again
     cleared = again is not None and again.cleared
-    return Released(version, again is not None, cleared, stepped.news, stepped.turn, counted)
+    return Released(
+        version, again is not None, cleared, stepped.news, stepped.turn, counted, tickets
+    )

@@ -116,8 +116,8 @@ class Rounds:
 
     def wake(self) -> Replies:
         """It is at least as late as the policy wanted to be told."""
-        self.wake_at_s = None
-        return self._obey(TimerFired(self._statistics.clock()))
+        at_s, self.wake_at_s = self.wake_at_s or 0.0, None
+        return self._obey(TimerFired(max(self._statistics.clock(), at_s)))
 
     def push(self, worker: int, push: Push) -> Replies:
         """The worker's contribution lies in its row.
@@ -130,13 +130,14 @@ class Rounds:
             raise UserError(reason)
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self._pushes[worker] = push
-        self._statistics.pushed(worker, self._samples(push), push.fault)
+        self._statistics.pushed(worker, self._samples(push), push.fault, not push.later)
         self._means.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         if self._over:
             return freed + self._release_all()
         last = self.requirements.drops_late and self._queue.is_last_chance(push.covers)
-        return freed + self._obey(Pushed(worker, self._statistics.clock(), push.loss, last))
+        now_s, empty = self._statistics.clock(), push.weight <= 0
+        return freed + self._obey(Pushed(worker, now_s, push.loss, last, empty))
 
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
         """The worker wants the mean of all gradients before it pushes.
@@ -368,4 +369,6 @@ class Rounds:
             self.optimizers.read(worker)
         self._statistics.released(worker, fetches)
         stepped = self._outcome.pop(worker, _NOTHING)
-        return worker, release(stepped, self._statistics.version, stepped is not _DROPPED)
+        draws = () if push is None else push.draws
+        tickets = tuple(self._queue.draw(worker, each) for each in draws)
+        return worker, release(stepped, self._statistics.version, stepped is not _DROPPED, tickets)

@@ -81,15 +81,15 @@ class RunStatistics:
             self._started_at_s += self.clock() - self._paused_at_s
             self._paused_at_s = None
 
-    def pushed(self, worker: int, weight: float, fault: str = "") -> None:
-        """The worker has brought a gradient of ``weight`` samples, and waits.
+    def pushed(self, worker: int, weight: float, fault: str = "", waits: bool = True) -> None:
+        """The worker has brought a gradient of ``weight`` samples, and ``waits``, or computes on.
 
         ``fault`` says why it had to leave its contribution out, if so.
         """
         account, now = self._accounts[worker], self._now_s()
         if account.released_at_s is not None:
             account.computing_s += now - account.released_at_s
-        account.released_at_s, account.pushed_at_s = None, now
+        account.released_at_s, account.pushed_at_s = (None, now) if waits else (now, None)
         account.samples += weight
         account.pushes += 1
         self._last = worker

@@ -177,6 +177,7 @@ class Server:
                 return [(worker, self._queue.draw(worker, message))]
             case Pull(writes):
                 self._rounds.take(worker, writes)
+                self.optimizers.settle()
                 self._rounds.refresh(worker)
                 return [(worker, Released(self.statistics.version))]
             case Snapshot():
@@ -263,6 +264,7 @@ class Server:
         optimizers = self._rounds.optimizers
         if (reason := no_snapshot(self.failure, optimizers)) is not None:
             return [(worker, Refused(reason))]
+        optimizers.settle()
         if request.refresh:
             self._rounds.refresh(worker)
         state = optimizers.dump(request.place)

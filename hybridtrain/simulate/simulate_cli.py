@@ -33,6 +33,7 @@ How fast workers are:
                       .csv file with the columns worker and seconds. Taken in order, and again
                       from the start
   slower.W=X          worker W takes X times as long (may be given for several workers)
+  compute.seconds_per_step=X,...  instead: the mean of each worker's
 
 What is between them and the server, and what happens to them:
   network.latency_s=X         of every message, one way (default 0)
@@ -47,17 +48,24 @@ What is between them and the server, and what happens to them:
                       {worker: [6, 7], joins_at: 30}, {worker: 1, slower: 4, from: 5, until: 20}]
   interrupt=true      who computes what cannot count any more begins anew at once, as the
                       literature assumes of backup workers (default: notices when it pushes)
+  foresight=true      nobody waits for the end of a window in which no one else will come, as the
+                      literature on asynchronous DiLoCo assumes (default: all of it)
+  data_shards=S data_visit=N  whoever draws takes N mini-batches from one of S shards of the data,
+                      then goes to the one visited least (default: all draw from one queue)
   update_s=X          seconds that an update takes the server, which makes one after the other
                       (default 0)
 
 What is trained (default: nothing, only time passes):
   task=NAME           digits, parabola, speech, own ...: as for python -m hybridtrain, and so are
-                      model.*, data.*, optimizer.*, experiment=; of trainer.* max_epochs and
-                      the clipping count. One module in one process computes all gradients
+                      model.*, data.*, optimizer.*, experiment= (whose own `simulate` holds
+                      options that are not given here); of trainer.* max_epochs and the clipping
+                      count. One module in one process computes all gradients
   correction=NAME     of late gradients: by_staleness, polynomial:exponent=0.5, dc_asgd,
                       dc_asgd_adaptive, gap_aware
   exchange=NAME       what workers hand over: gradient (default), movement:every=8,
                       accumulated:n_push=4:n_fetch=4 (with strategy=async: Downpour)
+  update=NAME         how the masters move: adagrad:lr=0.3, adaptive_revision:lr=0.3, sgd:lr=0.7 ...
+                      (default: what goes with the strategy)
 
 What to write:
   json=FILE           the figures

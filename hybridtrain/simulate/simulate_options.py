@@ -10,9 +10,11 @@ from typing import Any
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
+from hybridtrain.protocol.messages import Visits
 from hybridtrain.recording import service_times
 from hybridtrain.schemes import SCHEMES
 from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
+from hybridtrain.updates.named import make_update
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.arguments import options
 from hybridtrain.worlds.virtual.conditions import Conditions
@@ -24,10 +26,24 @@ from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 LENGTHS = ("mini_batches", "seconds")
 FILES = ("json", "plot", "html")
-COMPUTE = ("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from")
+COMPUTE = ["compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from"]
+COMPUTE += ["compute.seconds_per_step"]
 NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
 OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt", "update_s"]
-OPTIONS += ["shards", "delay", "batch_size", *LENGTHS, "seed", *FILES, "correction", "exchange"]
+OPTIONS += [
+    "foresight",
+    "data_shards",
+    "data_visit",
+    "shards",
+    "delay",
+    "batch_size",
+    *LENGTHS,
+    "seed",
+    *FILES,
+    "correction",
+    "exchange",
+]
+OPTIONS += ["update"]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
 Given = Mapping[str, str]
@@ -41,13 +57,10 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
-    given = options(others, OPTIONS, families=("slower", "delay"))
+    usual = _of_experiment(overrides)
+    given = {**usual, **options(others, OPTIONS, families=("slower", "delay"))}
     train = _train(given, overrides)
-    slower = {
-        _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
-        for name, value in given.items()
-        if name.startswith("slower.")
-    }
+    slower = _slower(given)
     plan = SimulationPlan(
         strategies=tuple(map(way, given.get("strategy", "hybrid,async").split(","))),
         workers=tuple(_whole("workers", w) for w in given.get("workers", "8").split(",")),
@@ -57,6 +70,7 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
         train=train,
         correction=_of_gradients("correction", given, overrides, make_correction),
         exchange=_of_gradients("exchange", given, overrides, make_exchange),
+        update=_of_gradients("update", given, overrides, make_update),
         batch_size=_whole("batch_size", given.get("batch_size", "32")),
         mini_batches=_length(given, bool(overrides)),
         seconds=_seconds(given),
@@ -69,6 +83,15 @@ def _is_training(argument: str) -> bool:
     """Whether it belongs to the configuration of a training."""
     name = argument.partition("=")[0].lstrip("+~")
     return name.partition(".")[0] in TRAINING
+
+
+def _of_experiment(overrides: Sequence[str]) -> Given:
+    """What the experiment has under ``simulate``: options as they would be typed here."""
+    if not any(override.startswith("experiment=") for override in overrides):
+        return {}
+    from hybridtrain.cli.virtual_tasks import usual_options  # imports Lightning
+
+    return options(usual_options(overrides), OPTIONS, families=("slower", "delay"))
 
 
 # ---- strategies ---------------------------------------------------------------------------------
@@ -131,7 +154,7 @@ def _of_gradients(
         return None
     if not overrides:
         raise UserError(
-            f"{name}={given[name]} was given without task=...; a {name} is one of gradients, so "
+            f"{name}={given[name]} was given without task=...; it is about gradients, so "
             "there must be some"
         )
     spec = _spec(name, given[name])
@@ -168,6 +191,26 @@ def _train(given: Given, overrides: Sequence[str]) -> Train | None:
 # ---- conditions ---------------------------------------------------------------------------------
 
 
+def _slower(given: Given) -> dict[int, float]:
+    """How many times as long each worker takes."""
+    slower = {
+        _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
+        for name, value in given.items()
+        if name.startswith("slower.")
+    }
+    if (each := given.get("compute.seconds_per_step")) is None:
+        return slower
+    clashes = [name for name in given if name.startswith("slower.") or name == "compute.mean_s"]
+    if clashes or given.get("compute") == "measured":
+        raise UserError(
+            f"compute.seconds_per_step={each} was given with "
+            f"{clashes[0] if clashes else 'compute=measured'}; it says itself how long each worker "
+            "takes, so leave one of the two out"
+        )
+    name = "compute.seconds_per_step"
+    return {worker: _number(name, text) for worker, text in enumerate(each.split(","))}
+
+
 def _times(given: Given, slower: Mapping[int, float]) -> Times:
     kind = given.get("compute", "exponential")
     own = SHAPES[kind][0] if kind in SHAPES else ""
@@ -196,8 +239,19 @@ def _times(given: Given, slower: Mapping[int, float]) -> Times:
 def _conditions(given: Given, trains: bool) -> Conditions:
     script = read_script(given["script"]) if "script" in given else Script()
     network = _network(given, trains)
-    interrupts = _yes("interrupt", given.get("interrupt", "false"))
-    return Conditions(network, script, interrupts, _number("update_s", given.get("update_s", "0")))
+    interrupts, foresees = (_yes(n, given.get(n, "false")) for n in ("interrupt", "foresight"))
+    update_s = _number("update_s", given.get("update_s", "0"))
+    return Conditions(network, script, interrupts, update_s, foresees, _visits(given, trains))
+
+
+def _visits(given: Given, trains: bool) -> Visits | None:
+    both = [name for name in ("data_shards", "data_visit") if name in given]
+    if len(both) == 1 or (both and not trains):
+        raise UserError(
+            f"{both[0]}={given[both[0]]} was given; data_shards=S and data_visit=N go together, "
+            "and with task=..., whose data are cut"
+        )
+    return Visits(*(_whole(name, given[name]) for name in both)) if both else None
 
 
 def _network(given: Given, trains: bool) -> Network:

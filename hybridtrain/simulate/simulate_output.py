@@ -73,6 +73,9 @@ PANELS: list[tuple[str, Value]] = [
 ]
 
 
+HANDED_OVER = "megabytes handed over by all workers"
+
+
 def draw(rows: Sequence[SimulationRow], path: Path) -> None:
     """Efficiency, waiting and staleness against the number of workers; loss against time.
 
@@ -87,8 +90,8 @@ def draw(rows: Sequence[SimulationRow], path: Path) -> None:
             f"plot={path} was given, but matplotlib is not installed; pip install matplotlib, or "
             "use json=FILE"
         ) from error
-    curves = losses(rows)
-    count = len(PANELS) + bool(curves)
+    curves, bytes_ = losses(rows), losses_over_bytes(rows)
+    count = len(PANELS) + bool(curves) + bool(bytes_)
     figure = Figure(figsize=(3.7 * count, 3.5), layout="constrained")
     FigureCanvasAgg(figure)
     places = figure.subplots(1, count)
@@ -96,8 +99,11 @@ def draw(rows: Sequence[SimulationRow], path: Path) -> None:
         _plot(axes, against_workers(rows, value), "o-")
         axes.set(xlabel="workers", ylabel=label, xscale="log", ylim=(0, None))
     if curves:
-        _plot(places[-1], curves, "-")
-        places[-1].set(xlabel="virtual seconds", ylabel="loss")
+        _plot(places[len(PANELS)], curves, "-")
+        places[len(PANELS)].set(xlabel="virtual seconds", ylabel="loss")
+    if bytes_:
+        _plot(places[-1], bytes_, "-")
+        places[-1].set(xlabel=HANDED_OVER, ylabel="loss", xscale="log")
     places[len(PANELS) - 1].legend(frameon=False)
     try:
         figure.savefig(path, dpi=120)
@@ -134,6 +140,16 @@ def losses(rows: Sequence[SimulationRow]) -> list[Series]:
     ]
 
 
+def losses_over_bytes(rows: Sequence[SimulationRow]) -> list[Series]:
+    """The same against what workers have handed over, in megabytes, from the first on."""
+    found = []
+    for name, row in zip(names(rows), rows, strict=True):
+        points = [(sent / 1e6, loss) for sent, loss in row.loss_over_bytes if sent]
+        if points:
+            found.append(Series(name, [sent for sent, _ in points], [loss for _, loss in points]))
+    return found
+
+
 def ages(rows: Sequence[SimulationRow], most: int = 60) -> list[Series]:
     """The distribution of staleness: share of the contributions against age, in at most ``most``
     steps of equal width, up to what 99 % do not exceed."""
@@ -167,6 +183,9 @@ def page_of(rows: Sequence[SimulationRow], arguments: Sequence[str]) -> str:
     if curves := losses(rows):
         svg = report.line_chart(curves, "virtual seconds", "loss", fit_y=True)
         parts += [report.heading("Loss"), report.figure(svg, "Loss against virtual time")]
+    if curves := losses_over_bytes(rows):
+        svg = report.line_chart(curves, HANDED_OVER, "loss", xlog=True, fit_y=True)
+        parts.append(report.figure(svg, "Loss against what workers have handed over"))
     parts += [report.heading("Speed, waiting and staleness"), report.figures(_charts(rows))]
     parts.append(report.paragraph(_LEGEND))
     return report.page("Strategies in virtual time", parts)

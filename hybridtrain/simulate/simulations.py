@@ -58,6 +58,7 @@ class SimulationPlan:
     train: Train | None = None
     correction: CorrectionSpec = None
     exchange: ExchangeSpec = None  # what goes with the policy
+    update: UpdateSpec = None  # what goes with the strategy
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class SimulationRow:
     loss: list[tuple[float, float]]  # (virtual time, mean of the losses around it)
     events_per_s: float  # of this process's time on its core
     sent_bytes: int = 0  # that workers have handed over
+    loss_over_bytes: list[tuple[float, float]] = field(default_factory=list)  # (so far, mean loss)
 
 
 def simulate(plan: SimulationPlan, way: Way, workers: int) -> SimulationRow:
@@ -148,7 +150,7 @@ def _world(plan: SimulationPlan, way: Way, workers: int) -> tuple[VirtualWorld, 
         conditions=replace(plan.conditions, network=network),
         correction=make_correction(plan.correction),
         exchange=None if exchange is None else make_exchange(exchange),
-        update=make_update(way.update),
+        update=make_update(way.update if plan.update is None else plan.update),
     )
     wanted = getattr(task, "epochs", math.inf) if plan.mini_batches is None else math.inf
     return world, wanted
@@ -181,4 +183,5 @@ def _row(plan: SimulationPlan, way: Way, world: VirtualWorld, took_s: float) -> 
         loss=world.curve.points(),
         events_per_s=world.events / took_s,
         sent_bytes=sum(server.statistics.sent_bytes for server in world.servers),
+        loss_over_bytes=world.curve.over_bytes(),
     )

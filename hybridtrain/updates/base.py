@@ -21,7 +21,8 @@ class Update(Protocol):
     ``name`` is that of its class, ``members`` who belongs to which of its groups, ``news`` which
     hyper-parameters its last step has changed by itself; ``under_way``: it waits for one more
     evaluation to end its step. ``moved``: of which parameters, by slot number, its last step has
-    moved only these rows; ``wants_staleness``: contributions are to tell theirs; ``sums``: they add
+    moved only these rows; ``puts_off``: rows that have no gradient are behind until :meth:`settle`;
+    ``wants_staleness``: contributions are to tell theirs; ``sums``: they add
     up, where else they are averaged.
     """
 
@@ -30,6 +31,7 @@ class Update(Protocol):
     news: Groups | None
     under_way: bool
     moved: Mapping[int, Rows]
+    puts_off: bool
     wants_staleness: bool
     sums: bool
 
@@ -52,6 +54,10 @@ class Update(Protocol):
 
     def set_groups(self, groups: Groups) -> None:
         """Take new hyper-parameters: for each group, those that have changed."""
+        ...
+
+    def settle(self) -> None:
+        """Do what was put off, before anybody looks."""
         ...
 
     def state(self) -> Saved:

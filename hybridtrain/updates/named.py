@@ -136,6 +136,12 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
     options = {"name": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}
     name = str(options.pop("name", None)).lower()
     known = {USER, *_SUBTRACT, *KNOWN}
+    if name == "lbfgs":
+        raise UserError(
+            f"update={given!r} was given; LBFGS evaluates the loss several times in a step, and "
+            "there is nothing to evaluate where what was handed over is applied; let the module's "
+            "own optimizer be LBFGS, with strategy=hybrid and exchange=gradient"
+        )
     if name not in known:
         raise UserError(
             f"update={given!r} was given{hint(name, known)}; known are {USER} (the module's own "

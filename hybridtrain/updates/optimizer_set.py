@@ -277,6 +277,15 @@ class Optimizers:
 
     # ---- state ----------------------------------------------------------------------------------
 
+    def settle(self) -> None:
+        """Somebody is going to look at parameters: move what was put off."""
+        for update in self._updates:
+            if update.puts_off:
+                with torch.no_grad():
+                    update.settle()
+                if self._place is not None:
+                    self._place[0].moves.all_of(_numbers(update.members))
+
     def dump(self, place: str = "") -> bytes:
         """What each optimizer would save, for ``torch.load``; nothing, if it lies in ``place``."""
         return fill(place, [update.state() for update in self._updates])

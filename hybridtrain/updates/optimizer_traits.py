@@ -37,15 +37,28 @@ def takes_sparse(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def steps_rows(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step moves the rows that have a gradient, and no others."""
+    return bool(getattr(optimizer, "steps_rows", False))
+
+
+def puts_off(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether rows without a gradient are behind until its ``catch_up`` is called."""
+    return callable(getattr(optimizer, "catch_up", None))
+
+
 def calls_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` may call its closure in the middle, or more than once.
 
     Torch's optimizers call an optional closure once, before anything else, which is what the
     workers do for them; where it is not optional (L-BFGS) they call it as they please. Of a user's
-    class one only knows that it may, if its code mentions the arguments of ``step`` at all.
+    class one only knows that it may, if its code mentions the arguments of ``step`` at all; those
+    of this package (``steps_rows``) do as torch's.
     """
     if needs_closure(optimizer):
         return True
+    if steps_rows(optimizer):
+        return False
     code = getattr(_step(optimizer), "__code__", None)
     if is_torchs(optimizer) or not isinstance(code, CodeType):
         return False

@@ -17,7 +17,7 @@ from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.evaluation import Again, Evaluation
 from hybridtrain.updates.flat.reduce import merge_mixed
 from hybridtrain.updates.groups import Groups, differences, members_of, plain, slowed
-from hybridtrain.updates.optimizer_traits import is_torchs
+from hybridtrain.updates.optimizer_traits import is_torchs, puts_off, steps_rows
 from hybridtrain.updates.saved import Saved
 
 
@@ -50,6 +50,8 @@ class PerTensorUpdate:
         self.moved: Mapping[int, Rows] = {}
         self._means: dict[int, torch.Tensor] = {}
         self._keeps_figures_in_groups = not is_torchs(optimizer)
+        self._steps_rows = steps_rows(optimizer)
+        self.puts_off = puts_off(optimizer)
 
     def read(self, worker: int) -> None:
         """What a worker has read makes no difference."""
@@ -67,6 +69,8 @@ class PerTensorUpdate:
         before = plain(self._optimizer) if self._keeps_figures_in_groups else ()
         with slowed(self._optimizer.param_groups, rate):
             again = self._advance(evaluation or Evaluation())
+        if self._steps_rows:
+            self.moved = self._touched()
         if not self._keeps_figures_in_groups:
             return again
         self.news = differences(before, plain(self._optimizer))
@@ -75,6 +79,12 @@ class PerTensorUpdate:
     def _advance(self, evaluation: Evaluation) -> Again | None:
         self._optimizer.step()
         return None
+
+    def _touched(self) -> dict[int, Rows]:
+        """The rows of the sparse gradients that have just been stepped."""
+        both = zip(self._numbers, self._parameters, strict=True)
+        found = {number: p.grad for number, p in both if p.grad is not None and p.grad.is_sparse}
+        return {number: gradient.indices()[0].numpy() for number, gradient in found.items()}
 
     def _mean(self, index: int, contributions: Sequence[Contribution]) -> torch.Tensor | None:
         number = self._numbers[index]
@@ -103,6 +113,9 @@ class PerTensorUpdate:
 
     def settle(self) -> None:
         """Bring the optimizer's state up to date, before it is looked at."""
+        if self.puts_off:
+            catching_up: Any = self._optimizer
+            catching_up.catch_up()
 
     def state(self) -> Saved:
         self.settle()

@@ -171,3 +171,4 @@ class SharedStateOptimizer(PerTensorUpdate):
                 count.fill_(self._counts[number])
             elif count is not None:
                 state[STEP] = type(count)(self._counts[number])
+        super().settle()

@@ -66,15 +66,18 @@ def _known(known: Iterable[str]) -> str:
 
 
 class BriefRepr:
-    """A dataclass whose text leaves out what is ``None``.
+    """A dataclass whose text leaves out what is ``None`` or ``False``.
 
     Records compare these texts, so an option that is added later must not change the old ones.
     """
 
     def __repr__(self) -> str:
         told = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}  # type: ignore[arg-type]
-        given = ", ".join(f"{name}={value!r}" for name, value in told.items() if value is not None)
-        return f"{type(self).__name__}({given})"
+        given = {
+            name: value for name, value in told.items() if value is not None and value is not False
+        }
+        said = ", ".join(f"{name}={value!r}" for name, value in given.items())
+        return f"{type(self).__name__}({said})"
 
 
 def positive(name: str, value: int) -> int:

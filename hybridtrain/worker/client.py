@@ -14,6 +14,7 @@ import pickle
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ from hybridtrain.protocol.notices import (
     SavePermission,
     Stop,
 )
-from hybridtrain.protocol.spans import Spans
+from hybridtrain.protocol.spans import Spans, total
 from hybridtrain.worker.connection import Connection
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
 
@@ -101,6 +102,8 @@ class Client:
         # it again, or ``None`` if there is nothing more to do.
         self.meanwhile: Callable[[], float | None] | None = None
         self._covers: list[DrawnBatch] = []
+        self._next_draws: dict[LoaderPass, Draw] = {}  # to be answered with a release
+        self._tickets: dict[LoaderPass, Ticket] = {}  # that came with one
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
 
     # ---- parameters and steps -------------------------------------------------------------------
@@ -134,21 +137,40 @@ class Client:
         comes, ``undo`` is called instead.
         """
         self.settle()
-        covers: tuple[DrawnBatch, ...] = ()
         if settles:
             covers, self._covers = tuple(self._covers), []
-        self.line.send(replace(push, covers=covers) if covers else push)
-        self.offered = PendingPush(then, [undo] if undo is not None else [])
+            if not push.later:
+                draws, self._next_draws = tuple(self._next_draws.values()), {}
+                push = replace(push, draws=draws) if draws else push
+            push = replace(push, covers=covers) if covers else push
+        self.line.send(push)
+        self.offered = PendingPush(then, [undo] if undo is not None else [], push.draws, push.later)
 
     def settle(self) -> None:
         """Wait for the release of what was offered, if that is still under way."""
         if self.offered is not None:
             offered, self.offered = self.offered, None
-            offered.settle(self.await_release)
+            offered.settle(self._give_up if offered.lost else self.await_release)
 
-    def await_release(self, then: Taking) -> None:
+    @property
+    def expected_version(self) -> int:
+        """At least so many updates are behind the parameters once what is offered is released."""
+        return self.version + (self.offered is not None)
+
+    def await_release(self, then: Taking, draws: tuple[Draw, ...] = ()) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
-        released: Released = self._answer(Released, in_step=True)[0]
+        self._take(self._answer(Released, in_step=True)[0], then, draws)
+
+    def _give_up(self, *_: Any) -> None:
+        """The server has stopped instead of answering."""
+        raise StopRequested
+
+    def _take(
+        self, released: Released | Refused, then: Taking, draws: tuple[Draw, ...] = ()
+    ) -> None:
+        if isinstance(released, Refused):
+            raise UserError(released.reason)
+        self._tickets |= {d.lap: t for d, t in zip(draws, released.tickets, strict=False)}
         self.version, self.counted = released.version, self.counted and released.counted
         if self.joins:  # from here on this worker is one of all
             self.joins = self.solo = False
@@ -185,8 +207,21 @@ class Client:
         return Arena(fd, reply.n_bytes)
 
     def draw(self, request: Draw) -> Ticket:
-        """The next mini-batch of a pass, or its end."""
-        return self._ask(request, Ticket)[0]
+        """The next mini-batch of a pass, or its end. With the next push, the one after it is drawn.
+
+        So a worker that needs one for each push has a conversation less; it has them no sooner than
+        if it asked when its release has come.
+        """
+        if not self._computes_on:
+            self.settle()
+        came = self._tickets.pop(request.lap, None)
+        ticket: Ticket | None = None if request.begins else came
+        if ticket is None:
+            ticket = self._ask(request, Ticket, settles=not self._computes_on)[0]
+        self._next_draws.pop(request.lap, None)
+        if ticket.ahead and total(ticket.spans) == request.sizes[self.worker]:
+            self._next_draws[request.lap] = replace(request, begins=False)
+        return ticket
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -264,22 +299,30 @@ class Client:
         Raises:
             StopRequested: if the server has asked for it.
         """
-        alone = self.solo and not self.joins  # who joins meets nobody yet, but can be stopped
-        if not alone:
+        if self.solo and not self.joins:  # who joins meets nobody yet, but can be stopped
+            return
+        if not self._computes_on:
             self.settle()
-        while not alone and not self._must_stop and self.line.ready():
+        while not self._must_stop and self.line.ready():
             self._hear(self.line.receive()[0])
-        if not alone and self._must_stop:
+        if self._must_stop:
+            self.settle()  # others may have made the step that is under way
             raise StopRequested
+
+    @property
+    def _computes_on(self) -> bool:
+        """Whether what was offered needs no release yet."""
+        return self.offered is not None and self.offered.later
 
     @property
     def _must_stop(self) -> bool:
         return self.stop is not None and self.stop.behind is None
 
     def _ask(
-        self, request: Request, kind: type[Any], in_step: bool = False
+        self, request: Request, kind: type[Any], in_step: bool = False, settles: bool = True
     ) -> tuple[Any, int | None]:
-        self.settle()
+        if settles:
+            self.settle()
         self.line.send(request)
         return self._answer(kind, in_step)
 
@@ -292,6 +335,8 @@ class Client:
                     time.sleep(pause_s)
             reply, fd = self.line.receive()
             match reply:
+                case Stop(now=True) if kind is not Released and self._computes_on:
+                    self._hear(reply)  # instead of the release: what was asked is still answered
                 case Stop(now=True):
                     self.stop = reply
                     raise StopRequested
@@ -299,6 +344,8 @@ class Client:
                     self.save_permission = reply
                     raise StopRequested
                 case Stop() | Gone() | Back() | RequestProgress():
+                    self._hear(reply)
+                case Released() if kind is not Released:
                     self._hear(reply)
                 case Refused(reason):
                     raise UserError(reason)
@@ -311,6 +358,8 @@ class Client:
         match reply:
             case Stop():
                 self.stop = reply
+                if reply.now and self.offered is not None:
+                    self.offered.lost = True
             case Gone(worker, version, for_now):
                 self.lost_at = version
                 self.away |= {worker} if for_now else set()
@@ -319,6 +368,10 @@ class Client:
             case Back(worker):
                 self.away.discard(worker)
                 self.on_change()
+            case Released() | Refused():
+                assert self.offered is not None, "it was waited for later"
+                offered, self.offered = self.offered, None
+                offered.settle(partial(self._take, reply))
             case _:
                 assert isinstance(reply, RequestProgress), reply
                 self._asked[reply.worker] = reply

@@ -44,10 +44,10 @@ class FiniteCheck:
         """
         sparse = {each.number: used(each, self._row(each.number)) for each in packed}
         for number, values in sparse.items():
-            if not _has_finite_sum(values) and not torch.isfinite(values).all():
+            if not has_finite_sum(values) and not torch.isfinite(values).all():
                 return number
         dense = tuple([n for n in numbers if n not in sparse and n not in known])
-        if all(map(_has_finite_sum, self._stretches(dense))):
+        if all(map(has_finite_sum, self._stretches(dense))):
             return None
         gone = set(absent)
         return next((n for n in dense if n not in gone and not self._is_finite(n)), None)
@@ -93,7 +93,8 @@ class FiniteCheck:
                 yield row[start:stop]
 
 
-def _has_finite_sum(flat: torch.Tensor) -> bool:
+def has_finite_sum(flat: torch.Tensor) -> bool:
+    """Whether the sum of all is; that of large ones may not be, though they are."""
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     wide = torch.float32 if real.itemsize < 4 else real.dtype
     return math.isfinite(float(real.sum(dtype=wide)))

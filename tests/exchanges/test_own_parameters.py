@@ -13,6 +13,8 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import LocalExchange, combine, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.named import make_update, update_of
+from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
@@ -103,7 +105,7 @@ def test_what_is_handed_over_weighs_the_samples_behind_it(
     local: Any = SimpleNamespace(
         parameters=[torch.ones(2)], masters=[torch.zeros(2)], gradients=[torch.ones(2)]
     )
-    local.step = lambda: None
+    local.step, local.moved = lambda: None, lambda: local.masters
     weights = []
     for local.samples in (3.0, 1.0, 5.0, 7.0):
         offer = exchange.step(local)
@@ -205,13 +207,19 @@ def test_downpour_is_the_algorithm_of_the_paper(
     assert values == pytest.approx(expected, abs=1e-6)
 
 
-def pushed_and_fetched(task: Quadratic, workers: int, n_push: int, n_fetch: int, steps: int) -> Any:
-    """All workers compute side by side, and reach the server in the order of their numbers."""
+def pushed_and_fetched(
+    task: Quadratic, workers: int, n_push: int, n_fetch: int, steps: int, overlapped: bool = False
+) -> Any:
+    """All workers compute side by side, and reach the server in the order of their numbers.
+
+    Overlapped, what is fetched comes between the next gradient and the step with it.
+    """
     masters = [torch.nn.Parameter(p) for p in task.parameters()]
     server = momentum(masters)
     own = [[torch.nn.Parameter(m.detach().clone()) for m in masters] for _ in range(workers)]
     optimizers = [momentum(parameters) for parameters in own]
     sums: list[list[torch.Tensor] | None] = [None] * workers
+    under_way: dict[int, list[torch.Tensor]] = {}
     for step in range(steps):
         for worker, (parameters, optimizer) in enumerate(zip(own, optimizers, strict=True)):
             found = task.gradient(worker, [p.detach() for p in parameters])
@@ -219,27 +227,54 @@ def pushed_and_fetched(task: Quadratic, workers: int, n_push: int, n_fetch: int,
             sums[worker] = [a + b for a, b in zip(known, found, strict=True)]
             for parameter, gradient in zip(parameters, found, strict=True):
                 parameter.grad = gradient
+            for parameter, fetched in zip(parameters, under_way.pop(worker, []), strict=False):
+                parameter.data.copy_(fetched)
             optimizer.step()
             if step % n_push == 0:
                 for master, value in zip(masters, sums[worker] or [], strict=True):
                     master.grad = value
                 server.step()
                 sums[worker] = None
-            if (step + 1) % n_fetch == 0:
+            if (step + 1) % n_fetch == 0 and overlapped:
+                under_way[worker] = [master.detach().clone() for master in masters]
+            elif (step + 1) % n_fetch == 0:
                 for parameter, master in zip(parameters, masters, strict=True):
                     parameter.data.copy_(master.detach())
     return [master.detach() for master in masters]
 
 
+@pytest.mark.parametrize("fetch", [None, "overlapped"])
 @pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (3, 2), (2, 5)])
-def test_several_replicas_equal_plain_torch(n_push: int, n_fetch: int) -> None:
+def test_several_replicas_equal_plain_torch(n_push: int, n_fetch: int, fetch: str | None) -> None:
     task = Quadratic(3)
-    exchange = {"name": "accumulated", "n_push": n_push, "n_fetch": n_fetch}
+    exchange = {"name": "accumulated", "n_push": n_push, "n_fetch": n_fetch, "fetch": fetch}
     made = world(task, 3, momentum, exchange, policy="async")
     made.run(until_s=12.5)
-    expected = pushed_and_fetched(task, 3, n_push, n_fetch, 12)
+    expected = pushed_and_fetched(task, 3, n_push, n_fetch, 12, fetch is not None)
     for found, wanted in zip(made.parameters(), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_an_overlapped_fetch_costs_no_time_and_one_replica_no_accuracy() -> None:
+    """There and back is 0.8 s: less than a mini-batch."""
+    conditions = Conditions(network=Network(latency_s=0.4))
+    ends = {}
+    for fetch in (None, "overlapped"):
+        exchange = {"name": "accumulated", "fetch": fetch}
+        made = world(
+            *(Parabola(), 1, lambda p: torch.optim.SGD(p, lr=0.1), exchange),
+            policy="async",
+            conditions=conditions,
+        )
+        made.run(updates=8)
+        ends[fetch] = made.now_s
+        assert float(made.parameters()[0]) == pytest.approx(0.9**8)  # what it has is what it reads
+    assert ends == {None: pytest.approx(8 + 7 * 0.8 + 0.4), "overlapped": 8.4}
+
+
+def test_a_fetch_that_is_neither_is_refused() -> None:
+    with pytest.raises(UserError, match=r"exchange.fetch='later'.*overlapped.*or null"):
+        make_exchange({"name": "accumulated", "fetch": "later"})
 
 
 def test_who_does_not_fetch_computes_with_what_it_has_read() -> None:
@@ -317,6 +352,8 @@ def test_what_was_given_to_an_update_is_fixed_and_the_rest_follows() -> None:
         ("hybrid", "in_place", ["InPlace", "WaitForAll", "cannot wait", "policy=hogwild"]),
         ("synchronous", "movement", ["Movement", "RoundRobin", "one worker computes at a time"]),
         ("backup", "accumulated", ["Accumulated", "FirstK", "what comes late is dropped"]),
+        ("hogwild", "movement", ["Movement", "LockFree", "write to the masters", "policy=async"]),
+        ("hogwild", "gradient", ["Gradient", "LockFree", "write to the masters", "in_place"]),
         (
             {"name": "k_batch_async", "k": 2},
             "in_place",
@@ -355,7 +392,8 @@ def test_an_exchange_that_makes_no_sense_is_refused(given: Any, fragments: list[
         ("adagard", ["update='adagard'", "did you mean adagrad?", "known are user"]),
         ({"name": "sgd", "lrr": 1.0}, ["update.lrr", "did you mean lr?"]),
         ({"lr": 1.0}, ["update={'lr': 1.0}", "known are user"]),
-        ("lbfgs", ["update='lbfgs'", "known are user"]),
+        ("lbfgs", ["update='lbfgs'", "evaluates the loss", "handed over", "exchange=gradient"]),
+        ({"name": "LBFGS", "lr": 1}, ["evaluates the loss"]),
     ],
 )
 def test_an_update_that_makes_no_sense_is_refused(given: Any, fragments: list[str]) -> None:

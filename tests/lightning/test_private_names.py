@@ -72,6 +72,7 @@ DEFINED_IN |= {
 # Given as strings, or names that this package has given to something else, too.
 _RESULT = f"{TRAINER}.connectors.logger_connector.result"
 MORE = {
+    "_automatic_optimization": "pytorch_lightning.core.module",
     "_cache": "torchmetrics.metric",
     "_current_fx_name": "pytorch_lightning.core.module",
     "_defer_save_until_validation": "pytorch_lightning.callbacks.model_checkpoint",

@@ -205,6 +205,29 @@ def test_the_store_takes_the_memory_it_says(private: bool) -> None:
     assert store.arena.n_bytes == row * (1 + n_workers * (2 if private else 1)) + told
 
 
+def test_rows_of_sparse_gradients_take_memory_as_they_come() -> None:
+    """A table of 1 MiB between two small parameters, whose rows are there as ever."""
+    shapes = {"first": (5,), "table": (4096, 64), "last": (7, 3)}
+    layout = Layout.of(((k, torch.empty(v)) for k, v in shapes.items()), sparse=[1])
+    store = Store(layout, 3, private_parameters=False)
+
+    def taken() -> int:
+        return os.fstat(store.arena.fd).st_blocks * 512
+
+    assert 2**20 <= taken() < 2**20 + 20 * mmap.PAGESIZE, "the masters, and no row of the table"
+    assert store.arena.n_bytes > 4 * 2**20
+    before, (first, table, last) = taken(), layout.slots
+    for worker in range(3):
+        store.gradient(worker, first).fill_(1.0)
+        store.gradient(worker, last).fill_(2.0)
+    assert taken() == before
+    store.gradient(1, table)[:100].fill_(3.0)
+    assert before < taken() <= before + 100 * 256 + 2 * mmap.PAGESIZE
+    store.gradient(2, table).fill_(4.0)  # a dense one, after all
+    assert float(store.gradient(1, table)[:100].mean()) == 3.0
+    assert float(store.gradient(2, last).mean()) == 2.0
+
+
 def test_another_process_sees_the_same_through_the_descriptor() -> None:
     layout = Layout.of(mixed())
     mine = Store(layout, 2, private_parameters=True)

@@ -65,6 +65,16 @@ def test_who_is_gone_is_not_waited_for(fact: Any) -> None:
     assert policy.on(Pushed(1, 4.0)) == closed(1)
 
 
+def test_contributions_of_a_window_can_make_one_update() -> None:
+    policy = begun(Grace(0.5, together=True), 3)
+    policy.on(Pushed(2, 10.0))
+    policy.on(Pushed(0, 10.3))
+    assert policy.on(TimerFired(10.5)) == (Apply((0, 2)), Release((0, 2)))
+    assert repr(Grace(0.5)) == "Grace(window_s=0.5)", "as records have it that are older"
+    with pytest.raises(UserError, match="together='yes' was given; it must be true or false"):
+        make_policy({"name": "grace", "together": "yes"})
+
+
 def test_without_a_window_it_is_async() -> None:
     policy = begun(Grace(0), 2)
     assert policy.on(Pushed(1, 3.0)) == closed(1)

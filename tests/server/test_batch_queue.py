@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket, Visits
 from hybridtrain.protocol.spans import Spans, merged, positions, split, total
 from hybridtrain.server.batch_queue import BatchQueue
 
@@ -196,6 +196,7 @@ def test_what_drop_last_leaves_over_is_not_left_to_be_made_up_for(
     order=st.lists(st.integers(0, 4), max_size=60),
     losses=st.sets(st.integers(0, 4), max_size=2),
     fills=st.booleans(),
+    visits=st.none() | st.builds(Visits, st.integers(1, 4), st.integers(1, 3)),
 )
 def test_every_position_is_done_once_and_everybody_is_served(
     sizes: tuple[int, ...],
@@ -205,12 +206,14 @@ def test_every_position_is_done_once_and_everybody_is_served(
     order: list[int],
     losses: set[int],
     fills: bool,
+    visits: Visits | None,
 ) -> None:
     ends = sorted({min(c, length) for c in cuts})
     spans = merged(zip(ends[::2], ends[1::2], strict=False)) if cuts else ((0, length),)
     members = set(range(len(sizes)))
     lost = losses & members if len(losses & members) < len(sizes) else set()
-    ask = replace(draw(length, sizes, spans=spans, drop_last=drop_last), fills=fills)
+    ask = draw(length, sizes, spans=spans, drop_last=drop_last)
+    ask = replace(ask, fills=fills, visits=visits)
     queue, done = BatchQueue(members), set()
     trained: list[int] = []
     served: dict[int, list[Ticket]] = {worker: [] for worker in range(len(sizes))}

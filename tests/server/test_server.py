@@ -234,7 +234,7 @@ def test_different_parameters_are_refused_for_all_with_the_worker_named() -> Non
 def test_parameters_too_large_for_the_machine_are_refused_for_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(n_bytes: int) -> Arena:
+    def refuse(n_bytes: int, unused: object) -> Arena:
         raise UserError("too large")
 
     server = Server(WaitForAll(), 2)
@@ -432,6 +432,36 @@ def test_mini_batches_are_drawn_from_one_queue_and_what_the_lost_left_is_drawn_a
     assert draw(0) == [(0, Ticket(((0, 1),)))]
     assert draw(0) == [(0, Ticket(((2, 3),)))]
     assert draw(0) == [(0, Ticket(()))]
+
+
+def test_a_mini_batch_that_is_asked_for_with_a_push_comes_with_the_release() -> None:
+    """The same as if it were asked for when the release has come."""
+    wanted = Draw(LoaderPass(0, 0), ((0, 5),), 5, (1, 1))
+    first = (DrawnBatch(wanted.lap, ((0, 1),)),)
+    tickets = []
+    for ahead in (True, False):
+        served = Served(2, OnArrival())
+        ask = Received(0, wanted)
+        served.server.on(ask)
+        push = Push(0, 1.0, covers=first, draws=(wanted,) if ahead else ())
+        ((_, reply),) = served.server.on(Received(0, push))
+        assert isinstance(reply, Released)
+        ((_, apart),) = served.server.on(ask) if not ahead else [(0, None)]
+        tickets.append(reply.tickets[0] if ahead else apart)
+        unseen = served.server.membership.queue.unseen()
+        assert unseen == {wanted.lap: ((1, 5),)}, "drawn, and not trained on"
+        served.server.on(Removed(0))
+        assert served.server.on(Received(1, wanted)) == [(1, Ticket(((1, 2),)))], "it goes back"
+    assert tickets == [Ticket(((1, 2),))] * 2
+
+
+def test_who_waits_for_its_release_has_drawn_nothing_yet() -> None:
+    served = Served(2, WaitForAll())
+    wanted = Draw(LoaderPass(0, 0), ((0, 5),), 5, (1, 1))
+    assert served.server.on(Received(0, Push(0, 1.0, draws=(wanted,)))) == []
+    assert served.server.on(Received(1, wanted)) == [(1, Ticket(((0, 1),)))]
+    replies = dict(served.server.on(Received(1, Push(0, 1.0))))
+    assert replies == {0: Released(1, tickets=(Ticket(((1, 2),)),)), 1: Released(1)}
 
 
 def test_a_snapshot_tells_what_of_the_queue_is_not_behind_its_version() -> None:

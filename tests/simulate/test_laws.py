@@ -7,13 +7,14 @@ figures, and `-m slow` checks them.
 from __future__ import annotations
 
 import runpy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import local_theory as local
 import pytest
 import theory as laws
 import torch
-from theory import Law
+from theory import About, Law
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies import OnArrival
@@ -22,7 +23,7 @@ from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 ROOT = Path(__file__).parents[2]
 
 
-def check(found: Iterable[Law], tolerance: float) -> None:
+def check(found: Iterable[About], tolerance: float) -> None:
     wrong = {f"{x.group}: {x.case}": x for x in found if abs(x.difference) > tolerance}
     assert wrong == {}
 
@@ -96,14 +97,41 @@ def test_the_laws_hold_to_a_percent_or_two() -> None:
     check(laws.momentum(replicas=10_000), tolerance=0.06)
 
 
+CHEAP = [local.endless_window, local.post_local, local.averaged_iterate]
+
+
+@pytest.mark.parametrize("law", CHEAP)
+def test_laws_of_workers_that_train_on_their_own_hold(law: Callable[[], list[Law]]) -> None:
+    found = law()
+    assert found and [each for each in found if not each.holds] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("law", [local.elastic_edge, local.linear_scaling, local.deferred_momentum])
+def test_edges_and_variances_are_those_of_theory(law: Callable[[], list[Law]]) -> None:
+    found = law()
+    assert found and [each for each in found if not each.holds] == []
+
+
+def test_what_does_not_hold_is_said() -> None:
+    far = [laws.About("a", "b", 1.0, 1.03), laws.AtMost("a", "b", 1e-11), laws.Same("a", "b", 1, 2)]
+    near = [
+        laws.About("a", "b", 1.0, 1.01),
+        laws.AtMost("a", "b", 1e-13),
+        laws.Same("a", "b", 1, 1),
+    ]
+    assert [law.holds for law in (*far, *near)] == [False] * 3 + [True] * 3
+
+
 def test_the_script_shows_laws_and_refuses_nonsense(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
     script = runpy.run_path(str(ROOT / "scripts" / "laws.py"))
-    found = [*laws.softsync(updates=50), *laws.backup_workers(updates=20)]
+    found = [*laws.softsync(updates=50), *laws.backup_workers(updates=20), *local.post_local()]
     picture = tmp_path / "laws.png"
     script["draw"](found, picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert script["table"](found).row_count == len(found)
-    for wrong in ("updates=few", "updates=1", "update=5", "plot"):
-        with pytest.raises(UserError, match=f"^{wrong.partition('=')[0]}"):
-            script["run"]([wrong])
+    assert script["run"](["only=post_local"]) == 0
+    for wrong in ("updates=few", "updates=1", "'update=5'", "'plot'", "only=elasti"):
+        with pytest.raises(UserError, match=f"^{wrong}"):
+            script["run"]([wrong.strip("'")])

@@ -10,7 +10,9 @@ import pytest
 from hybridtrain.errors import UserError
 from hybridtrain.protocol.messages import (
     Done,
+    Draw,
     Gathered,
+    LoaderPass,
     Note,
     Paused,
     Push,
@@ -18,6 +20,7 @@ from hybridtrain.protocol.messages import (
     Released,
     Reply,
     Request,
+    Ticket,
 )
 from hybridtrain.protocol.notices import Stop
 from hybridtrain.worker.client import Client, StopRequested
@@ -149,3 +152,129 @@ def test_while_a_release_is_awaited_it_does_what_it_is_given(
     speaker.meanwhile = meanwhile
     assert speaker.push(Push(0, 4.0)) == Released(7)
     assert len(times) == asked
+
+
+def ask_of(begins: bool = False, number: int = 0) -> Draw:
+    return Draw(LoaderPass(0, 0, number), ((0, 6),), 6, (2, 2), begins=begins)
+
+
+def test_the_next_mini_batch_is_asked_for_with_a_push_and_not_again() -> None:
+    """One conversation a step; the pass ends with a ticket that came with a release, too."""
+    first, second, end = Ticket(((0, 2),)), Ticket(((2, 4),)), Ticket(())
+    speaker, line = client(first, Released(1, tickets=(second,)), Released(2, tickets=(end,)))
+    assert speaker.draw(ask_of(begins=True)) == first
+    speaker.push(Push(0, 2.0))
+    assert speaker.draw(ask_of()) == second
+    speaker.push(Push(0, 2.0))
+    assert speaker.draw(ask_of()) == end
+    with_next = Push(0, 2.0, draws=(ask_of(),))
+    assert line.sent == [ask_of(begins=True), with_next, with_next]
+
+
+def test_nothing_is_asked_for_ahead_that_will_not_be_drawn() -> None:
+    """After the last, smaller mini-batch; twice for one; where the server answers apart."""
+    speaker, line = client(Ticket(((0, 1),)), Released(1), Released(2))
+    speaker.draw(ask_of())
+    speaker.push(Push(0, 1.0))
+    assert line.sent[-1] == Push(0, 1.0)
+
+    speaker, line = client(
+        Ticket(((0, 2),)), Released(1, tickets=(Ticket(((2, 4),)),)), Released(2)
+    )
+    speaker.draw(ask_of())
+    speaker.push(Push(0, 2.0))
+    speaker.push(Push(1, 2.0))  # another optimizer, of the same mini-batch
+    assert line.sent[-1] == Push(1, 2.0)
+
+    speaker, line = client(Ticket(((0, 2),), ahead=False), Released(1), Ticket(((2, 4),)))
+    speaker.draw(ask_of())
+    speaker.push(Push(0, 2.0))
+    assert speaker.draw(ask_of()) == Ticket(((2, 4),))
+    assert line.sent == [ask_of(), Push(0, 2.0), ask_of()]
+
+
+def test_a_pass_that_begins_anew_forgets_what_came_ahead() -> None:
+    ahead, again = Ticket(((2, 4),)), Ticket(((0, 2),))
+    speaker, line = client(Ticket(((0, 2),)), Released(1, tickets=(ahead,)), again)
+    speaker.draw(ask_of(begins=True))
+    speaker.push(Push(0, 2.0))
+    assert speaker.draw(ask_of(begins=True)) == again
+    assert line.sent[-1] == ask_of(begins=True)
+
+
+def test_each_of_several_passes_has_its_own_next_mini_batch() -> None:
+    one, other = Ticket(((0, 2),)), Ticket(((4, 6),))
+    speaker, line = client(one, one, Released(1, tickets=(one, other)))
+    speaker.draw(ask_of())
+    speaker.draw(ask_of(number=1))
+    speaker.push(Push(0, 2.0))
+    assert line.sent[-1] == Push(0, 2.0, draws=(ask_of(), ask_of(number=1)))
+    assert speaker.draw(ask_of(number=1)) == other
+    assert speaker.draw(ask_of()) == one
+
+
+# ---- what nobody waits for yet ------------------------------------------------------------------
+
+
+class Slowly(Script):
+    """Replies arrive when they are let in."""
+
+    def __init__(self, *replies: Reply) -> None:
+        super().__init__(*replies)
+        self.there = 0
+
+    def ready(self) -> bool:
+        return self.there > 0
+
+    def receive(self) -> tuple[Reply, int | None]:
+        self.there -= 1
+        return super().receive()
+
+
+def computing_on(*replies: Reply) -> tuple[Client, Slowly, list[Released], list[str]]:
+    """A worker that has offered something, and computes on."""
+    line, taken, undone = Slowly(*replies), list[Released](), list[str]()
+    speaker = Client(0, 2, line)
+    speaker.offer(Push(0, 1.0, later=True), taken.append, lambda: undone.append("undone"))
+    return speaker, line, taken, undone
+
+
+def test_at_a_boundary_a_release_for_later_is_not_waited_for_but_taken() -> None:
+    speaker, line, taken, undone = computing_on(Released(4))
+    speaker.check_stop()
+    assert taken == [] and speaker.offered is not None
+    line.there = 1
+    speaker.check_stop()
+    assert taken == [Released(4)] and speaker.version == 4 and speaker.offered is None
+    speaker.settle()
+    assert undone == []
+
+
+def test_mini_batches_are_drawn_while_a_release_is_under_way() -> None:
+    ticket = Ticket(((0, 4),))
+    speaker, _, taken, _ = computing_on(ticket)
+    draw = Draw(LoaderPass(0, 0), ((0, 8),), 8, (4, 4))
+    assert speaker.draw(draw) == ticket and taken == []
+    speaker, _, taken, _ = computing_on(Released(1), ticket)
+    assert speaker.draw(draw) == ticket and taken == [Released(1)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "error"), [(Stop(now=True), StopRequested), (Refused("no"), UserError)]
+)
+def test_what_never_comes_is_undone_at_the_boundary(
+    reply: Reply, error: type[BaseException]
+) -> None:
+    speaker, line, taken, undone = computing_on(reply)
+    line.there = 1
+    with pytest.raises(error):
+        speaker.check_stop()
+    assert (taken, undone) == ([], ["undone"])
+
+
+def test_who_stops_waits_for_what_others_may_have_made() -> None:
+    speaker, line, taken, undone = computing_on(Stop(), Released(2))
+    line.there = 1
+    with pytest.raises(StopRequested):
+        speaker.check_stop()
+    assert (taken, undone) == ([Released(2)], [])

@@ -68,7 +68,7 @@ def test_a_contribution_that_is_interrupted_in_the_servers_link_passes_it_again(
     busy = world(make_policy({"name": "backup", "k": 1}), 4, times, network=network, interrupt=True)
     for update in range(1, 50):
         busy.run(updates=update)
-        assert not busy._in_link, "everybody begins anew"
+        assert not busy._links[0]._inside, "everybody begins anew"
     assert busy.interrupted > 100
 
 
@@ -320,6 +320,10 @@ def test_a_long_series_is_kept_as_means() -> None:
     assert len(points) <= 8 and points[0][0] < points[-1][0]
     assert all(value == pytest.approx(2 * at_s) for at_s, value in points)
     assert points[0][0] == 7.5, "of the first 16"
+    assert points[-1][0] == 87.5, "the last four are too few for a point"
+    for number in range(100, 104):
+        curve.add(float(number), 2.0 * number)
+    assert curve.points()[-1][0] == 99.5, "eight are not"
 
 
 def test_who_computes_for_a_round_that_a_timer_or_a_death_has_ended_begins_anew_too() -> None:

@@ -82,8 +82,10 @@ class UpdateCount:
     def _update(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "step" and not update_plateau_schedulers:  # after a mini-batch
             if not accumulates(self._trainer):
+                if self._must_be_exact():
+                    self._client.settle()
                 self._catch_up()
-                self._made, self._counted = self._client.version, False
+                self._made, self._counted = self._client.expected_version, False
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
         self._lightnings(interval, update_plateau_schedulers)
@@ -91,13 +93,19 @@ class UpdateCount:
             self._counted = True
             self._every.pass_over(self._made)
 
+    def _must_be_exact(self) -> bool:
+        """Whether somebody needs the number of the update before the release says it."""
+        now, schedules = self._client.expected_version, self._trainer.lr_scheduler_configs
+        logs = self._trainer.loggers and multiples(int(self._every), self._every.before, now) > 0
+        return bool(logs) or any(config.interval == "step" for config in schedules)
+
     def _catch_up(self) -> None:
         if self._automatic:
-            now, limit = self._client.version, self._expected.limit
+            now, limit = self._client.expected_version, self._expected.limit
             step_schedulers(self._trainer, self._before, now if limit is None else min(now, limit))
             self._before = now
 
     def _number_rows(self, least: int = 0) -> None:
         if self._numbers_rows:
-            step = self._client.version - (not self._counted)
+            step = self._client.expected_version - (not self._counted)
             set_logged_step(self._trainer, max(step, least))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -156,6 +157,7 @@ class Loaders:
         order, number = order_of(dataloader, shuffle, self._client), len(self.samplers)
         sizes = self._options.batch_sizes
         plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
+        plan = replace(plan, visits=self._options.visits)
         goes_on = resumed is not None and not hasattr(dataloader, "load_state_dict")
         begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)
@@ -205,7 +207,7 @@ class Loaders:
 
     def commit(self) -> None:
         """A step has been made with the mini-batches since the last one."""
-        version = self._client.version + (self._client.offered is not None)
+        version = self._client.expected_version
         for sampler in self.samplers:
             sampler.commit(version if self.remembers else None)
         self._rng_state.commit()

@@ -31,7 +31,9 @@ class QueueSampler(EpochSampler):
         self._reopened = False
         # The loader makes mini-batches by counting, so a smaller one must be the last.
         while n_drawn == self.batch_size:
-            ask = Draw(lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills)
+            ask = Draw(
+                lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills, plan.visits
+            )
             ticket = self._client.draw(ask)
             begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
             if ticket.counts:

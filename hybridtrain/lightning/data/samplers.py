@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torch.utils.data import Sampler
 
 from hybridtrain.lightning.data.epoch_order import Begun, Order
-from hybridtrain.protocol.messages import DrawnBatch, LoaderPass
+from hybridtrain.protocol.messages import DrawnBatch, LoaderPass, Visits
 from hybridtrain.protocol.notices import Gone
 from hybridtrain.protocol.spans import Spans, dealt, merged, positions, split, total, without
 from hybridtrain.worker.client import Client
@@ -35,7 +35,7 @@ class EpochPlan:
 
     ``sizes`` are the workers' mini-batches; 1 where the data set's items are whole mini-batches.
     ``turn``: mini-batches of one turn, where workers take turns; 0: they do not. ``fills``: who has
-    nothing in a step gets a filler.
+    nothing in a step gets a filler. ``visits``: shards that workers draw from.
     """
 
     order: Order
@@ -45,6 +45,7 @@ class EpochPlan:
     items_are_batches: bool = False
     turn: Callable[[], int] = lambda: 0
     fills: Callable[[], bool] = lambda: False
+    visits: Visits | None = None
 
 
 @dataclass(frozen=True)

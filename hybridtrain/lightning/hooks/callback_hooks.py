@@ -12,6 +12,7 @@ from pytorch_lightning.tuner.lr_finder import _determine_lr_attr_name
 # Of a ModelCheckpoint: what it has decided.
 DECIDED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
 DECIDING = "_monitor_candidates"  # the method that begins it
+HOW_IT_STEPS = "_automatic_optimization"  # of a module
 WRITER = "_experiment"  # where loggers keep what is behind ``logger.experiment``: threads, files
 
 # ---- ModelCheckpoint ----------------------------------------------------------------------------

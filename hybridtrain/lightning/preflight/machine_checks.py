@@ -5,6 +5,7 @@ What cannot work is an error; what works badly is a warning. Nothing here initia
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
 from hybridtrain.lightning.preflight.device_checks import check_devices
 from hybridtrain.lightning.preflight.spawn_checks import Load, check_sending, load_of
 from hybridtrain.lightning.run_context import RunContext
+from hybridtrain.lightning.step.trained_parameters import sparse_tables
 from hybridtrain.memory.available import available_bytes
 from hybridtrain.memory.limits import (
     allow_descriptors,
@@ -61,12 +63,15 @@ def check_startup(
 def check_memory(module: torch.nn.Module, n_workers: int, copies: int) -> None:
     """Of the host: masters, and for each worker a row of gradients and ``copies``, 0 or 1.
 
-    See docs/memory.md.
+    Tables with sparse gradients have no such row, only what a mini-batch touches; but they take
+    their size once more when training is over and the weights come home. See docs/memory.md.
     """
     n_bytes, available = _bytes_of(module), available_bytes()
     if available is None:
         return
-    needed = n_bytes * (1 + n_workers * (1 + copies))
+    tables = _bytes_of(module, sparse_tables(module))
+    needed = (n_bytes - tables) * (1 + n_workers * (1 + copies))
+    needed += tables * (2 + n_workers * copies)
     if needed > available:
         raise UserError(
             f"{_size(needed)} of host memory are needed for the {_size(n_bytes)} of parameters, "
@@ -92,9 +97,11 @@ def check_device_memory(module: torch.nn.Module, workers_per_device: int) -> Non
         )
 
 
-def _bytes_of(module: torch.nn.Module) -> int:
+def _bytes_of(module: torch.nn.Module, only: Collection[int] | None = None) -> int:
     """Of parameters that are there already (others are made in ``configure_model``)."""
     there = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
+    if only is not None:
+        there = [p for p in there if id(p) in only]
     return sum(p.numel() * p.element_size() for p in there)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
+from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import RunContext
@@ -48,7 +49,14 @@ def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
         )
     if strategy.world_size > 1:
         _check_callbacks(trainer, asked)
+    _check_module(strategy, trainer, asked)
+
+
+def _check_module(strategy: RunContext, trainer: Any, asked: str) -> None:
     module = trainer.lightning_module
+    check = getattr(strategy.exchange, "check_tensors", None)
+    if check is not None and not is_overridden("configure_model", module):
+        check(sum(parameter.requires_grad for parameter in module.parameters()))
     if trainer.state.fn == "fit" and not module.automatic_optimization:
         raise UserError(
             f"{type(module).__name__} has automatic_optimization=False, with {asked}, but workers "

@@ -22,7 +22,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.lightning.hooks.callback_hooks import DECIDED
+from hybridtrain.lightning.hooks.callback_hooks import DECIDED, HOW_IT_STEPS
 from hybridtrain.lightning.results.tuner_results import take_what_was_found, what_was_found
 
 _MOST_ITEMS = 100_000  # of one attribute; more is data, not something written down
@@ -64,8 +64,13 @@ def of_callback(callback: pl.Callback, module: pl.LightningModule) -> CallbackSt
 
 def of_module(module: pl.LightningModule) -> CallbackState:
     """In worker 0. Weights and buffers travel on their own."""
-    plain = plain_attributes(module, lambda name: name[0] != "_" and name != "training")
+    plain = plain_attributes(module, _comes_home)
     return CallbackState(_kind(module), plain, {})
+
+
+def _comes_home(name: str) -> bool:
+    """Also how the module optimizes, which ``setup`` may decide: steps are counted by that."""
+    return name == HOW_IT_STEPS or (name[0] != "_" and name != "training")
 
 
 def give_to_callback(

@@ -10,12 +10,13 @@ a gradient. ``p.grad`` in a compiled function is the name ``grad``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from types import CodeType, FunctionType
 from typing import Any
 
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.utilities.model_helpers import is_overridden
+
+from hybridtrain.util.code_reading import codes_of, filled_cells
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = (*_HOOKS, "configure_gradient_clipping", "optimizer_step")
@@ -23,8 +24,9 @@ _NAMES = frozenset(
     {"grad", "grad_norm", "clip_grad_norm_", "clip_grad_value_", "get_total_norm", "clip_gradients"}
 )
 # Frameworks, whose own callbacks look at gradients in the hooks above or not at all.
-_FOREIGN = {"builtins", "torch", "pytorch_lightning", "lightning", "lightning_fabric"}
-_FOREIGN |= {"torchmetrics", "hybridtrain", "abc", "typing", "functools", "dataclasses"}
+FOREIGN = {"builtins", "torch", "pytorch_lightning", "lightning", "lightning_fabric"}
+FOREIGN |= {"lightning_utilities", "torchmetrics", "hybridtrain", "abc", "typing", "functools"}
+FOREIGN |= {"dataclasses"}
 
 
 def gradients_are_final(trainer: Any) -> bool:
@@ -49,7 +51,7 @@ def _functions(instance: object) -> Iterator[FunctionType]:
     """Those that users have written: methods, properties, and functions kept as attributes."""
     values: list[Any] = list(vars(instance).values())
     for kind in type(instance).__mro__:
-        if kind.__module__.partition(".")[0] not in _FOREIGN:
+        if kind.__module__.partition(".")[0] not in FOREIGN:
             values += vars(kind).values()
     for value in values:
         parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
@@ -63,10 +65,10 @@ def _looks(function: FunctionType, seen: set[CodeType]) -> bool:
     function = getattr(function, "__wrapped__", function)
     if not isinstance(function, FunctionType) or function.__code__ in seen:
         return False
-    if (function.__module__ or "").partition(".")[0] in _FOREIGN:
+    if (function.__module__ or "").partition(".")[0] in FOREIGN:
         return False
     seen.add(function.__code__)
-    codes = list(_nested(function.__code__))
+    codes = list(codes_of(function.__code__))
     if any(_NAMES & {*code.co_names, *_strings(code)} for code in codes):
         return True
     called = [function.__globals__.get(name) for code in codes for name in code.co_names]
@@ -74,21 +76,6 @@ def _looks(function: FunctionType, seen: set[CodeType]) -> bool:
     return any(_looks(each, seen) for each in called if isinstance(each, FunctionType))
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    """The code and that of functions and comprehensions inside."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
-
-
 def _strings(code: CodeType) -> set[str]:
     """As in ``getattr(p, "grad")``."""
     return {constant for constant in code.co_consts if isinstance(constant, str)}
-
-
-def filled_cells(function: FunctionType) -> Iterator[Any]:
-    """What the function has kept of the one that made it."""
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # not filled yet
-            yield cell.cell_contents

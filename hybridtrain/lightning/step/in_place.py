@@ -10,20 +10,25 @@ which step was made last: what a lost worker has counted and not made is done ag
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning import LightningModule
 
+from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena
 from hybridtrain.memory.lending import Place, SharedState
 from hybridtrain.protocol.messages import Released
-from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.updates.kernels.own_step import own_step, step_of
+from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
+from hybridtrain.worker.finite import has_finite_sum
 
 
 class InPlace:
@@ -66,20 +71,34 @@ class InPlace:
     @torch.no_grad()
     def _step(self, steps: int | dict[int, int]) -> None:
         """One step, which is number ``steps`` + 1 (of each parameter, where they differ)."""
-        optimizer: Any = self._optimizer
-        for number, parameter in self._numbered.items():
-            if parameter.grad is None:
-                continue
-            if parameter.grad.is_sparse and not self._takes_sparse:
+        for parameter in self._numbered.values():
+            if parameter.grad is not None and parameter.grad.is_sparse and not self._takes_sparse:
                 parameter.grad = parameter.grad.to_dense()
-            count = steps if isinstance(steps, int) else steps.get(number, 0)
-            _set_count(self._state_of(number, parameter), count)
+        self._ready(steps)
+        with self._holding_state():
+            self._make(self._optimizer)
+        self._keep_in_place()
+
+    def _ready(self, steps: int | dict[int, int]) -> None:
+        """Tell each parameter's state the number of the step."""
+        for number, parameter in self._numbered.items():
+            if parameter.grad is not None:
+                count = steps if isinstance(steps, int) else steps.get(number, 0)
+                _set_count(self._state_of(number, parameter), count)
+
+    @contextmanager
+    def _holding_state(self) -> Iterator[None]:
+        """The user's optimizer has the state that is stepped here."""
+        optimizer: Any = self._optimizer
         others, optimizer.state = optimizer.state, self._state
         try:
-            step_of(optimizer)(optimizer)
+            yield
         finally:
             optimizer.state = others
-        self._keep_in_place()
+
+    def _make(self, optimizer: torch.optim.Optimizer) -> None:
+        """Alone it is plain training to the bit; among others no bits are to be kept."""
+        own_step(optimizer) if self._client.n_workers > 1 else step_of(optimizer)(optimizer)
 
     def _keep_in_place(self) -> None:
         """What the optimizer has put in the place of shared tensors goes into them."""
@@ -118,6 +137,100 @@ class InPlace:
         return place.view(self._arenas)
 
 
+class PrivateState(InPlace):
+    """Where each worker's optimizer has moments of its own: they begin with what it has."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, client: Client) -> None:
+        super().__init__(optimizer, client)
+        self._state.update(optimizer.state)
+
+    def can_step(self, numbers: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> bool:
+        self._begun = set(numbers)
+        return super().can_step(numbers, parameters)
+
+    def _ready(self, steps: int | dict[int, int]) -> None:
+        """Steps are counted by the optimizer itself."""
+
+    def _keep_in_place(self) -> None:
+        """What it has put into its state is there."""
+
+    def states(self) -> dict[Any, Any]:
+        """By parameter."""
+        return dict(self._state)
+
+    def replace(self, states: Mapping[Any, Any]) -> None:
+        """User code has made something else of them."""
+        kept = dict(states)
+        self._state.clear()
+        self._state.update(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the optimizer would save it."""
+        with self._holding_state():
+            return dict(self._optimizer.state_dict())
+
+    def catch_up(self) -> None:
+        """Move what was put off."""
+        if puts_off(self._optimizer):
+            with self._holding_state():
+                behind: Any = self._optimizer
+                behind.catch_up()
+
+
+class WrittenInPlace(InPlace):
+    """Where the module has written to the parameters: of a step there is only its count."""
+
+    def can_step(self, numbers: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> bool:
+        return True
+
+    def absent(self) -> tuple[int, ...]:
+        return ()
+
+    def _step(self, steps: int | dict[int, int]) -> None:
+        """Nothing: it is made."""
+
+
+def in_place(
+    optimizer: torch.optim.Optimizer, client: Client, requirements: Requirements, written: bool
+) -> InPlace | None:
+    """What steps it on the masters; ``None``: workers do not.
+
+    ``written``: the module writes to its parameters, without an optimizer.
+    """
+    if not requirements.in_place:
+        return None
+    if written:
+        return WrittenInPlace(optimizer, client)
+    return (PrivateState if requirements.private_state else InPlace)(optimizer, client)
+
+
+class NoOptimizer(torch.optim.Optimizer):
+    """Stands for the module, which steps its trainable parameters itself."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__([p for p in module.parameters() if p.requires_grad], {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Nothing."""
+
+
+def writes_itself(
+    module: LightningModule, optimizers: Iterable[torch.optim.Optimizer], shared: bool
+) -> bool:
+    """Whether the module steps its parameters without an optimizer, which all ``shared``."""
+    given = any(optimizer.param_groups for optimizer in optimizers)  # Lightning's stand-in has none
+    if given or module.automatic_optimization:
+        return False
+    if not shared:
+        name = type(module).__name__
+        rank_zero_warn(
+            f"{name} has no optimizer under this strategy: what it writes to its parameters is "
+            "each worker's own, and worker 0's is kept; use strategy=hogwild to share them, or "
+            "return an optimizer from configure_optimizers"
+        )
+    return shared
+
+
 def _set_count(state: dict[str, Any], count: int) -> None:
     if isinstance(old := state.get(STEP), torch.Tensor):
         old.fill_(count)
@@ -127,11 +240,4 @@ def _set_count(state: dict[str, Any], count: int) -> None:
 
 def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
     """Whether they are; large ones may be doubted without reason."""
-    values = [g._values() if g.is_sparse else g for g in gradients]
-    return math.isfinite(sum(float(norm) for norm in torch._foreach_norm(values, 1.0)))
-
-
-def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The class' own ``step``, without the wrapper that runs the hooks of an object's step."""
-    step: Any = type(optimizer).step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step
+    return all(has_finite_sum(g._values() if g.is_sparse else g) for g in gradients)

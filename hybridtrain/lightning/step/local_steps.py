@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import LocalExchange, Offer
-from hybridtrain.lightning.step.in_place import step_of
+from hybridtrain.exchanges import Leaving, LocalExchange, Offer
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.trained_parameters import parameters_of
-from hybridtrain.updates.optimizer_traits import needs_closure
+from hybridtrain.updates.kernels.own_step import own_step
+from hybridtrain.updates.optimizer_traits import needs_closure, puts_off
 from hybridtrain.worker.replica_own import OwnReplica
 
 
@@ -58,10 +58,9 @@ class LocalSteps:
         self.fresh, self.worker, self.workers = fresh, worker, workers
 
     @property
-    def masters(self) -> list[torch.Tensor]:
+    def masters(self) -> Sequence[torch.Tensor]:
         """As this worker has read them last, where its parameters are."""
-        pairs = zip(self._masters, self.parameters, strict=True)
-        return [master.to(own.device) for master, own in pairs]
+        return _Brought(self._masters, self.parameters)
 
     @property
     def rate(self) -> float:
@@ -72,9 +71,13 @@ class LocalSteps:
         return [parameter.grad for parameter in self._trained]
 
     def step(self) -> None:
-        step_of(self._optimizer)(self._optimizer)
+        own_step(self._optimizer)
 
-    def advance(self, samples: float) -> Offer | None:
+    def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
+        numbers = self._numbers
+        return self._replica.moved(numbers if places is None else [numbers[p] for p in places])
+
+    def advance(self, samples: float) -> Leaving:
         """One step with the gradients of so many samples; with none, the others make it."""
         self.samples = samples
         with torch.no_grad():
@@ -82,8 +85,11 @@ class LocalSteps:
                 return self._exchange.step(self)
             return self._exchange.skip(self)
 
-    def flush(self) -> Offer | None:
+    def flush(self) -> Leaving:
         """What has not been handed over yet."""
+        if self.owes and puts_off(self._optimizer):
+            behind: Any = self._optimizer
+            behind.catch_up()
         with torch.no_grad():
             return self._exchange.flush(self)
 
@@ -96,7 +102,7 @@ class LocalSteps:
         """Into the worker's row; returns the slot numbers of what is not part of it."""
         return self._replica.hand_over(self._numbers, offer.values, offer.encoded)
 
-    def take(self) -> Offer | None:
+    def take(self) -> Leaving:
         """The release has brought the newest masters; perhaps something follows."""
         with torch.no_grad():
             return self._exchange.take(self, self.masters)
@@ -119,3 +125,16 @@ class LocalSteps:
         self._exchange.load_state(saved["exchange"])
         if "parameters" in saved:
             self._replica.keep(self._numbers, saved["parameters"])
+
+
+class _Brought(Sequence[torch.Tensor]):
+    """Tensors of the host, each brought to where another one is when it is looked at."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+        self._tensors, self._others = tensors, others
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._tensors[place].to(self._others[place].device)

@@ -1,5 +1,7 @@
 """Whether objects lead to one of some others: whether a data set holds the module that is trained.
 
+Of a module, its parts are sought: modules, parameters, buffers, and tensors in the same memory.
+
 Everything is looked at that Python shows: attributes and slots, elements, what functions were made
 with. Samples may be many, so lists of them are gone through by kind: where all elements, and all
 that they consist of, are plain data, none of them is looked at on its own. What is left is looked
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from pytorch_lightning import Trainer
 
-from hybridtrain.lightning.step.gradient_readers import filled_cells
+from hybridtrain.util.code_reading import filled_cells
 
 _MOST = 50_000  # objects to look at one by one, in about 0.1 s
 _MANY = 100  # in one container: gone through by kind
@@ -26,17 +28,20 @@ _MOST_BY_KIND = 30_000_000  # in about a second
 _LAYERS = 6  # of containers and samples in one another, to go through by kind
 _PLAIN = (bool, int, float, complex, str, bytes, type, type(None), torch.Tensor, ModuleType)
 _SERIES = (list, tuple, set, frozenset, deque)
-_OPAQUE = (FunctionType, MethodType, partial, torch.nn.Module)  # to be looked at one by one
+# To be looked at one by one.
+_OPAQUE = (FunctionType, MethodType, partial, torch.nn.Module, torch.nn.Parameter)
 
 
-def may_hold(sources: Iterable[object], wanted: Iterable[object]) -> bool:
-    """Whether one of these objects leads to one that is wanted, or whether nobody can tell."""
-    sought, queue = set(map(id, wanted)), deque(sources)
+def may_hold(sources: Iterable[object], module: torch.nn.Module) -> bool:
+    """Whether one of these objects leads to a part of the module, or whether nobody can tell."""
+    tensors = [*module.parameters(), *module.buffers()]
+    sought, memory = set(map(id, (*module.modules(), *tensors))), set(map(_place, tensors)) - {0}
+    queue = deque(sources)
     seen: dict[int, object] = {}  # and kept, or another object could get the number of one
     n_by_kind = 0
     while queue:
         each = queue.popleft()
-        if id(each) in sought:
+        if id(each) in sought or (isinstance(each, torch.Tensor) and _place(each) in memory):
             return True
         if id(each) in seen:
             continue
@@ -48,14 +53,29 @@ def may_hold(sources: Iterable[object], wanted: Iterable[object]) -> bool:
             parts = [] if plain else parts
         if len(seen) > _MOST or n_by_kind > _MOST_BY_KIND:
             return True
-        queue.extend(part for part in parts if not _leads_elsewhere(type(part)))
+        few = len(parts) <= _MANY
+        queue.extend(p for p in parts if _is_sought(type(p), few))
     return False
+
+
+def _is_sought(kind: type, few: bool) -> bool:
+    """Whether to look at an object of this kind; at tensors only where there are ``few``."""
+    return (few and issubclass(kind, torch.Tensor)) or not _leads_elsewhere(kind)
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where its memory begins; 0 if it has none of its own (sparse, not materialized)."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (NotImplementedError, RuntimeError):
+        return 0
 
 
 def _leads_elsewhere(kind: type) -> bool:
     """To no module, or to every one: a data module knows its trainer, our samplers the strategy."""
     own = kind.__module__.startswith("hybridtrain.lightning.")
-    return own or issubclass(kind, (*_PLAIN, Trainer))
+    plain = issubclass(kind, (*_PLAIN, Trainer)) and not issubclass(kind, torch.nn.Parameter)
+    return own or plain
 
 
 def _parts(value: Any) -> Iterable[object]:
@@ -69,10 +89,10 @@ def _parts(value: Any) -> Iterable[object]:
             return (value.__self__, value.__func__)
         case partial():
             return (value.func, *value.args, *value.keywords.values())
-    return _elements(value)
+    return elements_of(value)
 
 
-def _elements(value: Any) -> Iterator[object]:
+def elements_of(value: Any) -> Iterator[object]:
     """Of a container, and the attributes of any object."""
     yield from getattr(value, "__dict__", {}).values()
     for name in _slots(type(value)):
@@ -114,4 +134,4 @@ def _all_elements(values: list[Any], kind: Any) -> Iterable[object]:
         return chain.from_iterable(mine)
     if kind is dict:
         return chain.from_iterable(map(dict.values, mine))
-    return chain.from_iterable(map(_elements, mine))
+    return chain.from_iterable(map(elements_of, mine))

@@ -7,7 +7,7 @@ sends the gradient to the server, where the masters and the optimizer's state li
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
 from typing import Any
@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Offer, Requirements
+from hybridtrain.exchanges import Await, Leaving, Offer, Requirements
 from hybridtrain.lightning.step.closures import Closure, as_float, is_empty, run
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
 from hybridtrain.lightning.step.hyper_parameters import HyperParameters
-from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.lightning.step.in_place import InPlace, PrivateState
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import is_unwatched
 from hybridtrain.lightning.step.remote_state import RemoteState, moved, without_fetching
@@ -89,7 +89,9 @@ class RemoteOptimizer:
         self.pushed = False  # since the mini-batch began
         self.count = 0  # pushes so far
         self.lazy = False  # nobody looks at parameters before the next mini-batch begins
+        self.told: Callable[[int], object] = lambda version: None  # the version of each release
         self._released: Released | None = None  # the last
+        self._offers = True  # what is pushed will be part of an update
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -119,7 +121,7 @@ class RemoteOptimizer:
             self._step_locally(self.local, self.weight)
             return loss
         self.offer(self.weight)
-        if not (self.lazy and is_unwatched(self._optimizer)):
+        if not (self.lazy and self._offers and is_unwatched(self._optimizer)):
             self._client.settle()
         return loss
 
@@ -132,6 +134,8 @@ class RemoteOptimizer:
 
     def flush(self) -> None:
         """Hand over what this worker's own steps have come to, where all workers do so."""
+        if isinstance(self.in_place, PrivateState):
+            self.in_place.catch_up()
         if self.local is not None:
             self._hand_over(self.local, self.local.flush())
 
@@ -143,27 +147,37 @@ class RemoteOptimizer:
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
         self._hand_over(local, local.advance(samples))
 
-    def _hand_over(self, local: LocalSteps, offer: Offer | None) -> None:
-        """Push what the worker's own steps have come to, if that is due; wait for the release."""
-        while offer is not None:
-            absent, weight, encoded = local.hand_over(offer), offer.weight, offer.encoded
-            looks = weight > 0 and encoded is None  # only what is finite is encoded
-            if looks and not self._guard.accepts(self.numbers, absent):
-                weight = 0.0
-            push = Push(
-                self.number,
-                weight,
-                absent,
-                self._told_groups(whole=False),
-                samples=weight if offer.samples is None else offer.samples,
-                fault=self._guard.pop_fault(),
-                loss=self._told_loss(None),
-                fetch=offer.fetch,
-                encoded=None if encoded is None else len(encoded),
-            )
-            self._client.offer(push, self._taken_back, settles=not offer.only_fetches)
+    def _hand_over(self, local: LocalSteps, leaving: Leaving) -> None:
+        """Push what the worker's own steps have come to, if that is due, and wait for the release
+        where the exchange does.
+        """
+        while leaving is not None:
+            if isinstance(leaving, Offer):
+                self._push_own(local, leaving)
+                if leaving.later:
+                    return
             self._client.settle()
-            offer = local.take() if offer.fetch else None
+            fetched = isinstance(leaving, Await) or leaving.fetch
+            leaving = local.take() if fetched else None
+
+    def _push_own(self, local: LocalSteps, offer: Offer) -> None:
+        absent, weight, encoded = local.hand_over(offer), offer.weight, offer.encoded
+        looks = weight > 0 and encoded is None  # only what is finite is encoded
+        if looks and not self._guard.accepts(self.numbers, absent):
+            weight = 0.0
+        push = Push(
+            self.number,
+            weight,
+            absent,
+            self._told_groups(whole=False),
+            samples=weight if offer.samples is None else offer.samples,
+            fault=self._guard.pop_fault(),
+            loss=self._told_loss(None),
+            fetch=offer.fetch,
+            encoded=None if encoded is None else len(encoded),
+            later=offer.later,
+        )
+        self._client.offer(push, self._taken_back, settles=not offer.only_fetches)
 
     def _taken_back(self, released: Released) -> None:
         self.version, self._released = released.version, released
@@ -224,6 +238,7 @@ class RemoteOptimizer:
             state=state,
             own=own,
         )
+        self._offers = self._whole_rounds or weight > 0
         if self.buffers is not None:
             self.buffers.publish()
         self._client.offer(push, self._take, partial(self._put_back, kept))
@@ -241,6 +256,7 @@ class RemoteOptimizer:
             self.buffers.adopt()
         self.hyper_parameters.confirm(released.groups)
         self.trying, self.version = released.again, released.version
+        self.told(released.version)
         self._released = released
 
     def _put_back(self, state: Any) -> None:
@@ -305,6 +321,11 @@ class RemoteOptimizer:
         own = self._optimizer.state
         if (own is self.state and not self.state.changed) or self.trying:
             return None
+        if isinstance(self.in_place, PrivateState):
+            self.in_place.replace(own)
+            self._optimizer.state = self.state
+            self.state.forget()
+            return None
         numbers = dict(zip(map(id, self._parameters), self.numbers, strict=True))
         states = {numbers.get(id(key), key): value for key, value in own.items()}
         self._optimizer.state = self.state
@@ -324,6 +345,8 @@ class RemoteOptimizer:
 
     def _fetch_state(self) -> dict[Any, Any]:
         """The server's, with this worker's parameters as keys and on their devices."""
+        if isinstance(self.in_place, PrivateState):
+            return self.in_place.states()
         saved = self._client.snapshot(refresh=False)[1][self.number]
         parameters = dict(zip(self.numbers, self._parameters, strict=True))
         states = {
@@ -345,6 +368,8 @@ class RemoteOptimizer:
             own = without_fetching(self._optimizer)
             own |= {} if self.local is not None else {"state": {}}  # it has never stepped
             return own | {MASTERS: {"update": self._update.name, "state": states}}
+        if isinstance(self.in_place, PrivateState):
+            return self.in_place.state_dict()
         with self.state.left_alone():
             mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
         if "state" in mine:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any
 
@@ -17,7 +18,7 @@ from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
-from hybridtrain.lightning.step.in_place import InPlace
+from hybridtrain.lightning.step.in_place import NoOptimizer, in_place, writes_itself
 from hybridtrain.lightning.step.local_steps import LocalSteps
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
 from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
@@ -28,12 +29,13 @@ from hybridtrain.lightning.step.trained_parameters import (
     ordered_parameters,
     slot_numbers,
     sparse_numbers,
+    sparse_slots,
 )
 from hybridtrain.memory import Layout
 from hybridtrain.protocol.messages import Install
 from hybridtrain.server.shared_parameters import made_store
 from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.gradient_means import take_means
@@ -68,22 +70,26 @@ class Session:
         transport: Transport,
     ) -> None:
         self._client, self._module, self._optimizers = client, module, list(optimizers)
+        self.trainer: Trainer = module.trainer
+        self.written = writes_itself(module, optimizers, requirements.in_place)
+        if self.written:
+            self._optimizers = [NoOptimizer(module)]
         check_parameters(module)  # again: configure_model may have made some
         named = ordered_parameters(module, self._optimizers)
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
         self._requirements, self._exchange, self._update = requirements, exchange, update
-        self.saved = SavedStates(client)
         joint = requirements.parameters == "masters" and client.n_workers > 1
         buffers = shared(module) if joint else []
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
-        # Without a lock a worker's own gradient is what counts, as it is when the optimizer steps.
-        alone = requirements.steps_in_worker
-        self.final = not alone and gradients_are_final(module.trainer)
+        self.saved, alone = SavedStates(client), requirements.steps_in_worker
+        self._unseen = gradients_are_final(module.trainer)
+        self.final = self._unseen and not alone
         whole_rounds = requirements.whole_rounds and not alone
         self.averages = not self.final and whole_rounds and client.n_workers > 1
         narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
-        layout = Layout.of(named, room_for(buffers), narrow)
+        sparse = sparse_slots(module, self._optimizers, self._number_of)
+        layout = Layout.of(named, room_for(buffers), narrow, not self.written, sparse)
         arena = client.share(layout, self.averages)
         self._store = made_store(layout, client.n_workers, requirements, self.averages, arena)
         self._publish()
@@ -163,7 +169,7 @@ class Session:
 
     def _masters_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """What steps the masters, with the state that it had, if training goes on."""
-        return self.saved.masters_of(optimizer, self._update, self.has_own_parameters)
+        return self.saved.masters_of(optimizer, self._update, self._requirements.own_state)
 
     def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteOptimizer:
         """The remote control of one optimizer."""
@@ -179,13 +185,12 @@ class Session:
                 self._update,
             )
             step.buffers = self.buffers
-            step.in_place = (
-                InPlace(optimizer, self._client) if self._requirements.in_place else None
-            )
+            step.in_place = in_place(optimizer, self._client, self._requirements, self.written)
             step.manual = not self._module.automatic_optimization
-            step.lazy = (
-                self.final and self._requirements.whole_rounds and parameters_rest(self.trainer)
-            )
+            sure = self._requirements.may_go_ahead and last_version(self.trainer) is None
+            step.lazy = sure and self._unseen and parameters_rest(self.trainer)
+            if not self._requirements.whole_rounds:
+                step.told = partial(set_global_step, self.trainer)
             if self.steps:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
                 step.samples = self.steps[0].samples
@@ -222,10 +227,6 @@ class Session:
         for optimizer, inside in zip(self._optimizers, numbers, strict=True):
             self.replica.admit(inside, takes_sparse(optimizer))
 
-    @property
-    def trainer(self) -> Trainer:
-        return self._module.trainer
-
     def snapshot(self) -> tuple[int, list[dict[str, Any]]]:
         """A version and each optimizer's ``state_dict()``; parameters are brought to it,
         unless user code has changed them (averaged weights, swapped in): those are to be saved.
@@ -234,7 +235,7 @@ class Session:
         changed = bool(self.replica.writes())
         version, saved = self._client.snapshot(refresh=not changed)
         if isinstance(self.replica, OwnReplica):
-            self.replica.refresh(keep=self.owes)
+            self.replica.refresh(keep=self._requirements.whole_rounds)
         elif not changed:
             self.replica.refresh()
         states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
@@ -259,16 +260,12 @@ class Session:
         used = any(step.pushed for step in self.steps)
         first = used or all(step.weight == 0 for step in self.steps)
         self.guard.begin(batch, used)
-        self._batch.begin(samples, self._shared(together), first)
+        joint = self._module.automatic_optimization and not self.has_own_parameters
+        self._batch.begin(samples, together if joint else None, first)
         for step in self.steps:
             step.weight = self._batch.weight + (0.0 if first else step.weight)
             step.samples = self._batch.samples + (0.0 if first else step.samples)
             step.pushed, step.averaged = False, self.averages
-
-    def _shared(self, together: float | None) -> float | None:
-        """What a mini-batch is a part of, where all workers' gradients make one update."""
-        joint = self._module.automatic_optimization and not self.has_own_parameters
-        return together if joint else None
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the mini-batch as it is to count among those that are accumulated."""
@@ -285,8 +282,15 @@ class Session:
         if step.count == count:
             step.step_without_data()  # the precision plugin skipped it
         if not self._requirements.whole_rounds:
-            set_global_step(self.trainer, step.version - 1)
+            offered = self._client.offered is not None
+            set_global_step(self.trainer, step.version - (not offered))
         return output
+
+    def count_written(self) -> None:
+        """The module has written to the parameters: that was an update of this mini-batch."""
+        step = self.steps[0]
+        step.push(step.weight)
+        set_global_step(self.trainer, step.version)
 
     @property
     def has_own_parameters(self) -> bool:
@@ -313,8 +317,15 @@ class Session:
         alone = [step.local for step in self.steps if step.local is not None]
         return self._requirements.whole_rounds and any(local.owes for local in alone)
 
+    def settle(self) -> None:
+        """In lock-step, behind a step of all: let the server do what it has put off."""
+        if any(map(puts_off, self._optimizers)) and not self.has_own_parameters:
+            self.pull()
+
     def flush(self) -> None:
         """Hand over what this worker's own steps have come to, where all do so."""
+        if isinstance(self._exchange, LocalExchange) and not self._exchange.keeps:
+            self._put_back()  # a checkpoint may have been made since the last step
         for step in self.steps:
             step.flush()
 

@@ -71,6 +71,28 @@ def sparse_numbers(
     return {n for takes, inside in known if takes for n in inside} - dense
 
 
+def sparse_slots(
+    module: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    number_of: Mapping[int, int],
+) -> set[int]:
+    """The numbers of tables whose gradients are a few rows, and stay so."""
+    tables = {number for key, number in number_of.items() if key in sparse_tables(module)}
+    numbers = [slot_numbers(optimizer, number_of) for optimizer in optimizers]
+    return tables & sparse_numbers(optimizers, numbers)
+
+
+def sparse_tables(module: torch.nn.Module) -> set[int]:
+    """The ids of parameters that nothing but embeddings with ``sparse=True`` uses."""
+    kinds = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    found: set[int] = set()
+    others: set[int] = set()
+    for each in module.modules():
+        is_sparse = isinstance(each, kinds) and each.sparse
+        (found if is_sparse else others).update(map(id, each.parameters(recurse=False)))
+    return found - others
+
+
 def dumped(optimizer: torch.optim.Optimizer, number_of: Mapping[int, int]) -> bytes:
     """The optimizer, ready to travel.
 

@@ -63,7 +63,7 @@ class FlatUpdate:
     """
 
     under_way = False  # a step takes one round
-    wants_staleness = False
+    wants_staleness = puts_off = False
     sums = False
     news: Groups | None = None  # nor does it change hyper-parameters
     moved: Mapping[int, Rows] = MappingProxyType({})  # and it moves all rows
@@ -266,6 +266,9 @@ class FlatUpdate:
         if before != [self._kernel.names(group) for group in self._groups]:
             self._make_flats()  # momentum where there was none
             self._forget_plans()
+
+    def settle(self) -> None:
+        """Nothing is put off."""
 
     def state(self) -> Saved:
         states = {}

@@ -45,12 +45,16 @@ def kernel_for(optimizer: torch.optim.Optimizer) -> Kernel | None:
     engines = {group.get("fused") for group in groups}
     if not groups or not all(map(_is_plain, groups)) or len(engines) != 1:
         return None
-    fused = engines.pop()
-    if kind is _OPTIM.SGD or fused or (fused is None and kind in (_OPTIM.Adam, _OPTIM.AdamW)):
+    if may_be_fused(kind, fused := engines.pop()) or fused:
         return _fused(kind)
     if kind in _RARE:
         return PublicClass(_RARE[kind], kind)
     return _PLAIN[kind]() if kind in _PLAIN else None
+
+
+def may_be_fused(kind: type[torch.optim.Optimizer], fused: bool | None) -> bool:
+    """Whether the fused engine is to step such an optimizer, whose user has chosen ``fused``."""
+    return kind is _OPTIM.SGD or (fused is None and kind in (_OPTIM.Adam, _OPTIM.AdamW))
 
 
 def _is_plain(group: dict[str, object]) -> bool:

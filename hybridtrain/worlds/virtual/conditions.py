@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from hybridtrain.errors import UserError
+from hybridtrain.protocol.messages import Visits
 from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.script import Script
 
@@ -17,7 +18,9 @@ class Conditions:
     ``interrupt``: a worker whose contribution could not count any more is told so and begins anew
     at once, as the literature assumes of K-sync (Dutta et al. 2018); else it ends its mini-batch
     and learns it when it pushes, as real processes do. ``update_s``: how long an update takes the
-    server, in seconds; what reaches it meanwhile waits for its turn.
+    server, in seconds; what reaches it meanwhile waits for its turn. ``foresight``: who waits for a
+    time at which nothing more will have come has gone on at the last arrival, as the literature
+    assumes of a window (Liu et al. 2024). ``visits``: workers draw from shards of the data.
 
     Raises:
         UserError: if ``update_s`` is negative or infinite.
@@ -27,6 +30,8 @@ class Conditions:
     script: Script = field(default_factory=Script)
     interrupt: bool = False
     update_s: float = 0.0
+    foresight: bool = False
+    visits: Visits | None = None
 
     def __post_init__(self) -> None:
         if not (self.update_s >= 0 and math.isfinite(self.update_s)):

@@ -1,8 +1,10 @@
-"""A long series of figures over time, kept as a few hundred means."""
+"""A long series of figures over time and over bytes, kept as a few hundred means."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+Point = tuple[float, float, float]  # time, figure, bytes
 
 
 @dataclass
@@ -15,23 +17,32 @@ class Curve:
 
     most: int = 200
     _per_point: int = 1
-    _sums: list[tuple[float, float]] = field(default_factory=list)  # times, figures of whole points
-    _open: tuple[int, float, float] = (0, 0.0, 0.0)  # how many, times, figures of the last point
+    _sums: list[Point] = field(default_factory=list)  # of whole points
+    _open: tuple[int, Point] = (0, (0.0, 0.0, 0.0))  # how many the last point has, and their sums
 
-    def add(self, at_s: float, value: float) -> None:
-        """The next figure; times do not fall."""
-        n, times, values = self._open
-        self._open = n + 1, times + at_s, values + value
+    def add(self, at_s: float, value: float, n_bytes: float = 0.0) -> None:
+        """The next figure; times and bytes do not fall."""
+        n, sums = self._open
+        self._open = n + 1, (sums[0] + at_s, sums[1] + value, sums[2] + n_bytes)
         if n + 1 == self._per_point:
-            self._sums.append(self._open[1:])
-            self._open = 0, 0.0, 0.0
+            self._sums.append(self._open[1])
+            self._open = 0, (0.0, 0.0, 0.0)
         if len(self._sums) == self.most:
             pairs = zip(self._sums[::2], self._sums[1::2], strict=True)
-            self._sums = [(a[0] + b[0], a[1] + b[1]) for a, b in pairs]
+            self._sums = [(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs]
             self._per_point *= 2
 
+    def _means(self) -> list[Point]:
+        n, sums = self._open
+        found = [(self._per_point, each) for each in self._sums]
+        if n and (not found or 2 * n >= self._per_point):  # or chance would say how it ends
+            found.append((n, sums))
+        return [(t / count, v / count, b / count) for count, (t, v, b) in found]
+
     def points(self) -> list[tuple[float, float]]:
-        """(mean time, mean figure), the last of perhaps fewer figures."""
-        whole = [(t / self._per_point, v / self._per_point) for t, v in self._sums]
-        n, times, values = self._open
-        return [*whole, (times / n, values / n)] if n else whole
+        """(mean time, mean figure), the last of perhaps fewer figures, but not of too few."""
+        return [(at_s, value) for at_s, value, _ in self._means()]
+
+    def over_bytes(self) -> list[tuple[float, float]]:
+        """(mean bytes, mean figure), in the same way."""
+        return [(n_bytes, value) for _, value, n_bytes in self._means()]

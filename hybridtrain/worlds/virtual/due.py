@@ -1,4 +1,8 @@
-"""What is due in virtual time, in the order in which it happens."""
+"""What is due in virtual time, in the order in which it happens.
+
+At the same moment that is: timers of the policy, ends of updates, the script, workers by their
+numbers.
+"""
 
 from __future__ import annotations
 

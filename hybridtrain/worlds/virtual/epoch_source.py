@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from hybridtrain.exchanges import Exchange
+from hybridtrain.exchanges import Exchange, check_visits
 from hybridtrain.memory import Store
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket, Visits
 from hybridtrain.protocol.server_events import Received
 from hybridtrain.protocol.spans import dealt, positions, total
 from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.idle_optimizers import IdleOptimizers
 from hybridtrain.worlds.virtual.sharding import layouts_of
 from hybridtrain.worlds.virtual.training_task import (
@@ -35,16 +36,18 @@ def register_workers(
     n_workers: int,
     exchange: Exchange,
     update: NamedUpdate | None = None,
-    timed: bool = False,
+    under: Conditions | None = None,
 ) -> tuple[SimulatedReplicas | None, EpochSource | None]:
     """Have the servers train the task, if there is one; who computes, and what data there are.
 
-    Each server has a shard of the parameters; the first says what is to be done. ``timed``: updates
-    end when the world says so.
+    Each server has a shard of the parameters; the first says what is to be done.
 
     Raises:
-        UserError: if the task has fewer parameters than there are servers.
+        UserError: if the task has fewer parameters than there are servers, or workers cannot draw
+            as the conditions want it.
     """
+    under = under or Conditions()
+    timed = under.update_s > 0
     if task is None or optimizer is None:
         for server in servers:
             server.adopt(None, IdleOptimizers(timed))
@@ -58,7 +61,7 @@ def register_workers(
         server.adopt(shard.store, shard.optimizers)
     if not isinstance(task, TrainingTask):
         return replicas, None
-    return replicas, EpochSource(task, servers[0], replicas)
+    return replicas, EpochSource(task, servers[0], replicas, under.visits)
 
 
 class EpochSource:
@@ -68,11 +71,24 @@ class EpochSource:
         task: what there is to do.
         server: says how mini-batches are shared out, and deals them where they are not fixed.
         replicas: hear of new hyper-parameters.
+        visits: workers draw from shards.
+
+    Raises:
+        UserError: if workers are to draw from shards who do not draw.
     """
 
-    def __init__(self, task: TrainingTask, server: Server, replicas: SimulatedReplicas) -> None:
+    def __init__(
+        self,
+        task: TrainingTask,
+        server: Server,
+        replicas: SimulatedReplicas,
+        visits: Visits | None = None,
+    ) -> None:
         self._task, self._server, self._replicas = task, server, replicas
         self._shares = server.requirements.data == "shares"
+        self._visits = visits
+        if visits is not None:
+            check_visits(server.requirements)
         self._turns = server.requirements.takes_turns
         table = task.timetable
         self._places = dealt(table.sizes)
@@ -105,7 +121,7 @@ class EpochSource:
         table, lap = self._task.timetable, LoaderPass(0, self._epoch)
         ask = Draw(
             lap, ((0, table.length),), table.length, table.sizes, table.drop_last,
-            begins=self._step[worker] == 0, turn=int(self._turns),
+            begins=self._step[worker] == 0, turn=int(self._turns), visits=self._visits,
         )  # fmt: skip
         ((_, ticket),) = self._server.on(Received(worker, ask))
         assert isinstance(ticket, Ticket), ticket

@@ -94,6 +94,7 @@ class Links:
         self.latency_s = network.latency_s
         self.loaded_s, self.passing_s = self.carries_s(n_bytes), self.passes_s(n_bytes)
         self._busy_s = [0.0, 0.0]
+        self._inside: set[int] = set()  # whose contribution passes the server's link
 
     def carries_s(self, n_bytes: float) -> float:
         """How long so much takes over a worker's own link."""
@@ -102,6 +103,35 @@ class Links:
     def passes_s(self, n_bytes: float) -> float:
         """How long so much holds the server's link."""
         return n_bytes / self._network.server_bandwidth
+
+    def loads_s(self, n_bytes: int | None) -> tuple[float, float]:
+        """How long so much (a contribution) is on a worker's link, and holds the server's."""
+        if n_bytes is None:
+            return self.loaded_s, self.passing_s
+        return self.carries_s(n_bytes), self.passes_s(n_bytes)
+
+    def back_s(self, worker: int, now_s: float, loaded: bool) -> float:
+        """When a release that the server sends now is at the worker, ``loaded`` with parameters."""
+        if not loaded:
+            return now_s + self.latency_s
+        passing_s = self.passing_s
+        sent_s = self.passed_s(OUTWARDS, now_s, passing_s) if passing_s else now_s
+        at_s = sent_s + self.loaded_s
+        return at_s + self.delay_s(worker) if self.mean_s else at_s
+
+    def enters_s(self, worker: int, now_s: float, passing_s: float) -> float | None:
+        """When the worker's contribution, now at the server's link, has passed it; ``None``: it has
+        done so already.
+        """
+        if not passing_s or worker in self._inside:
+            self._inside.discard(worker)
+            return None
+        self._inside.add(worker)
+        return self.passed_s(INWARDS, now_s, passing_s)
+
+    def forget(self, worker: int) -> None:
+        """What the worker has sent will not arrive."""
+        self._inside.discard(worker)
 
     def delay_s(self, worker: int) -> float:
         """By how much the worker's next message takes longer."""

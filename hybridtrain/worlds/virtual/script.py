@@ -79,6 +79,12 @@ class Script:
             first.setdefault(event.worker, event)
         return {worker for worker, event in first.items() if isinstance(event, Joins)}
 
+    def finishes(self, n_workers: int) -> dict[int, Finish]:
+        """When a mini-batch ends, for each worker that it slows; raises what :meth:`check` does."""
+        self.check(n_workers)
+        found = ((worker, self.finish(worker)) for worker in range(n_workers))
+        return {worker: finish for worker, finish in found if finish}
+
     def check(self, n_workers: int) -> None:
         """Raises UserError if it speaks of a worker that does not exist."""
         for event in self.events:

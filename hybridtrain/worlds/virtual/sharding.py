@@ -2,7 +2,9 @@
 
 A shard is a run of whole parameters with masters, rows, a version and an optimizer of its own. The
 shards know nothing of one another: each applies what reaches it when it does, so they drift apart,
-and a worker's fetch may bring them in different versions.
+and a worker's fetch may bring them in different versions. What a worker says goes to all of them,
+each with its part, and the worker goes on when all have answered. The first also coordinates: it
+shares out mini-batches, and what it has counted is what the run has.
 """
 
 from __future__ import annotations

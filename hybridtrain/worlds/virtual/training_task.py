@@ -14,11 +14,12 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from hybridtrain.exchanges import Exchange, LocalExchange, Offer
+from hybridtrain.exchanges import Await, Exchange, Leaving, LocalExchange
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
 from hybridtrain.updates import Optimizers
 from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.kernels.own_step import own_step
 from hybridtrain.updates.named import NamedUpdate, update_of
 from hybridtrain.updates.per_tensor import clip_gradients
 from hybridtrain.worlds.virtual.sharding import shards_of
@@ -118,11 +119,15 @@ class SimulatedWorker:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
     def step(self) -> None:
-        self.optimizer.step()
+        own_step(self.optimizer)
+
+    def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
+        chosen = range(len(self.parameters)) if places is None else places
+        return [self.masters[place] - self.parameters[place] for place in chosen]
 
     def advance(
         self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
-    ) -> Offer | None:
+    ) -> Leaving:
         """One step with these gradients, in the order of the slots, clipped."""
         for parameter, gradient in zip(self._all, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
@@ -132,7 +137,7 @@ class SimulatedWorker:
         with torch.no_grad():
             return self.exchange.step(self)
 
-    def take(self) -> Offer | None:
+    def take(self) -> Leaving:
         """The release has come; perhaps something follows."""
         return self.exchange.take(self, self.masters) if self.fetches else None
 
@@ -216,7 +221,7 @@ class SimulatedReplicas:
         ]
         return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
-    def compute(self, worker: int, push: Push) -> Push | None:
+    def compute(self, worker: int, push: Push) -> Push | Await | None:
         """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
         if self._workers:
             own = self._workers[worker]
@@ -230,7 +235,7 @@ class SimulatedReplicas:
             return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
         return replace(push, absent=absent) if absent else push
 
-    def flush(self, worker: int) -> Push | None:
+    def flush(self, worker: int) -> Push | Await | None:
         """What the worker has not handed over yet, as it meets the others."""
         if not self._workers:
             return None
@@ -251,7 +256,7 @@ class SimulatedReplicas:
             own = self._workers[worker]
             torch._foreach_copy_(own.parameters, own.masters)
 
-    def take(self, worker: int) -> Push | None:
+    def take(self, worker: int) -> Push | Await | None:
         """The server has released the worker; what it hands over at once, perhaps."""
         if not self._workers:
             return None
@@ -266,9 +271,10 @@ class SimulatedReplicas:
                 group.update(changed)
         return self._update.told(self._users, groups)
 
-    def _offered(self, worker: int, own: SimulatedWorker, offer: Offer | None) -> Push | None:
-        if offer is None:
-            return None
+    def _offered(self, worker: int, own: SimulatedWorker, offer: Leaving) -> Push | Await | None:
+        if offer is None or isinstance(offer, Await):
+            own.fetches = True
+            return offer
         own.fetches = offer.fetch
         covers: tuple[DrawnBatch, ...] = ()
         if not offer.only_fetches:
@@ -281,6 +287,7 @@ class SimulatedReplicas:
             covers=covers,
             loss=loss,
             fetch=offer.fetch,
+            later=offer.later,
         )
         if (encoded := offer.encoded) is None:
             return replace(made, absent=self._into_row(worker, own.numbers, offer.values))

@@ -8,10 +8,6 @@ what else happens, is told by the :class:`Conditions`. Nothing waits and nothing
 machine's speed, so a run is the same for its seed, down to the last bit. With a *task* gradients
 are real; without one only time is simulated.
 
-Where the parameters lie in several shards, each has a server. What a worker says goes to all of
-them, each with its part, and the worker goes on when all have answered. The first also coordinates:
-it shares out mini-batches, and what it has counted is what the run has.
-
 What is due at the same moment goes in this order: timers of the policy, ends of updates, the
 script, workers by their numbers.
 
@@ -27,7 +23,7 @@ from functools import partial
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, exchange_of
+from hybridtrain.exchanges import Await, Exchange, exchange_of
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import Begin, Gather, Gathered, Push, Refused, Released
 from hybridtrain.protocol.server_events import (
@@ -41,15 +37,15 @@ from hybridtrain.protocol.server_events import (
 from hybridtrain.server.server import Server
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
+from hybridtrain.worlds.virtual.computing_on import ComputingOn
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.curve import Curve
 from hybridtrain.worlds.virtual.due import A_SERVER, Arrival, Due
 from hybridtrain.worlds.virtual.epoch_source import register_workers
-from hybridtrain.worlds.virtual.network import INWARDS, OUTWARDS
-from hybridtrain.worlds.virtual.script import Dies, Finish, Joins
+from hybridtrain.worlds.virtual.script import Dies, Joins
 from hybridtrain.worlds.virtual.service_times import Times
 from hybridtrain.worlds.virtual.sharding import Answers, check_shards, first_timer, servers_of
-from hybridtrain.worlds.virtual.training_task import MakeOptimizer, SimulatedReplicas, Task
+from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 
 class VirtualWorld:
@@ -86,7 +82,7 @@ class VirtualWorld:
         exchange: Exchange | None = None,
         update: NamedUpdate | None = None,
     ) -> None:
-        self.now_s = 0.0
+        self.now_s = self._heard_s = 0.0  # and when a server has last heard something
         self.events = 0  # contributions that have reached the server
         self.epochs = 0  # that all have ended
         self.interrupted = 0  # mini-batches that were begun anew
@@ -108,7 +104,7 @@ class VirtualWorld:
         self._update_s = self._under.update_s
         self._ending: list[int | None] = [None for _ in self.servers]  # updates that have begun
         self._replicas, self._source = register_workers(
-            self.servers, task, optimizer, n_workers, exchange, update, self._update_s > 0
+            self.servers, task, optimizer, n_workers, exchange, update, self._under
         )
         self._alone = self._replicas is not None and self._replicas.train_alone
         self._at_once = self._source is None and not self._turns
@@ -120,18 +116,16 @@ class VirtualWorld:
 
     def _start(self, n_workers: int) -> None:
         """At time 0 everybody who is there has the parameters and computes."""
+        self._on_its_own = ComputingOn()
         self._met: Gathered | None = None  # what the last meeting came to
         self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
         self._work: dict[int, Push] = {}  # what the worker will push, where they differ
         self._asked: set[int] = set()  # who waits for its turn
-        self._in_link: set[tuple[int, int]] = set()  # whose contribution passes which server's link
+        self._to_ask = set(range(n_workers)) if self.server.requirements.asks else set[int]()
         script = self._under.script
-        script.check(n_workers)
-        self._due: list[Due] = []
-        finishes = ((worker, script.finish(worker)) for worker in range(n_workers))
-        self._finish: dict[int, Finish] = {w: finish for w, finish in finishes if finish}
+        self._finish = script.finishes(n_workers)
         comings, absent = script.comings, script.absent()
-        self._due += [(each.at_s, n - len(comings), 0, 0, each) for n, each in enumerate(comings)]
+        self._due: list[Due] = [(x.at_s, n - len(comings), 0, 0, x) for n, x in enumerate(comings)]
         for server in self.servers:
             server.statistics.start()
         for worker in sorted(absent):
@@ -159,10 +153,8 @@ class VirtualWorld:
             UserError: if nothing would ever happen again, or the server refuses something.
         """
         statistics = self.server.statistics
-        while statistics.version < updates and (
-            self.events < mini_batches or not statistics.version
-        ):
-            if self.epochs >= epochs:
+        while statistics.version < updates and self.epochs < epochs:
+            if self.events >= mini_batches and statistics.version:
                 return
             if until_s != math.inf and self._next_s() > until_s:
                 return
@@ -183,14 +175,15 @@ class VirtualWorld:
 
     def _happens(self) -> None:
         wake_s, shard = first_timer(self.servers)
-        if wake_s != math.inf and (not self._due or wake_s <= self._due[0][0]):
-            self.now_s = max(self.now_s, wake_s)
+        due_s, foresees = self._due[0][0] if self._due else math.inf, self._under.foresight
+        if wake_s < due_s or (wake_s == due_s < math.inf and not foresees):
+            self.now_s = self._heard_s if foresees else max(self.now_s, wake_s)
             self._on(shard, TimerExpired())
             return
         if not self._due:
             raise UserError("nobody is left who computes: all workers have died, or wait for ever")
         at_s, worker, number, shard, what = heapq.heappop(self._due)
-        if worker >= 0 and number != self._doing[worker]:
+        if worker >= 0 and number not in (self._doing[worker], self._on_its_own.number(worker)):
             return  # it was interrupted, or is dead
         self.now_s = at_s
         match what:
@@ -210,7 +203,9 @@ class VirtualWorld:
         self._read.pop(worker, None)
         self._work.pop(worker, None)
         self._asked.discard(worker)
-        self._in_link -= {(worker, shard) for shard in range(len(self.servers))}
+        self._on_its_own.forget(worker)
+        for links in self._links:
+            links.forget(worker)
         if self._replicas is not None:
             self._replicas.lose(worker)
         self._tell(Removed(worker))
@@ -226,27 +221,46 @@ class VirtualWorld:
 
     def _released(self, worker: int, shard: int) -> None:
         """This server lets the worker go on; the parameters are on their way."""
-        links = self._links[shard]
-        if self._turns and worker not in self._asked:
-            at_s = self.now_s + links.latency_s  # without a load
-        else:
-            passing_s = links.passing_s
-            sent_s = links.passed_s(OUTWARDS, self.now_s, passing_s) if passing_s else self.now_s
-            at_s = sent_s + links.loaded_s
-            if links.mean_s:
-                at_s += links.delay_s(worker)
+        loaded = not self._turns or worker in self._asked
+        at_s = self._links[shard].back_s(worker, self.now_s, loaded)
         if len(self.servers) > 1:
             answers = self._answers[worker]
             if not answers.all_there(shard, self.now_s, at_s):
                 return
             self.network_s += self.now_s - answers.first_s
             at_s = answers.at_s
-        if self._replicas is not None and (follows := self._replicas.take(worker)) is not None:
-            self._say(worker, follows, at_s)
+        if self._on_its_own.number(worker) is not None:
+            if self._on_its_own.answered(worker, at_s):
+                self._take(worker)
+        elif self._replicas is not None and (follows := self._replicas.take(worker)) is not None:
+            self._leaves(worker, follows, at_s)
         elif self._at_once:
             self._compute(worker, at_s, self._contribution)
         else:
             self._go_on(worker, at_s)
+
+    def _take(self, worker: int) -> None:
+        """The worker takes the answer to what it has offered before, and goes on."""
+        assert self._replicas is not None, "it trains on its own"
+        at_s = self._on_its_own.take_s(worker, self.now_s)
+        self._leaves(worker, self._replicas.take(worker), at_s)
+
+    def _leaves(
+        self, worker: int, made: Push | Await | None, at_s: float, at_once: bool = False
+    ) -> None:
+        """The worker hands this over, if it is something, and goes on if it can."""
+        if isinstance(made, Await):
+            if not self._on_its_own.awaits(worker):
+                self._take(worker)
+            return
+        if made is not None:
+            said = made if self._source is None else self._source.told(made)
+            later = self._on_its_own.offers(worker, said)
+            self._arrive(worker, 0, said) if at_once else self._say(worker, said, at_s)
+            if not later:
+                return
+        self._work.pop(worker, None)
+        self._go_on(worker, at_s)
 
     def _go_on(self, worker: int, at_s: float) -> None:
         """From ``at_s`` on the worker can begin its next mini-batch, or what it was interrupted in.
@@ -258,12 +272,15 @@ class VirtualWorld:
             push = self._work.get(worker) or self._source.next(worker)
         if push is None:
             assert self._source is not None and self._replicas is not None
-            rest = self._replicas.flush(worker)
-            self._say(worker, Gather(self._source.tag, b"") if rest is None else rest, at_s)
+            if (rest := self._replicas.flush(worker)) is None:
+                self._say(worker, Gather(self._source.tag, b""), at_s)
+            else:
+                self._leaves(worker, rest, at_s)
             return
         if self._source is not None:
             self._work[worker] = push
-        if self._turns and worker not in self._asked:
+        if (self._turns or worker in self._to_ask) and worker not in self._asked:
+            self._to_ask.discard(worker)
             self._asked.add(worker)
             self._say(worker, Begin(), at_s)
             return
@@ -286,31 +303,19 @@ class VirtualWorld:
 
     def _end_mini_batch(self, worker: int, push: Push) -> None:
         """The worker has come to the end of its mini-batch, and hands over what there is."""
-        made = push if self._replicas is None else self._finished(worker, push, self._replicas)
+        made: Push | Await | None = push
+        if (replicas := self._replicas) is not None and push.weight > 0:
+            made = replicas.compute(worker, push)
+            loss = made.loss if isinstance(made, Push) else replicas.loss
+            if loss is not None:
+                self.curve.add(self.now_s, loss, sum(s.statistics.sent_bytes for s in self.servers))
         self.events += self._alone
-        if made is None:  # nothing leaves the worker, which goes on by itself
-            self._work.pop(worker, None)
-            self._go_on(worker, self.now_s)
-        elif self._direct:
-            self._arrive(worker, 0, made)
-        else:
-            self._say(worker, made, self.now_s)
-
-    def _finished(self, worker: int, push: Push, replicas: SimulatedReplicas) -> Push | None:
-        """What the worker has computed, at its own parameters, if it is handed over."""
-        computed = replicas.compute(worker, push) if push.weight > 0 else push
-        if (loss := replicas.loss if computed is None else computed.loss) is not None:
-            self.curve.add(self.now_s, loss)
-        if computed is None:
-            return None
-        return computed if self._source is None else self._source.told(computed)
+        self._leaves(worker, made, self.now_s, at_once=self._direct)
 
     def _say(self, worker: int, said: Push | Begin | Gather, at_s: float) -> None:
-        """At ``at_s`` the worker says so to all servers; what it was to do before will not happen.
-
-        Each gets its part of a push.
-        """
-        number = self._doing[worker] = self._doing[worker] + 1
+        """At ``at_s`` the worker says so to all servers, each its part; what it did has ended."""
+        if (number := self._on_its_own.number(worker)) is None:
+            number = self._doing[worker] = self._doing[worker] + 1
         self._answers[worker].expect()
         for shard, links in enumerate(self._links):
             part, way_s = said, links.latency_s
@@ -323,29 +328,24 @@ class VirtualWorld:
 
     def _loads_s(self, shard: int, part: Push) -> tuple[float, float]:
         """How long it takes over the worker's link, and how long it holds the server's."""
-        links = self._links[shard]
-        if self._replicas is None or not self._alone:
-            return links.loaded_s, links.passing_s
-        n_bytes = self._replicas.bytes_of(shard, part)
-        return links.carries_s(n_bytes), links.passes_s(n_bytes)
+        alone = self._replicas if self._alone else None
+        return self._links[shard].loads_s(None if alone is None else alone.bytes_of(shard, part))
 
     def _arrive(self, worker: int, shard: int, said: Push | Begin | Gather) -> None:
         """Something has come over the worker's link; the server's own may be busy."""
         if isinstance(said, Push):
-            links, (_, passing_s) = self._links[shard], self._loads_s(shard, said)
-            if passing_s and (worker, shard) not in self._in_link:
-                self._in_link.add((worker, shard))
-                through_s = links.passed_s(INWARDS, self.now_s, passing_s)
+            passing_s = self._loads_s(shard, said)[1]
+            through_s = self._links[shard].enters_s(worker, self.now_s, passing_s)
+            if through_s is not None:
                 self.network_s += through_s - self.now_s if shard == 0 else 0.0
-                what = Arrival(said)
-                heapq.heappush(self._due, (through_s, worker, self._doing[worker], shard, what))
+                number = self._on_its_own.number(worker) or self._doing[worker]
+                heapq.heappush(self._due, (through_s, worker, number, shard, Arrival(said)))
                 return
-            if self._in_link:
-                self._in_link.discard((worker, shard))
             if shard == 0:
                 self.events += not self._alone
                 self._read.pop(worker, None)
-                self._work.pop(worker, None)
+                if not said.later:
+                    self._work.pop(worker, None)
         elif isinstance(said, Gather):
             self.servers[shard].statistics.waits(worker)
         self._on(shard, Received(worker, said))
@@ -364,7 +364,7 @@ class VirtualWorld:
 
     def _on(self, shard: int, event: Event) -> None:
         """The server is told, and workers hear what it answers."""
-        server = self.servers[shard]
+        server, self._heard_s = self.servers[shard], self.now_s
         for worker, reply in server.on(event):
             if isinstance(reply, Released):
                 self._released(worker, shard)
@@ -396,5 +396,5 @@ class VirtualWorld:
         version = self.server.statistics.version
         for worker in sorted(w for w, read in self._read.items() if read < version):
             self.interrupted += 1
-            self._in_link.discard((worker, 0))
+            self._links[0].forget(worker)
             self._admit(worker)

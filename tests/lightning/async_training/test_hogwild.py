@@ -227,7 +227,7 @@ def test_two_workers_on_parameters_of_their_own_are_two_single_runs(
 ) -> None:
     """Whatever each has stepped, and however often, is exactly what it would be alone."""
     keep = Keep(tmp_path / "k")
-    make = MAKES[name]
+    make = partial(MAKES[name], fused=False)  # where the user has not chosen, the fused one steps
     done, trainer = fit(hogwild(), 2, 1, partial(Disjoint, make), callbacks=[keep], max_epochs=2)
     state, steps = kept(tmp_path / "k")
     assert steps == 2 * 48
@@ -518,3 +518,54 @@ def test_alone_it_is_ddp_with_one_process_to_the_bit() -> None:
     theirs, _ = fit("ddp_fork", 1, 4, module, regression_data(37))
     ours, _ = fit("hogwild", 1, 4, module, regression_data(37))
     assert torch.equal(flat(ours), flat(theirs))
+
+
+# ---- state of each worker's own -----------------------------------------------------------------
+
+
+def private(**options: Any) -> HybridStrategy:
+    return hogwild(exchange={"name": "in_place", "optimizer_state": "private"}, **options)
+
+
+@pytest.mark.parametrize("name", ["nesterov", "adam", "own"])
+def test_private_state_of_one_worker_is_plain_training_and_goes_on(
+    name: str, tmp_path: Path, steps_of_workers: torch.Tensor
+) -> None:
+    module = partial(Regression, MAKES[name])
+    options: dict[str, Any] = {"overfit_batches": 1.0}
+    alone, _ = fit("auto", 1, 8, module, max_epochs=4, callbacks=[Keep(tmp_path / "a")], **options)
+    _, trainer = fit(private(), 1, 8, module, max_epochs=2, **options)
+    assert int(steps_of_workers[0]) == 12, "the first, too"
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    ours, _ = fit(
+        private(), 1, 8, module, max_epochs=4, ckpt_path=str(tmp_path / "two.ckpt"),
+        callbacks=[Keep(tmp_path / "p")], **options,
+    )  # fmt: skip
+    assert distance(alone, ours) == 0.0
+    theirs, mine = (kept(tmp_path / each)[0]["state"] for each in "ap")
+    assert all(torch.equal(torch.as_tensor(mine[n][k]), torch.as_tensor(v))
+               for n, state in theirs.items() for k, v in state.items())  # fmt: skip
+
+
+def test_workers_with_private_state_count_their_own_steps(tmp_path: Path) -> None:
+    keep = Keep(tmp_path / "k")
+    module = partial(Regression, MAKES["adam"])
+    _, trainer = fit(private(), 2, 1, module, callbacks=[keep], max_epochs=2)
+    state, steps = kept(tmp_path / "k")
+    assert steps == trainer.global_step == 2 * 48
+    mine = trainer.strategy.run_stats()["samples_per_worker"][0]
+    assert {float(each["step"]) for each in state["state"].values()} == {float(mine)}
+    assert 0 < mine < 2 * 48
+
+
+def test_user_code_may_change_private_state(steps_of_workers: torch.Tensor) -> None:
+    module = partial(Resetting, MAKES["adam"])
+    alone, _ = fit("auto", 1, 8, module, overfit_batches=1.0)
+    done, _ = fit(private(), 1, 8, module, overfit_batches=1.0)
+    assert distance(alone, done) == 0.0
+    assert int(steps_of_workers[0]) == 3 * 6, "the server makes none"
+
+
+def test_another_place_for_the_state_is_refused() -> None:
+    with pytest.raises(UserError, match=r"optimizer_state=mine .* shared or private"):
+        hogwild(exchange={"name": "in_place", "optimizer_state": "mine"})

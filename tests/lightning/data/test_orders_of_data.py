@@ -64,6 +64,16 @@ def test_what_iterable_and_keep_order_may_be_is_said() -> None:
         HybridStrategy(keep_order=1)  # type: ignore[arg-type]
 
 
+def test_workers_that_draw_can_go_from_shard_to_shard() -> None:
+    """Each sample once; and who does not draw is refused."""
+    loader = DataLoader(regression_data(41), 4)
+    assert seen(loader, 2, policy="async", data_shards={"number": 3, "visit": 2}) == 41
+    with pytest.raises(UserError, match=r"data_shards was given, but .* workers take turns"):
+        seen(loader, 2, policy="synchronous", data_shards={"number": 3, "visit": 2})
+    with pytest.raises(UserError, match=r"data_shards=3 was given"):
+        HybridStrategy(data_shards=3)  # type: ignore[arg-type]
+
+
 class Firsts(Regression):
     """Keeps the first element of all it has seen, in the first worker."""
 

@@ -194,6 +194,7 @@ class Counted(Regression):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.blocking = torch.standin.take_counts().blocking
+        assert self.net is not None, "who looks at parameters has waited for the release"
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["blocking"] = self.blocking
@@ -242,6 +243,7 @@ class Early(Regression):
 
     def on_train_batch_end(self, *_: Any) -> None:
         self.came = list(CAME)
+        assert self.net is not None, "who looks at parameters has waited for the release"
 
 
 CAME: list[int] = []  # of this worker, parameters

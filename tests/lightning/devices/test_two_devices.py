@@ -89,13 +89,13 @@ def test_one_worker_takes_the_device_that_was_chosen() -> None:
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many elements of the host's row are read, each time that some are."""
     seen: list[int] = []
-    original = finite._has_finite_sum
+    original = finite.has_finite_sum
 
     def counted(flat: torch.Tensor) -> bool:
         seen.append(flat.numel())
         return original(flat)
 
-    monkeypatch.setattr(finite, "_has_finite_sum", counted)
+    monkeypatch.setattr(finite, "has_finite_sum", counted)
     return seen
 
 

@@ -20,6 +20,10 @@ N, EPOCHS, SIZE = 240, 3, 4
 SCHEMES: dict[str, dict[str, Any]] = {
     "easgd": {"policy": "async", "exchange": {"name": "elastic", "every": 4}},
     "downpour": {"policy": "async", "exchange": {"name": "accumulated", "n_push": 3}},
+    "overlapped": {
+        "policy": "async",
+        "exchange": {"name": "accumulated", "n_push": 2, "fetch": "overlapped"},
+    },
     "async_diloco": {
         "policy": {"name": "grace", "window_s": 0.01},
         "exchange": {"name": "movement", "every": 4},

@@ -83,6 +83,20 @@ def test_rows_and_columns_stay_while_two_processes_hand_over(tmp_path: Path) -> 
     assert found == [("0", "1.0", "", ""), ("1", "2.0", "3.0", ""), ("2", "4.0", "", "5.0")]
 
 
+class Counting:
+    """A client that has offered nothing."""
+
+    version = 0
+    n_workers = 2
+
+    @property
+    def expected_version(self) -> int:
+        return self.version
+
+    def settle(self) -> None:
+        """Nothing is under way."""
+
+
 class Course:
     """A trainer and a client, as far as steps are counted."""
 
@@ -92,7 +106,7 @@ class Course:
         trainer.state.stage = RunningStage.TRAINING
         self.loop: Any = trainer.fit_loop.epoch_loop
         self.loop._should_accumulate = lambda: False
-        self.client: Any = SimpleNamespace(version=0, n_workers=2)
+        self.client: Any = Counting()
         expected: Any = SimpleNamespace(limit=None)  # nobody has been told how many there will be
         self.trainer, self.count = trainer, UpdateCount(trainer, self.client, expected)
 

@@ -79,6 +79,37 @@ def test_parameters_that_do_not_fit_into_host_memory_are_refused(
         make_trainer(strategy, 3).fit(Large(), data)
 
 
+class Table(Regression):
+    """An embedding of 4 MB beside it, whose gradients are rows."""
+
+    def __init__(self, tied: bool = False) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(2**14, 64, sparse=True)
+        if tied:
+            self.out = torch.nn.Linear(64, 2**14, bias=False)
+            self.out.weight = self.table.weight  # its gradient is dense
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tied", "needed"),
+    [("hybrid", False, 2), ("hogwild", False, 2), ("async", False, 2 + 3), ("hybrid", True, 1 + 3)],
+)
+@pytest.mark.usefixtures("nothing_starts")
+def test_tables_with_sparse_gradients_count_as_rows(
+    strategy: str, tied: bool, needed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for all, once on the way home, and once for each worker that has a copy."""
+    data = DataLoader(regression_data())
+    have(monkeypatch, available_bytes=4 * needed * MIB)
+    with pytest.raises(
+        UserError, match=rf"^{4 * needed}\S* MiB of host memory .* use fewer [^\n]*$"
+    ):
+        make_trainer(strategy, 3).fit(Table(tied), data)
+    have(monkeypatch, available_bytes=4 * needed * MIB + MIB)
+    with pytest.raises(AssertionError, match=NOTHING_STARTS), pytest.warns(match="such as Adam"):
+        make_trainer(strategy, 3).fit(Table(tied), data)
+
+
 def test_parameters_that_do_not_fit_into_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     have(monkeypatch, largest_device_bytes=25 * MIB)
     machine_checks.check_device_memory(Large(), 3)

@@ -126,6 +126,21 @@ def test_local_sgd_in_virtual_time_is_local_sgd_in_processes_to_the_bit(
     assert (here["handed_over"]["saved_bytes"] > 0) is (compress is not None)
 
 
+@pytest.mark.parametrize("compress", by_default([None, "int8"], "int8"))
+def test_fragments_in_virtual_time_are_those_in_processes_to_the_bit(compress: str | None) -> None:
+    """One travels behind the second of three steps and is taken over a step later; then all."""
+    given = {"every": 4, "fragments": 2, "overlap": 1, "mix": 0.5, "compress": compress}
+    exchange = make_exchange({"name": "streaming", **given})
+    strategy = HybridStrategy("hybrid", exchange=exchange)
+    real = trained(Toy("adam"), strategy, 2, 4)
+    world = virtual("hybrid", Toy("adam"), exchange=exchange)
+    world.run(updates=4 * 3)
+    assert_same(world.parameters(), real)
+    there, here = strategy.run_stats(), world.server.statistics.stats()
+    assert there["handed_over"] == here["handed_over"]
+    assert (there["samples"], there["updates"]) == (here["samples"], 12)
+
+
 def test_async_with_one_worker_in_virtual_time_is_the_same_in_a_process() -> None:
     real = trained(Toy("adam"), "async", 1, 3)
     world = virtual("async", Toy("adam"), workers=1)

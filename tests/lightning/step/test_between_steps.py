@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import sys
+import time
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -11,11 +14,19 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint, WeightAveraging
+from pytorch_lightning.callbacks import (
+    LambdaCallback,
+    ModelCheckpoint,
+    TQDMProgressBar,
+    WeightAveraging,
+)
+from pytorch_lightning.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
+from hybridtrain import HybridStrategy
 from hybridtrain.lightning.step import object_search
 from hybridtrain.lightning.step.object_search import may_hold
+from hybridtrain.lightning.step.parameter_readers import _looks, _module_looks, reader_for
 from hybridtrain.protocol.messages import (
     Done,
     Gather,
@@ -131,18 +142,225 @@ class Ask(pl.Callback):
         self.lazy = trainer.strategy._session.steps[0].lazy
 
 
-def rests(module: Any = None, callbacks: Any = (), data: Any = None, **options: Any) -> bool:
+def rests(
+    module: Any = None,
+    callbacks: Any = (),
+    data: Any = None,
+    policy: Any = "hybrid",
+    workers: int = 1,
+    **options: Any,
+) -> bool:
     """Whether a worker goes on before its release, as a run with all our parts decides it."""
     ask = Ask()
-    trainer = make_trainer("hybrid", 1, max_steps=1, callbacks=[ask, *callbacks], **options)
+    once = {"max_steps": 1} if policy == "hybrid" else {"max_epochs": 1, "limit_train_batches": 1}
+    trainer = make_trainer(policy, workers, callbacks=[ask, *callbacks], **{**once, **options})
     trainer.fit(module or Regression(), data or DataLoader(regression_data(), 8))
     assert ask.lazy is not None
     return ask.lazy
 
 
+class Counts:
+    """What a user's code may consist of."""
+
+    def __init__(self) -> None:
+        self.steps, self.took_s, self.seen = 0, [0.0], dict[str, float]()
+
+    def tick(self, now_s: float) -> None:
+        self.steps += 1
+        self.took_s.append(round_down(now_s))
+
+
+def round_down(seconds: float) -> float:
+    return math.floor(seconds * 1e3) / 1e3
+
+
+class Clock(Counts, pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.tick(time.perf_counter())
+        if trainer.global_step % 2 and not trainer.sanity_checking:
+            module.log("clock", self.took_s[-1])
+            self.seen |= {"loss": float(outputs["loss"])}
+        if self.steps > 10**6:
+            trainer.should_stop = True
+
+
+class TellsRank(pl.Callback):
+    @rank_zero_only
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        print(module_step(3), trainer.logged_metrics, trainer.log_dir)
+
+
+def module_step(number: int) -> str:
+    return f"{number}"
+
+
+class BarOfMine(TQDMProgressBar):
+    def get_metrics(self, trainer: Any, model: Any) -> Any:
+        return {"step": trainer.global_step}
+
+
+class ClocksItself(Counts, Regression):
+    """A module whose own hook touches none of its parameters."""
+
+    def __init__(self) -> None:
+        Regression.__init__(self)
+        Counts.__init__(self)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.tick(time.perf_counter())
+        self.log("steps", float(self.steps))
+        self.note(self.trainer.global_step)
+
+    def note(self, step: int) -> None:
+        self.seen["step"] = step
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return [each.float() for each in batch]
+
+
+@pytest.mark.parametrize("kind", [Clock, TellsRank])
+def test_a_callback_that_touches_no_parameter_is_not_waited_for(kind: Any) -> None:
+    assert rests(callbacks=[kind(), AtTheEnd()])
+
+
+def test_neither_is_one_of_a_librarys_class() -> None:
+    assert not _looks(BarOfMine(), reader_for(Regression()))
+
+
+def test_a_module_hook_that_touches_no_parameter_is_not_waited_for() -> None:
+    assert rests(ClocksItself())
+
+
 class AtTheEnd(pl.Callback):
     def on_train_batch_end(self, *_: Any) -> None:
-        """Perhaps an average of the weights."""
+        """Nothing at all."""
+
+
+class Reaches(pl.Callback):
+    """Ways to the module that a reader of code must see; each test has one of them."""
+
+    def __init__(self, kept: Any = None) -> None:
+        self.kept = kept
+
+
+class ByName(Reaches):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.net.zero_grad()
+
+
+class ByTrainer(Reaches):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint("a.ckpt")
+
+
+class ByArgument(Reaches):
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        repr(arguments[1])
+
+
+class ByHandingOn(Reaches):
+    def on_train_batch_end(self, trainer: Any, a_module: Any, *_: Any) -> None:
+        flat(a_module)
+
+
+class ByAnotherHook(Reaches):
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept = pl_module
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        flat(self.kept)
+
+
+class ByKeyword(Reaches):
+    def on_train_batch_end(self, trainer: Any, *_: Any, **named: Any) -> None:
+        named.popitem()
+
+
+class ByWalrus(Reaches):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if (it := pl_module) is not None:
+            flat(it)
+
+
+class ByInner(Reaches):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        next((lambda: pl_module.parameters())())
+
+
+class ByFrame(Reaches):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        flat(sys._getframe(1).f_locals["pl_module"])
+
+
+class ByKept(Reaches):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.look()
+
+    def look(self) -> Any:
+        return self.kept
+
+
+class ByGlobal(Reaches):
+    def on_train_batch_end(self, *_: Any) -> None:
+        using_a_global()
+
+
+class ByEvaluation(Reaches):
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        eval("trainer.model")
+
+
+class BySuper(ByName):
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        super().on_train_batch_end(*arguments)
+
+
+class BarThatLooks(TQDMProgressBar):
+    def get_metrics(self, trainer: Any, model: Any) -> Any:
+        return {"norm": flat(model).norm()}
+
+
+REACHES = [ByName, ByTrainer, ByArgument, ByHandingOn, ByAnotherHook, ByKeyword, ByWalrus, ByInner]
+REACHES += [ByFrame, ByEvaluation, BySuper, BarThatLooks]
+
+
+@pytest.mark.parametrize("kind", REACHES)
+def test_a_callback_that_reaches_the_module_is_waited_for(kind: Any) -> None:
+    assert _looks(kind(), reader_for(Regression()))
+
+
+def parts_of(module: Any) -> dict[str, Any]:
+    """What leads to parameters, though it is no module."""
+    return {
+        "module": module,
+        "parameters": list(module.parameters()),
+        "views": {"weight": module.net[0].weight.detach()[:1]},
+        "generator": SimpleNamespace(bound=module.parameters),
+        "a method": module.net.forward,
+    }
+
+
+@pytest.mark.parametrize("part", sorted(parts_of(Regression())))
+def test_a_callback_that_keeps_a_part_of_the_module_is_waited_for(part: str) -> None:
+    module = Regression()
+    assert _looks(ByKept(parts_of(module)[part]), reader_for(module))
+    assert not _looks(ByKept(parts_of(Regression())[part]), reader_for(module))
+
+
+def test_a_callback_that_calls_what_knows_the_module_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = Regression()
+    monkeypatch.setitem(globals(), "teacher", module)
+    assert _looks(ByGlobal(), reader_for(module))
+    monkeypatch.setitem(globals(), "teacher", 1)
+    assert not _looks(ByGlobal(), reader_for(module))
+
+
+def test_code_without_its_source_may_do_anything() -> None:
+    space: dict[str, Any] = {"pl": pl, "__name__": "__main__"}
+    exec("class Unknown(pl.Callback):\n    def on_train_batch_end(self, *_): pass\n", space)
+    assert _looks(space["Unknown"](), reader_for(Regression()))
 
 
 class Elsewhere(pl.Callback):
@@ -152,12 +370,25 @@ class Elsewhere(pl.Callback):
 
 class Hooked(Regression):
     def on_train_batch_end(self, *_: Any) -> None:
-        """Perhaps weights are clamped."""
+        self.net[0].weight.data.clamp_(-1, 1)
 
 
 class Moving(Regression):
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch
+        return [self.net[0](batch[0])[:, :4].detach(), batch[1]]
+
+
+class Swapping(Regression):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net = self.spare()
+
+    def spare(self) -> None:
+        return None
+
+
+class Passing(Regression):
+    def on_train_batch_end(self, *_: Any) -> None:
+        flat(self)
 
 
 class Mining:
@@ -180,13 +411,58 @@ def test_ordinary_training_does_not_look(tmp_path: Any) -> None:
     assert rests(Regression(schedule=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)))
 
 
+def test_neither_do_workers_wait_that_run_freely() -> None:
+    """Where a push is part of an update when its release comes: they know what will be counted."""
+    assert rests(policy="async") and rests(policy="hogwild")
+    assert not rests(callbacks=[ByName()], policy="async")
+    assert not rests(policy="async", max_steps=1), "what comes after the last must not count"
+    assert not rests(policy="synchronous", workers=2), "they wait for their turn anyway"
+    assert not rests(policy=HybridStrategy({"name": "backup", "k": 1}), workers=2), (
+        "late ones are dropped"
+    )
+
+
+class Counted(pl.Callback):
+    """Numbers of steps, as they are known before the release; without a rewritten assert."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps.append(trainer.global_step)
+
+    def on_train_end(self, trainer: Any, *_: Any) -> None:
+        if self.steps != sorted(set(self.steps)):
+            raise ValueError(f"every step has a number of its own, not {self.steps}")
+        if trainer.world_size == 1 and self.steps != list(range(1, len(self.steps) + 1)):
+            raise ValueError(f"alone nobody else makes steps: {self.steps}")
+
+
+@pytest.mark.parametrize("policy", ["async", "hogwild"])
+def test_what_is_counted_before_the_release_is_what_was_counted_after_it(policy: str) -> None:
+    """Steps of schedules, numbers of rows and of the trainer, with one worker and with several."""
+
+    assert rests(callbacks=[Counted()], policy=policy)
+    for workers in (1, 2):
+        trainer = make_trainer(policy, workers, callbacks=[Counted()], max_epochs=2)
+        trainer.fit(Regression(), DataLoader(regression_data(), 4, shuffle=True))
+        assert trainer.global_step == 24
+
+
 @pytest.mark.parametrize("module", [Hooked, Moving])
 def test_a_module_may_look(module: Any) -> None:
     assert not rests(module())
 
 
+@pytest.mark.parametrize("kind", [Hooked, Moving, Swapping, Passing])
+def test_a_module_hook_that_reaches_parameters_is_waited_for(kind: Any) -> None:
+    module = kind()
+    hooks = ("on_train_batch_end", "on_after_batch_transfer")
+    assert any(_module_looks(module, hook, reader_for(module)) for hook in hooks)
+
+
 def test_a_callback_may_look() -> None:
-    assert not rests(callbacks=[AtTheEnd()])
+    assert not rests(callbacks=[ByName()])
     assert not rests(callbacks=[LambdaCallback(on_train_batch_end=lambda *_: None)])
     assert not rests(callbacks=[WeightAveraging()])
 
@@ -244,8 +520,8 @@ def test_a_module_is_found_wherever_data_sets_keep_one(
         "last of many": [*range(20_000), ("a", 1), SimpleNamespace(x=module)],
         "deep": [[{"x": [[Slotted([[SimpleNamespace(x=module)]])]]}] for _ in range(200)],
     }[hidden]
-    assert may_hold([holder], module.modules())
-    assert not may_hold([holder], Regression().modules())
+    assert may_hold([holder], module)
+    assert not may_hold([holder], Regression())
 
 
 class WithArguments(torch.utils.data.Dataset[Any]):
@@ -257,7 +533,7 @@ class WithArguments(torch.utils.data.Dataset[Any]):
 
 
 def test_ordinary_data_sets_are_looked_through_quietly() -> None:
-    assert not may_hold([WithArguments()], Regression().modules())
+    assert not may_hold([WithArguments()], Regression())
 
 
 @pytest.mark.parametrize("kind", ["pairs", "mappings", "objects", "slots", "tensors"])
@@ -273,15 +549,15 @@ def test_many_samples_of_plain_data_are_known_to_hold_no_module(
         "tensors": lambda n: torch.ones(1),
     }[kind]
     samples = [make(n) for n in range(object_search._MOST + 1)]
-    assert not may_hold([SimpleNamespace(samples=samples)], Regression().modules())
+    assert not may_hold([SimpleNamespace(samples=samples)], Regression())
 
 
 def test_samples_that_know_their_data_set_are_gone_through_once() -> None:
     data = SimpleNamespace()
     data.samples = [SimpleNamespace(data=data, rows=data.__dict__) for _ in range(3000)]
-    assert not may_hold([data], Regression().modules())
+    assert not may_hold([data], Regression())
     data.samples[-1].teacher = module = Regression()
-    assert may_hold([data], module.modules())
+    assert may_hold([data], module)
 
 
 def test_where_the_search_gives_up_a_module_may_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +565,7 @@ def test_where_the_search_gives_up_a_module_may_be_there(monkeypatch: pytest.Mon
     chain: list[Any] = []
     for _ in range(12):
         chain = [chain]
-    assert may_hold(chain, Regression().modules())
+    assert may_hold(chain, Regression())
 
 
 def test_a_data_module_that_collates_knows_its_trainer_and_does_not_look() -> None:

@@ -14,12 +14,17 @@ from hybridtrain import HybridStrategy
 from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
 from hybridtrain.lightning.step.saved_states import tell_what_is_dropped
 from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.picking import by_default
 
 SCHEMES: dict[str, dict[str, Any]] = {
-    "local_sgd": {"exchange": {"name": "movement", "every": 3}},
+    "local_sgd": {"exchange": {"name": "movement", "every": 4}},  # six steps an epoch
     "post_local": {"exchange": {"name": "movement", "every": {"then": 3, "at": 5}}},
     "diloco": {
         "exchange": {"name": "movement", "every": 2},
+        "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
+    },
+    "streaming": {
+        "exchange": {"name": "streaming", "every": 4, "fragments": 2, "overlap": 1, "mix": 0.5},
         "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
     },
     "elastic": {"exchange": {"name": "elastic", "every": 3}},
@@ -68,7 +73,7 @@ def test_an_evaluation_changes_nothing_where_each_goes_on_from_its_own(tmp_path:
     assert all(map(torch.equal, often.parameters(), never.parameters()))
 
 
-@pytest.mark.parametrize("name", ["local_sgd", *(pytest.param("elastic", marks=pytest.mark.slow),)])
+@pytest.mark.parametrize("name", by_default(["local_sgd", "elastic", "streaming"], "local_sgd"))
 def test_a_checkpoint_that_one_worker_makes_alone_changes_nothing(
     name: str, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.protocol.spans import dealt
-from tests.lightning.toys import Manual, Regression, make_trainer, regression_data
+from tests.lightning.toys import Manual, Recorder, Regression, make_trainer, regression_data
 from tests.picking import by_default
 
 SIZE, N = 4, 44  # of a mini-batch; of three workers the last one has fewer samples at the end
@@ -105,7 +105,10 @@ def test_local_sgd_is_what_plain_torch_does(
     assert trainer.global_step == 2 * -(-samples // (SIZE * workers))  # a worker's own steps
 
 
-def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fetch", by_default([None, "overlapped"], "overlapped"))
+def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(
+    fetch: str | None, tmp_path: Path
+) -> None:
     """n_push = 1: what is fetched is what the worker has."""
 
     def plain() -> Any:
@@ -114,7 +117,7 @@ def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> 
         return module
 
     data, module = regression_data(N, torch.float64), plain()
-    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 3}
+    exchange = {"name": "accumulated", "n_push": 1, "n_fetch": 3, "fetch": fetch}
     trainer = make_trainer(
         HybridStrategy("async", exchange=exchange), 1, max_epochs=2, default_root_dir=tmp_path
     )
@@ -127,6 +130,28 @@ def test_downpour_with_one_worker_and_plain_sgd_is_plain_sgd(tmp_path: Path) -> 
             loss_of(expected, batch).backward()
             optimizer.step()
     check_equal(module, expected)
+
+
+class Late(Regression):
+    """Worker 1 begins where worker 0 has come to."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.global_rank == 1 and self.trainer.global_step < 4:
+            raise AssertionError(f"it begins behind {self.trainer.global_step} updates")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("updates", by_default([4, 1000], 4))  # later than the end of the epoch
+def test_a_warm_start_leaves_the_first_updates_to_one_worker(updates: int, tmp_path: Path) -> None:
+    data = Recorder(regression_data(48))
+    policy = {"name": "async", "warm_start": updates}
+    strategy = HybridStrategy(policy, exchange={"name": "accumulated", "n_push": 2})
+    trainer = make_trainer(strategy, 2, max_epochs=2, default_root_dir=tmp_path)
+    trainer.fit(Late(lambda p: torch.optim.SGD(p, lr=0.01)), DataLoader(data, SIZE))
+    assert strategy.run_stats()["samples"] == 2 * 48
+    assert data.counts.tolist() == [2] * 48
+    first, other = strategy.run_stats()["samples_per_worker"]
+    assert first >= min(updates, 5) * SIZE and other > 0
 
 
 @pytest.mark.parametrize("name", ["local_sgd", "downpour"])
@@ -281,6 +306,11 @@ def test_an_optimizer_that_cannot_be_served_is_refused(
         ({"on_oom": "skip_step"}, None, ["on_oom=skip_step", "on_oom=raise"]),
         ({"transport_dtype": "bf16"}, None, ["transport_dtype=bf16", "rounded"]),
         ({"correction": "gap_aware"}, None, ["correction="]),
+        (
+            {"exchange": {"name": "streaming", "fragments": 9}},
+            None,
+            ["exchange.fragments=9", "only 4 parameters", "from 1 to 4"],
+        ),
         ({}, "manual", ["automatic_optimization", "exchange=gradient"]),
         ({}, "averaged", ["EMAWeightAveraging", "each worker's own", "exchange=gradient"]),
     ],
@@ -291,7 +321,7 @@ def test_what_does_not_go_with_it_is_said_before_a_process_is_started(
     class Own(Manual, Regression): ...
 
     kind: Callable[[], Any] = Own if change == "manual" else Regression
-    strategy = HybridStrategy("hybrid", exchange="movement", **options)
+    strategy = HybridStrategy("hybrid", **{"exchange": "movement", **options})
     callbacks = [EMAWeightAveraging()] if change == "averaged" else []
     trainer = make_trainer(
         strategy, 2, max_epochs=1, default_root_dir=tmp_path, callbacks=callbacks

@@ -1,0 +1,130 @@
+"""Streaming DiLoCo: as local SGD, but one fragment at a time, while computing goes on.
+
+Douillard et al., *Streaming DiLoCo with overlapping communication*, 2025 (arXiv:2501.18512),
+algorithm 2. Every H steps each of P fragments p has its turn, H / P steps after the one before it;
+what comes back is taken over τ steps later. With the masters w and a worker's own x::
+
+    at its step t:      Δ_p = w_p - x_p, handed over;  w_p ← outer(w_p, mean Δ_p)
+    behind step t + τ:  x_p ← α x_p + (1 - α) w_p
+
+Where all meet, each fragment is handed over, and all go on from the masters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
+from hybridtrain.exchanges.exchange import RESIDUALS, Await, Leaving, Local, Offer, Parameters
+from hybridtrain.exchanges.fragments import check_fragments, check_tensors, fragments_of
+from hybridtrain.util.named_choice import BriefRepr
+
+
+@dataclass(repr=False)
+class Streaming(BriefRepr):
+    """Each fragment travels every ``every`` steps, one behind the other.
+
+    Args:
+        every: H, a worker's own steps between two exchanges of a fragment.
+        fragments: P.
+        overlap: τ, steps that a worker makes before it takes over what comes back.
+        mix: α, the share of its own that a worker keeps then.
+        compress: one of :data:`hybridtrain.exchanges.compression.CODECS`.
+    """
+
+    every: int = 30
+    fragments: int = 3
+    overlap: int = 1
+    mix: float = 0.5
+    compress: CodecSpec = None
+    parameters: ClassVar[Parameters] = "own"
+    update: ClassVar[str] = "mean"
+    keeps: ClassVar[bool] = False
+    _steps: int = field(default=0, init=False, repr=False)  # since all have met
+    _samples: float = field(default=0.0, init=False, repr=False)  # used since then
+    _flight: int | None = field(default=None, init=False, repr=False)  # which fragment
+    _meets: bool = field(default=False, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_fragments(self.every, self.fragments, self.overlap, self.mix)
+        self.compress = make_codec(self.compress)
+        self.compressor = Compressor(self.compress)
+        turns = [(p + 1) * self.every // self.fragments for p in range(self.fragments)]
+        self._turns = {turn % self.every: p for p, turn in enumerate(turns)}
+        self._sent = [(0, 0.0)] * self.fragments  # steps and samples at each one's last offer
+
+    @property
+    def steps(self) -> int:
+        return self.every // self.fragments
+
+    @property
+    def owes(self) -> bool:
+        return self._steps > max(self._sent)[0]
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        if not whole_rounds:
+            raise UserError(
+                f"exchange={self} was given with a policy under which workers run freely, but the "
+                "fragments that a worker does not exchange would move meanwhile; use policy=hybrid"
+            )
+
+    def check_tensors(self, n_tensors: int) -> None:
+        """Raises ``UserError`` if so many parameters are too few."""
+        check_tensors(n_tensors, self.fragments)
+
+    def step(self, local: Local) -> Leaving:
+        local.step()
+        self._samples += local.samples
+        return self.skip(local)
+
+    def skip(self, local: Local) -> Leaving:
+        self._steps += 1
+        if (due := self._turns.get(self._steps % self.every)) is not None:
+            return self._handed_over(local, due, later=self.overlap > 0)
+        waited = self._flight is not None and self._steps - self._sent[self._flight][0]
+        return Await() if waited == self.overlap and self.overlap else None
+
+    def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
+        if self._flight is None:  # after all have met
+            return None
+        fragment, self._flight = self._flight, None
+        for place in fragments_of(local.parameters, self.fragments)[fragment]:
+            own = local.parameters[place]
+            own.copy_(torch.lerp(newest[place], own, self.mix) if self.mix else newest[place])
+        return self.flush(local) if self._meets else None
+
+    def flush(self, local: Local) -> Leaving:
+        if not self._steps:
+            return None
+        self._meets = True
+        if self._flight is not None:
+            return Await()
+        for fragment, (step, _) in enumerate(self._sent):
+            if step < self._steps:
+                return self._handed_over(local, fragment, later=False)
+        torch._foreach_copy_(local.parameters, list(local.masters))
+        self._steps, self._samples, self._meets = 0, 0.0, False
+        self._sent = [(0, 0.0)] * self.fragments
+        return None
+
+    def _handed_over(self, local: Local, fragment: int, later: bool) -> Offer:
+        """A fragment's turn: it weighs the samples since its last one."""
+        places = fragments_of(local.parameters, self.fragments)[fragment]
+        values: list[torch.Tensor | None] = [None] * len(local.parameters)
+        for place, moved in zip(places, local.moved(places), strict=True):
+            values[place] = moved
+        weight = self._samples - self._sent[fragment][1]
+        told = self._samples - max(self._sent)[1]  # since any was offered
+        self._sent[fragment], self._flight = (self._steps, self._samples), fragment
+        return replace(self.compressor.offer(values, weight), samples=told, later=later)
+
+    def state(self) -> dict[str, Any]:
+        return {RESIDUALS: self.compressor.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.compressor.load_state(state.get(RESIDUALS, {}))

@@ -1,0 +1,102 @@
+"""One worker first: the others begin when the worst is over.
+
+Dean et al., *Large Scale Distributed Deep Networks*, NIPS 2012, section 4.1: training is stable if
+it is begun with a single replica, and the others are let loose later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hybridtrain.errors import UserError
+from hybridtrain.policies.policy import Needs, Policy
+from hybridtrain.protocol.facts import (
+    Apply,
+    Began,
+    Fact,
+    Joined,
+    Left,
+    Order,
+    Pushed,
+    Ready,
+    Release,
+    Waiting,
+)
+
+FIRST = 0  # the worker that begins
+
+
+@dataclass
+class WarmStart:
+    """As another policy, under which none waits; but worker 0 makes the first updates alone.
+
+    The others wait before their first mini-batch, and are no part of the other policy until then.
+    They begin at the latest when worker 0 waits for them (a validation, the end of its epoch), or
+    is lost.
+
+    Args:
+        policy: what is followed.
+        updates: that worker 0 makes alone.
+
+    Raises:
+        UserError: if it is no whole number from 1 on.
+    """
+
+    policy: Policy
+    updates: int
+    _open: bool = field(default=False, init=False, repr=False)
+    _made: int = field(default=0, init=False, repr=False)
+    _free: set[int] = field(default_factory=set, init=False, repr=False)  # have begun
+    _held: set[int] = field(default_factory=set, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if type(self.updates) is not int or self.updates < 1:
+            raise UserError(
+                f"warm_start={self.updates!r} was given; it must be a whole number from 1 on: the "
+                "updates that worker 0 makes alone; or null (all begin at once)"
+            )
+
+    def begin(self, n_workers: int) -> Needs:
+        self._open, self._made, self._free, self._held = False, 0, set(), set()
+        return replace(self.policy.begin(n_workers), asks=True)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        match fact:
+            case Ready(worker) if self._open or worker == FIRST:
+                return self._let_in([worker])
+            case Ready(worker):
+                self._held.add(worker)
+                return ()
+            case Began(version):
+                self._made = version
+                return (*self.policy.on(fact), *self._open_if(version >= self.updates))
+            case Pushed(empty=empty):
+                orders = self.policy.on(fact)
+                self._made += 0 if empty else sum(isinstance(order, Apply) for order in orders)
+                return (*orders, *self._open_if(self._made >= self.updates))
+            case Left(worker):
+                self._held.discard(worker)
+                orders = self.policy.on(fact) if worker in self._free else ()
+                return (*orders, *self._open_if(worker == FIRST))
+            case Waiting(worker) | Joined(worker) if worker in self._free:
+                orders = self.policy.on(fact)
+                return (*orders, *self._open_if(isinstance(fact, Waiting) and worker == FIRST))
+            case Waiting() | Joined():
+                return ()
+        return self.policy.on(fact)
+
+    def _open_if(self, over: bool) -> Sequence[Order]:
+        """If the warm start is over, everybody may begin."""
+        if self._open or not over:
+            return ()
+        self._open = True
+        held, self._held = sorted(self._held), set()
+        return self._let_in(held)
+
+    def _let_in(self, workers: Sequence[int]) -> Sequence[Order]:
+        orders: list[Order] = []
+        for worker in workers:
+            self._free.add(worker)
+            orders += [*self.policy.on(Joined(worker)), Release((worker,))]
+        return orders

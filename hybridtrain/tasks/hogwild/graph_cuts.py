@@ -1,0 +1,167 @@
+"""``task=hogwild model=cuts data=edges``: a graph is cut into parts, one for each terminal.
+
+Each node has a point on the simplex, a terminal a corner of it. The objective is the weight of what
+is cut, Σ weight · ‖x_u − x_v‖₁ / 2: a linear program, whose corners are cuts.
+
+Legend: K classes, B edges of a mini-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, MakeOptimizer, array
+from hybridtrain.tasks.hogwild.labelled_examples import as_it_is
+from hybridtrain.tasks.hogwild.triples import Batch, Triples, read_triples
+
+
+class GraphCuts(InPlaceModule):
+    """A point on the simplex for each node.
+
+    Args:
+        rate, decay, compiled, optimizer: see :class:`InPlaceModule`.
+    """
+
+    reads = "edges"
+
+    def __init__(
+        self,
+        rate: float = 0.1,
+        decay: float = 0.95,
+        compiled: bool | str = "auto",
+        optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        super().__init__(rate, decay, compiled, optimizer)
+        self.places: nn.Embedding | None = None
+        self.nodes, self.terminals = 0, [0]
+        self._fixed, self._corners = torch.empty(0), torch.empty(0)
+
+    def know(self, data: EdgesData) -> None:
+        self.nodes, self.terminals = data.nodes, list(data.terminals)
+
+    def configure_model(self) -> None:
+        """As many rows as the graph has nodes."""
+        if self.places is not None:
+            return
+        classes = len(self.terminals)
+        self.places = nn.Embedding(self.nodes, classes, sparse=True)
+        nn.init.constant_(self.places.weight, 1 / classes)
+        self._fixed = torch.zeros(self.nodes, dtype=torch.bool)
+        self._fixed[self.terminals] = True
+        with torch.no_grad():
+            self.places.weight[self.terminals] = torch.eye(classes)
+        self._corners = self.places.weight.detach().clone()
+
+    def points(self, nodes: Tensor) -> Tensor:
+        """On the simplex, (B, K); terminals do not move."""
+        assert self.places is not None, "configure_model made it"
+        free = on_simplex(self.places(nodes))
+        return torch.where(self._fixed[nodes, None], self._corners[nodes], free)
+
+    def cut(self, batch: Batch) -> Tensor:
+        """The weight of what is cut, of each edge (B,)."""
+        weights, ones, others = batch
+        return 0.5 * weights * (self.points(ones) - self.points(others)).abs().sum(1)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean over the edges."""
+        return self.cut(batch).mean()
+
+    def step_examples(self, batch: Batch) -> None:
+        from hybridtrain.tasks.hogwild import hogwild_kernels
+
+        assert self.places is not None, "configure_model made it"
+        weights, ones, others = (each.numpy() for each in batch)
+        fixed = self._fixed.numpy()
+        hogwild_kernels.cuts(array(self.places.weight), ones, others, weights, fixed, self.rate_now)
+
+    @torch.no_grad()
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log ``val/objective`` and ``val/cut``, each node in its largest class; per edge."""
+        weights, ones, others = batch
+        apart = self.points(ones).argmax(1) != self.points(others).argmax(1)
+        found = {"val/objective": self.cut(batch).mean(), "val/cut": (weights * apart).mean()}
+        self.log_dict(found, prog_bar=True, sync_dist=True, batch_size=len(weights))
+
+
+def on_simplex(points: Tensor) -> Tensor:
+    """The nearest points of the simplex to points (B, K)."""
+    ordered = points.sort(dim=1, descending=True).values
+    shifts = (ordered.cumsum(1) - 1) / torch.arange(1, points.shape[1] + 1)
+    count = (ordered > shifts).sum(1, keepdim=True).clamp(min=1)
+    return (points - shifts.gather(1, count - 1)).clamp(min=0)
+
+
+class EdgesData(pl.LightningDataModule):
+    """``u v weight`` from text files, or a square grid of as many regions as there are terminals.
+
+    Args:
+        files: text; None: a grid is made.
+        terminals: a node for each class; None: of a grid that is made, its four corners.
+        side: of the grid.
+        batch_size: of each worker.
+        seed: of the grid.
+    """
+
+    kind = "edges"
+
+    def __init__(
+        self,
+        files: str | list[str] | None = None,
+        terminals: list[int] | None = None,
+        side: int = 16,
+        batch_size: int = 200,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if side < 4 or batch_size < 1:
+            raise UserError(f"data.side={side}, data.batch_size={batch_size}: give at least 4, 1")
+        self.batch_size = batch_size
+        if files is None:
+            self.edges = made_grid(side, seed)
+            terminals = terminals or [0, side - 1, side * (side - 1), side * side - 1]
+            rank_zero_info(f"A grid of {side} × {side} nodes was made; data.files=... reads yours")
+        else:
+            given = [files] if isinstance(files, str) else list(files)
+            self.edges = read_triples(given, ("u", "v", "weight"))
+        self.nodes = int(max(self.edges.ones.max(), self.edges.others.max())) + 1
+        self.terminals = list(terminals or [])
+        _check(self.terminals, self.nodes, float(self.edges.values.min()))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """In another order each epoch."""
+        return DataLoader(self.edges, self.batch_size, shuffle=True, collate_fn=as_it_is)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """All edges: what counts is their weight."""
+        return DataLoader(self.edges, 5000, collate_fn=as_it_is)
+
+
+def _check(terminals: list[int], nodes: int, lightest: float) -> None:
+    if len(set(terminals)) < 2:
+        raise UserError(f"data.terminals={terminals}: give at least two nodes, one for each class")
+    if not all(0 <= node < nodes for node in terminals):
+        raise UserError(f"data.terminals={terminals}: the graph has the nodes 0 to {nodes - 1}")
+    if lightest < 0:
+        raise UserError(f"an edge has the weight {lightest}; give weights of at least 0")
+
+
+def made_grid(side: int, seed: int) -> Triples:
+    """Neighbours hold together by about 1, but by 0.02 from one quarter to the next."""
+    random = np.random.default_rng(seed)
+    node = np.arange(side * side).reshape(side, side)
+    ones = np.concatenate([node[:, :-1].ravel(), node[:-1].ravel()])
+    others = np.concatenate([node[:, 1:].ravel(), node[1:].ravel()])
+    half = side // 2
+    quarter = (node // side >= half) * 2 + (node % side >= half)
+    across = quarter.ravel()[ones] != quarter.ravel()[others]
+    weights = np.where(across, 0.02, 1.0) * random.uniform(0.5, 1.5, len(ones))
+    return Triples(weights.astype(np.float32), ones, others)

@@ -1,0 +1,99 @@
+"""What the three problems have in common: how they step, at which rate, what they report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.words.vectors_module import are_compiled, data_of
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+class InPlaceModule(pl.LightningModule):
+    """Stepped example by example in a compiled function where workers share parameters.
+
+    Everywhere else the mean loss of a mini-batch goes through torch, with sparse gradients and the
+    user's optimizer; both are gradient descent on one objective.
+
+    Args:
+        rate: learning rate of compiled steps, for one example.
+        decay: every epoch has this share of the rate of the one before; also the optimizer's.
+        compiled: ``True``, ``False``, or ``"auto"``: where workers share parameters (``hogwild``,
+            or one process) and numba is installed.
+        optimizer: given the parameters, returns their optimizer; for steps through torch.
+    """
+
+    reads = ""  # the kind of data that it is made for
+
+    def __init__(
+        self,
+        rate: float,
+        decay: float,
+        compiled: bool | str = "auto",
+        optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        super().__init__()
+        if not rate > 0 or not 0 < decay <= 1:
+            raise UserError(
+                f"model.rate={rate}, model.decay={decay}: give a rate above 0, and a decay above 0 "
+                "and up to 1"
+            )
+        if compiled not in (True, False, "auto"):
+            raise UserError(f"model.compiled={compiled}: give auto, true or false")
+        self.rate, self.decay, self.compiled = rate, decay, compiled
+        self.make_optimizer = optimizer or partial(SGD, lr=rate)
+        self.steps_compiled = False
+
+    def setup(self, stage: str) -> None:
+        """Look at the data, and choose how to step.
+
+        Raises:
+            UserError: if compiled steps were asked for and cannot be made.
+        """
+        self.know(data_of(self, self.reads))
+        self.steps_compiled = are_compiled(self.compiled, self.trainer)
+        self.automatic_optimization = not self.steps_compiled
+
+    @property
+    def rate_now(self) -> float:
+        """Of this epoch, for compiled steps."""
+        return self.rate * self.decay**self.current_epoch
+
+    def configure_optimizers(self) -> Any:
+        """None where steps are compiled; else one whose rate falls from epoch to epoch."""
+        if self.steps_compiled:
+            return None
+        optimizer = self.make_optimizer(self.parameters())
+        return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, self.decay)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        """One step for every example, or the loss of all."""
+        if not self.steps_compiled:
+            return self.loss(batch)
+        self.step_examples(batch)
+        return None
+
+    def know(self, data: Any) -> None:
+        """These are the data, which say how large tables are."""
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        """Mean over the examples, with their part of what keeps parameters small."""
+        raise NotImplementedError
+
+    def step_examples(self, batch: Any) -> None:
+        """Step the parameters in place, one example after the other."""
+        raise NotImplementedError
+
+
+def array(tensor: Tensor) -> Any:
+    """The memory of a tensor itself."""
+    return tensor.detach().numpy()

@@ -1,0 +1,169 @@
+"""``task=hogwild model=completion data=ratings``: a matrix of which few entries are known.
+
+The objective is Σ ((⟨l_u, r_i⟩ + mean − rating)² / 2) / N + μ (‖L‖² + ‖R‖²) / (2 N).
+
+Legend: U users, I items, D numbers of each, B ratings of a mini-batch, N in all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, MakeOptimizer, array
+from hybridtrain.tasks.hogwild.labelled_examples import as_it_is
+from hybridtrain.tasks.hogwild.triples import Batch, Triples, read_triples
+
+
+class MatrixCompletion(InPlaceModule):
+    """A vector for each user and for each item, whose product is the rating.
+
+    Args:
+        dim: D.
+        mu: strength of the regularization, μ, for one row.
+        rate, decay, compiled, optimizer: see :class:`InPlaceModule`.
+        seed: of the first vectors.
+    """
+
+    reads = "ratings"
+
+    def __init__(
+        self,
+        dim: int = 10,
+        mu: float = 0.1,
+        rate: float = 0.05,
+        decay: float = 0.9,
+        compiled: bool | str = "auto",
+        optimizer: MakeOptimizer | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(rate, decay, compiled, optimizer)
+        if dim < 1 or not mu >= 0:
+            raise UserError(f"model.dim={dim}, model.mu={mu}: give at least 1 and 0")
+        self.dim, self.mu, self.seed = dim, mu, seed
+        self.left: nn.Embedding | None = None
+        self.right: nn.Embedding | None = None
+        self.users, self.items, self.mean = 0, 0, 0.0
+        self._shrink = (torch.empty(0), torch.empty(0))
+
+    def know(self, data: RatingsData) -> None:
+        self.users, self.items = data.users, data.items
+        self.mean = float(data.ratings.values.mean())
+        sides = ((data.ratings.ones, data.users), (data.ratings.others, data.items))
+        counts = [np.maximum(np.bincount(rows, minlength=n), 1) for rows, n in sides]
+        one, other = (self.mu / torch.from_numpy(each).float() for each in counts)
+        self._shrink = (one, other)
+
+    def configure_model(self) -> None:
+        """As many rows as the data have users and items."""
+        if self.left is not None:
+            return
+        generator = torch.Generator().manual_seed(self.seed)
+        self.left = nn.Embedding(self.users, self.dim, sparse=True)
+        self.right = nn.Embedding(self.items, self.dim, sparse=True)
+        for table in (self.left, self.right):
+            nn.init.normal_(table.weight, std=self.dim**-0.5, generator=generator)
+
+    def _tables(self) -> tuple[nn.Embedding, nn.Embedding]:
+        assert self.left is not None and self.right is not None, "configure_model made them"
+        return self.left, self.right
+
+    def errors(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the ratings (B,), and the rows (B, D) that they are made from."""
+        left, right = (table(rows) for table, rows in zip(self._tables(), batch[1:], strict=True))
+        return (left * right).sum(1) + self.mean - batch[0], left, right
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Mean of the ratings' shares of the objective."""
+        error, left, right = self.errors(batch)
+        shrink = (each[rows] for each, rows in zip(self._shrink, batch[1:], strict=True))
+        sizes = sum(s * t.square().sum(1) for s, t in zip(shrink, (left, right), strict=True))
+        return 0.5 * (error.square() + sizes).mean()
+
+    def step_examples(self, batch: Batch) -> None:
+        from hybridtrain.tasks.hogwild import hogwild_kernels
+
+        ratings, users, items = (each.numpy() for each in batch)
+        left, right = (array(table.weight) for table in self._tables())
+        one, other = (array(each) for each in self._shrink)
+        centred = ratings - np.float32(self.mean)
+        kernel = hogwild_kernels.completion
+        kernel(left, right, users, items, centred, one, other, self.rate_now)
+
+    @torch.no_grad()
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log ``val/mse``: of ratings that were not trained on."""
+        mse = self.errors(batch)[0].square().mean()
+        self.log("val/mse", mse, prog_bar=True, sync_dist=True, batch_size=len(batch[0]))
+
+
+class RatingsData(pl.LightningDataModule):
+    """``user item rating`` from text files, or made: a matrix of rank 3 with some noise.
+
+    Args:
+        files: text; None: ratings are made.
+        users, items: rows of the tables; None: one more than the largest of the files, or 500.
+        known: the share of a matrix that is made which is known.
+        held_out: the share of the ratings to validate on.
+        batch_size: of each worker.
+        seed: of what is made, and of what is held out.
+    """
+
+    kind = "ratings"
+
+    def __init__(
+        self,
+        files: str | list[str] | None = None,
+        users: int | None = None,
+        items: int | None = None,
+        known: float = 0.1,
+        held_out: float = 0.1,
+        batch_size: int = 1000,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if not 0 < known <= 1 or not 0 < held_out < 1 or batch_size < 1:
+            raise UserError(
+                f"data.known={known}, data.held_out={held_out}, data.batch_size={batch_size}: give "
+                "shares above 0 and up to 1, and a size of at least 1"
+            )
+        self.batch_size = batch_size
+        if files is None:
+            users, items = users or 500, items or 500
+            whole = made_ratings(users, items, known, seed)
+            rank_zero_info(f"{len(whole)} ratings were made; data.files=... reads yours")
+        else:
+            given = [files] if isinstance(files, str) else list(files)
+            whole = read_triples(given, ("user", "item", "rating"), (users, items))
+        self.users = users or int(whole.ones.max()) + 1
+        self.items = items or int(whole.others.max()) + 1
+        order = np.random.default_rng(seed).permutation(len(whole))
+        cut = max(1, int(held_out * len(whole)))
+        if cut >= len(whole):
+            raise UserError(f"data.files: {len(whole)} ratings are too few to hold some out")
+        self.ratings, self.held_out = whole.part(order[cut:]), whole.part(order[:cut])
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """In another order each epoch."""
+        return DataLoader(self.ratings, self.batch_size, shuffle=True, collate_fn=as_it_is)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """Ratings that are not trained on."""
+        return DataLoader(self.held_out, 5000, collate_fn=as_it_is)
+
+
+def made_ratings(users: int, items: int, known: float, seed: int) -> Triples:
+    """Some entries of a matrix of rank 3, with noise of 0.1."""
+    random = np.random.default_rng(seed)
+    left, right = random.standard_normal((users, 3)), random.standard_normal((items, 3))
+    places = random.choice(users * items, max(2, int(known * users * items)), replace=False)
+    ones, others = np.divmod(places, items)
+    values = (left[ones] * right[others]).sum(1) + 0.1 * random.standard_normal(len(places)) + 3
+    return Triples(values.astype(np.float32), ones, others)

@@ -1,0 +1,188 @@
+"""``task=hogwild``: a sparse support vector machine, on text files or on examples that are made.
+
+The objective is Σ max(0, 1 − y⟨w, x⟩) / N + μ ‖w‖² / (2 N): as in Hogwild!'s code, each example
+has the share of the regularization that its features have, μ / (number of examples with it).
+
+Legend: B examples of a mini-batch, N features in it that are not 0, F features.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities import rank_zero_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, MakeOptimizer, array
+from hybridtrain.tasks.hogwild.labelled_examples import (
+    Examples,
+    as_it_is,
+    planted_examples,
+    read_examples,
+)
+
+
+class SparseSvm(InPlaceModule):
+    """One weight for each feature.
+
+    Args:
+        mu: strength of the regularization, μ.
+        rate, decay, compiled, optimizer: see :class:`InPlaceModule`.
+    """
+
+    reads = "examples"
+
+    def __init__(
+        self,
+        mu: float = 1.0,
+        rate: float = 0.1,
+        decay: float = 0.8,
+        compiled: bool | str = "auto",
+        optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        super().__init__(rate, decay, compiled, optimizer)
+        if not mu >= 0:
+            raise UserError(f"model.mu={mu}: give a number of at least 0")
+        self.mu = mu
+        self.weights: nn.Embedding | None = None
+        self._shrink = torch.empty(0)  # (F,)
+        self._examples: Examples | None = None
+        self._test: Examples | None = None
+        self.n_features, self.n_examples = 0, 1
+
+    def know(self, data: ExamplesData) -> None:
+        self._examples, self._test = data.examples, data.test
+        self.n_features, self.n_examples = data.examples.n_features, len(data.examples)
+        self._shrink = self.mu / data.examples.degrees().float()
+
+    def configure_model(self) -> None:
+        """As many weights as the data have features."""
+        if self.weights is None:
+            self.weights = nn.Embedding(self.n_features, 1, sparse=True)
+            nn.init.zeros_(self.weights.weight)
+
+    def _known(self, testing: bool = False) -> tuple[nn.Embedding, Examples]:
+        examples = self._test if testing else self._examples
+        assert self.weights is not None and examples is not None, "setup and configure_model"
+        return self.weights, examples
+
+    def loss(self, batch: Tensor) -> Tensor:
+        """Mean of the examples' (B,) shares of the objective."""
+        weights, examples = self._known()
+        labels, starts, features, values = examples.rows(batch)
+        own = weights(features)[:, 0]  # (N,)
+        hinge = (1 - labels * sums(own * values, starts)).clamp(min=0).sum()
+        return (hinge + 0.5 * (self._shrink[features] * own.square()).sum()) / len(labels)
+
+    def step_examples(self, batch: Tensor) -> None:
+        from hybridtrain.tasks.hogwild import hogwild_kernels
+
+        weights, all_of = self._known()
+        table, shrink = array(weights.weight)[:, 0], array(self._shrink)
+        starts = all_of.starts.view(np.uint64)
+        rows = all_of.labels, starts, all_of.features, all_of.values
+        places = batch.numpy().view(np.uint64)
+        hogwild_kernels.svm(table, places, rows, shrink, self.rate_now)
+
+    @torch.no_grad()
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Log ``val/objective`` of the examples trained on."""
+        weights, examples = self._known()
+        labels, starts, features, values = examples.rows(batch)
+        scores = sums(weights(features)[:, 0] * values, starts)
+        hinge = (1 - labels * scores).clamp(min=0).mean()
+        size = 0.5 * self.mu * float(weights.weight.square().sum()) / self.n_examples
+        wrong = (scores * labels <= 0).float().mean()
+        self.log_dict(
+            {"val/objective": hinge + size, "val/error": wrong},
+            prog_bar=True, sync_dist=True, batch_size=len(labels),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        """Log ``test/error``: the share of examples on the wrong side."""
+        weights, examples = self._known(testing=True)
+        labels, starts, features, values = examples.rows(batch)
+        wrong = (sums(weights(features)[:, 0] * values, starts) * labels <= 0).float()
+        self.log("test/error", wrong.mean(), sync_dist=True, batch_size=len(labels))
+
+
+def sums(values: Tensor, starts: Tensor) -> Tensor:
+    """Of each example, (B,), of values (N,) one behind the other."""
+    of = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
+    return values.new_zeros(len(starts) - 1).index_add(0, of, values)
+
+
+class ExamplesData(pl.LightningDataModule):
+    """Examples from text files, or made.
+
+    Args:
+        files: libsvm or vowpal wabbit text to train on; None: examples are made.
+        test_files: the same, to test on; features that training did not have are an error.
+        made: how many are made.
+        features: of those that are made.
+        batch_size: of each worker; a compiled step goes through it example by example.
+        seed: of what is made.
+    """
+
+    kind = "examples"
+
+    def __init__(
+        self,
+        files: str | list[str] | None = None,
+        test_files: str | list[str] | None = None,
+        made: int = 50_000,
+        features: int = 10_000,
+        batch_size: int = 500,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if min(made, batch_size) < 1 or features < 10:
+            raise UserError(
+                f"data.made={made}, data.batch_size={batch_size}, data.features={features}: give "
+                "at least 1, 1 and 10"
+            )
+        self.batch_size = batch_size
+        self.test: Examples | None = None
+        if files is None:
+            whole = planted_examples(made + made // 5, features, seed)
+            self.examples = _part(whole, 0, made)
+            self.test = _part(whole, made, len(whole))
+            rank_zero_info(f"{made} examples of {features} features were made; data.files=... else")
+        else:
+            self.examples = read_examples(_listed(files))
+        if test_files is not None:
+            self.test = read_examples(_listed(test_files))
+            self.examples.n_features = max(self.examples.n_features, self.test.n_features)
+
+    def _loader(self, examples: Examples, size: int, shuffle: bool = False) -> DataLoader[Any]:
+        return DataLoader(examples, size, shuffle=shuffle, collate_fn=as_it_is)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """In another order each epoch."""
+        return self._loader(self.examples, self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        """The same examples: what counts is their objective."""
+        return self._loader(self.examples, 5000)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        """Examples that were not trained on; none if there are none."""
+        none: Any = []
+        return DataLoader(none) if self.test is None else self._loader(self.test, 5000)
+
+
+def _listed(files: str | list[str]) -> list[str]:
+    return [files] if isinstance(files, str) else list(files)
+
+
+def _part(whole: Examples, first: int, last: int) -> Examples:
+    begin, end = whole.starts[first], whole.starts[last]
+    starts = whole.starts[first : last + 1] - begin
+    features, values = whole.features[begin:end], whole.values[begin:end]
+    return Examples(whole.labels[first:last], starts, features, values, whole.n_features)

@@ -1,0 +1,225 @@
+"""``task=triplet``: embeddings of a large vocabulary of which most words are rare.
+
+The words are made: each belongs to a class, and how often it occurs falls with its rank (Zipf's
+law). A sample is a word and another one of its class. The loss is FaceNet's (Schroff et al. 2015,
+arXiv:1503.03832) on vectors of length 1, with a semi-hard negative from the same mini-batch; only
+words of triplets that have a loss get a gradient, so a step touches a few rows of the table.
+
+Legend: V words, D numbers of each, B samples of a mini-batch, T triplets that have a loss.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.optim import SGD, Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+from hybridtrain.errors import UserError
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+Batch = Sequence[Tensor]
+Triplets = tuple[Tensor, Tensor, Tensor]  # words (T,) each: anchors, positives, negatives
+BANDS = ("common", "middle", "rare")  # a third of the words each, by how often they occur
+
+
+class TripletModule(pl.LightningModule):
+    """A table of vectors, trained by a triplet loss with semi-hard negatives.
+
+    Args:
+        vocabulary: V.
+        dim: D.
+        margin: how much farther than its positive a negative is to be, as a squared distance of
+            vectors of length 1.
+        optimizer: given the parameters, returns their optimizer; it must take sparse gradients.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 20_000,
+        dim: int = 32,
+        margin: float = 0.5,
+        optimizer: MakeOptimizer = SGD,
+    ) -> None:
+        super().__init__()
+        if vocabulary < 1 or dim < 1:
+            raise UserError(f"model.vocabulary={vocabulary}, model.dim={dim}: give at least 1 each")
+        check_size(vocabulary, dim)
+        self.table = nn.Embedding(vocabulary, dim, sparse=True)
+        nn.init.normal_(self.table.weight, std=dim**-0.5)  # of length 1, or so
+        self.margin = margin
+        self.make_optimizer = optimizer
+        self._centres = torch.empty(0)
+
+    def forward(self, words: Tensor) -> Tensor:
+        """Vectors (..., D) of length 1 of words (...)."""
+        return F.normalize(self.table(words), dim=-1)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean loss of the B samples: words (B,), others of their classes (B,), classes (B,)."""
+        anchors, positives, classes = batch
+        check_words(torch.cat([anchors, positives]), self.table.num_embeddings)
+        triplets = self.mine(anchors, positives, classes)
+        loss = triplet_loss(self, triplets, self.margin) / len(anchors)
+        self.log("train/loss", loss, on_step=False, on_epoch=True, batch_size=len(anchors))
+        return loss
+
+    @torch.no_grad()
+    def mine(self, anchors: Tensor, positives: Tensor, classes: Tensor) -> Triplets:
+        """The triplets that have a loss.
+
+        The negative is the nearest one that is farther than the positive, and if there is none,
+        the farthest of all.
+        """
+        a, p = self(anchors), self(positives)
+        near = (a - p).square().sum(1, keepdim=True)  # (B, 1)
+        far = 2 - 2 * a @ p.T  # (B, B), of vectors of length 1
+        same = classes[:, None] == classes[None, :]
+        beyond = far.masked_fill(same | (far <= near), torch.inf)
+        semi_hard, which = beyond.min(dim=1)
+        farthest, fallback = far.masked_fill(same, -torch.inf).max(dim=1)
+        none = torch.isinf(semi_hard)
+        which, distance = torch.where(none, fallback, which), torch.where(none, farthest, semi_hard)
+        active = (near[:, 0] - distance + self.margin > 0) & torch.isfinite(distance)
+        return anchors[active], positives[active], positives[which[active]]
+
+    @torch.no_grad()
+    def on_validation_start(self) -> None:
+        """Where the classes lie: the mean of their common words."""
+        words, classes = cast(TripletData, self._data()).band("common")
+        total = torch.zeros(int(classes.max()) + 1, self.table.embedding_dim)
+        self._centres = F.normalize(total.index_add_(0, classes, self(words)), dim=1)
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log the share of words whose nearest class is theirs, by how often they occur."""
+        words, classes, bands = batch
+        right = ((self(words) @ self._centres.T).argmax(dim=1) == classes).float()
+        for number, band in enumerate(BANDS):
+            of_band = right[bands == number]
+            if len(of_band):
+                self.log(
+                    f"val/{band}", of_band.mean(), prog_bar=True, sync_dist=True,
+                    batch_size=len(of_band),
+                )  # fmt: skip
+
+    def configure_optimizers(self) -> Optimizer:
+        """One optimizer, of the table."""
+        return self.make_optimizer(self.parameters())
+
+    def _data(self) -> Any:
+        return getattr(self.trainer, "datamodule", None)
+
+
+def triplet_loss(embed: Callable[[Tensor], Tensor], triplets: Triplets, margin: float) -> Tensor:
+    """Σ ‖a − p‖² − ‖a − n‖² + margin of triplets for which that is above 0."""
+    a, p, n = (embed(words) for words in triplets)
+    return ((a - p).square().sum(1) - (a - n).square().sum(1) + margin).sum()
+
+
+def check_size(vocabulary: int, dim: int) -> None:
+    """Raises ``UserError`` if the table is larger than this machine, which torch would try."""
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (needed := 2 * 4 * vocabulary * dim) > there:
+        raise UserError(
+            f"model.vocabulary={vocabulary} with model.dim={dim} are {needed / 2**31:,.1f} GiB, "
+            f"which are needed twice, in this process and shared by all workers; this machine has "
+            f"{there / 2**30:,.1f} GiB: give fewer words or a smaller dim"
+        )
+
+
+def check_words(words: Tensor, vocabulary: int) -> None:
+    """Raises ``UserError`` if one of them has no row."""
+    if len(words) and not 0 <= int(words.min()) <= int(words.max()) < vocabulary:
+        bad = int(words.max()) if int(words.max()) >= vocabulary else int(words.min())
+        raise UserError(
+            f"id {bad} is not in the table, whose {vocabulary} rows are 0 to {vocabulary - 1}; "
+            f"give model.vocabulary={max(bad + 1, 1)} or more, or leave the id out"
+        )
+
+
+class TripletData(pl.LightningDataModule):
+    """Words that are made: rank r occurs in proportion to (r + 10) ** -exponent.
+
+    Args:
+        vocabulary: V.
+        classes: of words, dealt out at random.
+        samples: of an epoch.
+        exponent: of Zipf's law.
+        batch_size: of each worker.
+        seed: of everything that is made.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int = 20_000,
+        classes: int = 50,
+        samples: int = 100_000,
+        exponent: float = 1.0,
+        batch_size: int = 250,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if classes < 2 or vocabulary < 2 * classes:
+            raise UserError(
+                f"data.classes={classes} with data.vocabulary={vocabulary}: give at least 2 "
+                "classes, and at least 2 words for each"
+            )
+        if min(samples, batch_size) < 1:
+            raise UserError(
+                f"data.samples={samples}, data.batch_size={batch_size}: give at least 1 each"
+            )
+        self.vocabulary, self.batch_size = vocabulary, batch_size
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(vocabulary, generator=generator)
+        self.classes = order % classes  # (V,) by rank: each has as many words
+        weights = (torch.arange(vocabulary) + 10.0) ** -exponent
+        anchors = torch.multinomial(weights, samples, replacement=True, generator=generator)
+        positives = self._partners(anchors, weights, generator)
+        self.train = TensorDataset(anchors, positives, self.classes[anchors])
+        print_once(f"{samples} samples of {vocabulary} words in {classes} classes were made.")
+
+    def _partners(self, anchors: Tensor, weights: Tensor, generator: torch.Generator) -> Tensor:
+        """For each word another one of its class, common ones more often."""
+        partners = torch.empty_like(anchors)
+        for number in range(int(self.classes.max()) + 1):
+            words = (self.classes == number).nonzero().flatten()
+            mine = (self.classes[anchors] == number).nonzero().flatten()
+            chosen = torch.multinomial(
+                weights[words], max(1, len(mine)), replacement=True, generator=generator
+            )[: len(mine)]
+            itself = words[chosen] == anchors[mine]
+            chosen[itself] = (chosen[itself] + 1) % len(words)
+            partners[mine] = words[chosen]
+        return partners
+
+    def band(self, name: str) -> tuple[Tensor, Tensor]:
+        """The words of a third of the vocabulary, and their classes."""
+        thirds = torch.arange(self.vocabulary).tensor_split(len(BANDS))
+        words = thirds[BANDS.index(name)]
+        return words, self.classes[words]
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        """The samples, in another order each epoch."""
+        return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        """Words that were in the samples, their classes, and in which third they are."""
+        anchors, positives, _ = self.train.tensors
+        seen = torch.zeros(self.vocabulary, dtype=torch.bool)
+        seen[anchors], seen[positives] = True, True
+        words = seen.nonzero().flatten()
+        bands = words * len(BANDS) // self.vocabulary
+        return DataLoader(TensorDataset(words, self.classes[words], bands), batch_size=4096)
+
+
+def print_once(line: str) -> None:
+    """Say where the data come from; in one process."""
+    from pytorch_lightning.utilities import rank_zero_info
+
+    rank_zero_info(line)

@@ -1,0 +1,188 @@
+"""How often words stand near one another, counted in parts that fit into memory, then merged.
+
+A neighbour at distance d counts for 1/d. A stretch of text is counted and sorted by a thread of its
+own (numpy's sort lets the others run), and written as a sorted run; all runs are merged in one pass
+that looks at a part of each; what comes out goes to as many piles at random as are needed for one
+to fit into memory, and each is shuffled there. So no step needs more memory than it is given.
+
+Legend: V words, n entries.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hybridtrain.tasks.words.vocabulary import Ints
+
+ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("count", "<f4")])
+RUN = np.dtype([("key", "<i8"), ("count", "<f4")])
+Keys = NDArray[np.int64]
+Counts = NDArray[np.float32]
+_SORTING = 64  # bytes that an entry takes while it is sorted
+
+
+def counted(numbers: Ints, window: int, n_words: int, known: int = 0) -> tuple[Keys, Counts]:
+    """Of one stretch: ``row * V + column``, ascending and each once, and counts.
+
+    Pairs among the first ``known`` numbers have been counted with the stretch before.
+    """
+    lines, keys, counts = np.cumsum(numbers < 0), [], []
+    wide = numbers.astype(np.int64)
+    for distance in range(1, min(window, len(numbers) - 1) + 1):
+        first, second = wide[:-distance], wide[distance:]
+        near = (lines[:-distance] == lines[distance:]) & (first >= 0) & (second >= 0)
+        near[: max(0, known - distance)] = False
+        one, other = first[near], second[near]
+        for row, column in ((one, other), (other, one)):
+            keys.append(row * n_words + column)
+            counts.append(np.full(len(row), 1.0 / distance, dtype=np.float32))
+    if not keys:
+        return np.empty(0, np.int64), np.empty(0, np.float32)
+    return summed(np.concatenate(keys), np.concatenate(counts))
+
+
+def summed(keys: Keys, counts: Counts) -> tuple[Keys, Counts]:
+    """Ascending, each key once, with the sum of its counts."""
+    if not len(keys):
+        return keys, counts
+    order = np.argsort(keys, kind="stable")
+    keys = keys[order]
+    starts = np.flatnonzero(np.concatenate(([True], keys[1:] != keys[:-1])))
+    return keys[starts], np.add.reduceat(counts[order], starts, dtype=np.float64).astype(np.float32)
+
+
+def write_runs(
+    numbers: Ints, window: int, n_words: int, folder: Path, memory: int, threads: int
+) -> list[Path]:
+    """Sorted runs of the whole text, which together were never more than ``memory`` bytes."""
+    length = max(1000, memory // (threads * 2 * window * _SORTING))
+    starts = range(0, len(numbers), length)
+
+    def write(start: int) -> Path:
+        known = min(start, window)
+        stretch = np.array(numbers[start - known : start + length])
+        keys, counts = counted(stretch, window, n_words, known)
+        run = np.empty(len(keys), dtype=RUN)
+        run["key"], run["count"] = keys, counts
+        path = folder / f"run{start // length}"
+        path.write_bytes(run.tobytes())
+        return path
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(write, starts))
+
+
+def merged(paths: Sequence[Path], memory: int) -> Iterator[tuple[Keys, Counts]]:
+    """All runs as one, part by part, ascending."""
+    runs: list[Any] = [np.memmap(p, RUN, "r") for p in paths if p.stat().st_size]
+    heads = [0] * len(runs)
+    part = max(1, memory // (max(len(runs), 1) * _SORTING))
+    while left := [n for n, run in enumerate(runs) if heads[n] < len(run)]:
+        looks = {n: runs[n][heads[n] : heads[n] + part] for n in left}
+        upto = min(look["key"][-1] for look in looks.values())
+        keys, counts = [], []
+        for n, look in looks.items():
+            end = int(np.searchsorted(look["key"], upto, side="right"))
+            keys.append(look["key"][:end])
+            counts.append(look["count"][:end])
+            heads[n] += end
+        yield summed(np.concatenate(keys), np.concatenate(counts))
+
+
+def count_cooccurrences(
+    numbers: Ints,
+    n_words: int,
+    window: int,
+    path: Path,
+    memory: int = 1 << 30,
+    threads: int = 1,
+    seed: int = 0,
+) -> int:
+    """Write all entries in random order to ``path``; returns how many there are.
+
+    Args:
+        numbers: of the text, with −1 behind each line.
+        n_words: V.
+        window: neighbours on each side.
+        path: what lies beside it is named after it while this goes on.
+        memory: bytes to use, about.
+        threads: how many count at once.
+        seed: of the order.
+    """
+    random = np.random.default_rng(seed)
+    folder = path.with_name(path.name + ".parts")
+    folder.mkdir(parents=True, exist_ok=True)
+    runs = write_runs(numbers, window, n_words, folder, memory, threads)
+    at_most = sum(run.stat().st_size for run in runs) // RUN.itemsize
+    n_piles = max(1, -(-at_most * 4 * ENTRY.itemsize // memory))
+    piles = [folder / f"pile{n}" for n in range(n_piles)]
+    with ExitStack() as opened:
+        files = [opened.enter_context(pile.open("wb")) for pile in piles]
+        total = _deal(merged(runs, memory), n_words, files, random)
+    with path.open("wb") as out:
+        for pile in piles:
+            entries = np.fromfile(pile, dtype=ENTRY)
+            out.write(entries[random.permutation(len(entries))].tobytes())
+            pile.unlink()
+    shutil.rmtree(folder)
+    return total
+
+
+def _deal(
+    parts: Iterable[tuple[Keys, Counts]],
+    n_words: int,
+    files: Sequence[BinaryIO],
+    random: np.random.Generator,
+) -> int:
+    """Write each entry to any of the files; returns how many there were."""
+    total = 0
+    for keys, counts in parts:
+        entries = np.empty(len(keys), dtype=ENTRY)
+        entries["row"], entries["column"] = np.divmod(keys, n_words)
+        entries["count"] = counts
+        where = random.integers(0, len(files), len(keys))
+        for n, file in enumerate(files):
+            file.write(entries[where == n].tobytes())
+        total += len(keys)
+    return total
+
+
+class Entries(Dataset[tuple[Tensor, Tensor, Tensor]]):
+    """Stretches of a file of entries, all of the same length but for the last.
+
+    Args:
+        path: of the file.
+        length: entries in a stretch.
+    """
+
+    def __init__(self, path: Path, length: int) -> None:
+        self._path, self._length = path, length
+        self._entries: Any = np.memmap(path, dtype=ENTRY, mode="r")
+
+    def __len__(self) -> int:
+        return -(-len(self._entries) // self._length)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows and columns (n,) int32, counts (n,) float32."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"stretch {index} of {len(self)}")
+        part = self._entries[index * self._length : (index + 1) * self._length]
+        row, column, count = (torch.from_numpy(part[name].copy()) for name in ENTRY.names or ())
+        return row, column, count
+
+    def __getstate__(self) -> tuple[Path, int]:
+        return self._path, self._length
+
+    def __setstate__(self, state: tuple[Path, int]) -> None:
+        self.__init__(*state)  # type: ignore[misc]

@@ -1,0 +1,218 @@
+"""``task=glove``: vectors whose products are the logarithms of co-occurrences.
+
+Pennington, Socher, Manning 2014. Each entry X of the table of co-occurrences is fitted by
+w · c + b + b' with the weight min(1, (X / x_max)^α). AdaGrad steps every number by its own rate. As
+in the authors' program the rate η enters the sums of squares, too, which begin at 1: that is
+AdaGrad with rate 1 and sums that begin at 1/η². (There biases are stepped otherwise than vectors;
+here they are not.)
+
+Legend: V words, D dimensions, n entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Adagrad
+from torch.utils.data import DataLoader
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.words.cooccurrences import Entries, count_cooccurrences
+from hybridtrain.tasks.words.encoded_text import only
+from hybridtrain.tasks.words.text_data import TextData
+from hybridtrain.tasks.words.vector_files import Vectors
+from hybridtrain.tasks.words.vectors_module import MakeOptimizer, WordVectors, check_memory
+
+_SQUARES = "squares"  # how the sums of squares are named in checkpoints
+_COMPILED, _TORCH, _LEAST = 100_000, 2_000, 200  # entries of a mini-batch
+_PARTS = 16  # mini-batches of each worker in an epoch, at least
+
+
+class GloVe(WordVectors):
+    """Vectors of words, and vectors of contexts; their sums are saved.
+
+    Args:
+        dim: D.
+        rate: η of compiled steps.
+        x_max: from how many co-occurrences on an entry weighs 1.
+        alpha: α.
+        compiled, save, directory, project, optimizer: see :class:`WordVectors`.
+    """
+
+    reads = "cooccurrences"
+
+    def __init__(
+        self,
+        dim: int = 50,
+        rate: float = 0.05,
+        x_max: float = 100.0,
+        alpha: float = 0.75,
+        compiled: bool | str = "auto",
+        save: Sequence[str] = ("vectors.bin",),
+        directory: str | None = None,
+        project: bool = False,
+        optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        if rate <= 0 or x_max <= 0:
+            raise UserError(f"model.rate={rate}, model.x_max={x_max}: both must be above 0")
+        like_compiled = partial(Adagrad, lr=1.0, initial_accumulator_value=rate**-2)
+        super().__init__(dim, compiled, save, directory, project, optimizer or like_compiled)
+        self.rate, self.x_max, self.alpha = rate, x_max, alpha
+        self.tables = nn.ModuleList()  # of words and of contexts, and the biases of both
+        self.squares = nn.ModuleList()  # the same, where steps are compiled
+
+    def configure_model(self) -> None:
+        """All at random, as soon as there are words."""
+        if not self.has_words or self.tables:
+            return
+        n = len(self.vocabulary)
+        kinds = 2 if self.steps_compiled else 1
+        workers = self._trainer.world_size if self._trainer is not None else 1
+        n_bytes = 8 * n * (self.dim + 1) * kinds
+        check_memory(n_bytes, workers, f"vectors of {n:,} words and {self.dim} dimensions")
+        for width in (self.dim, self.dim, 1, 1):
+            self.tables.append(table := nn.Embedding(n, width, sparse=True))
+            nn.init.uniform_(table.weight, -0.5 / self.dim, 0.5 / self.dim)
+            if self.steps_compiled:
+                self.squares.append(table := nn.Embedding(n, width, sparse=True))
+                nn.init.constant_(table.weight, self.rate**-2)
+
+    def vectors(self) -> Vectors:
+        """(V, D): sums of both vectors of a word."""
+        words, contexts = list(self.tables.parameters())[:2]
+        return (words + contexts).detach().cpu().numpy()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Sums of squares are there where steps are compiled, and nowhere else."""
+        super().on_load_checkpoint(checkpoint)
+        state = checkpoint["state_dict"]
+        for key in [key for key in state if key.startswith(_SQUARES)]:
+            if not self.steps_compiled:
+                del state[key]
+        for key, value in self.squares.state_dict(prefix=f"{_SQUARES}.").items():
+            state.setdefault(key, value)
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def num_samples(self, batch: Any) -> int:
+        """Samples are entries."""
+        return len(batch[0])
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        """A stretch of entries; returns the sum of their losses."""
+        n = len(batch[0])
+        loss = torch.tensor(self._step(*batch)) if self.steps_compiled else self.loss(*batch)
+        self.tell(loss.detach() / n, n, "entries/s")
+        return loss
+
+    def _step(self, rows: Tensor, columns: Tensor, counts: Tensor) -> float:
+        from hybridtrain.tasks.words.glove_kernels import glove_steps
+
+        tables = tuple(each.detach().numpy() for each in self.tables.parameters())
+        squares = tuple(each.detach().numpy() for each in self.squares.parameters())
+        entries = (rows.numpy(), columns.numpy(), counts.numpy())
+        loss: float = glove_steps(tables, squares, entries, self.x_max, self.alpha)
+        return loss
+
+    def loss(self, rows: Tensor, columns: Tensor, counts: Tensor) -> Tensor:
+        """The sum of the losses, by torch's operations."""
+        rows, columns = rows.long(), columns.long()
+        words, contexts, bias, context_bias = self.tables
+        found = (words(rows) * contexts(columns)).sum(1)
+        gap = found + bias(rows)[:, 0] + context_bias(columns)[:, 0] - counts.log()
+        share = (counts / self.x_max).clamp(max=1.0) ** self.alpha
+        return (0.5 * share * gap * gap).sum()
+
+
+class Cooccurrences(TextData):
+    """Entries of the table of co-occurrences of a text.
+
+    Args:
+        files, tokens, lower, encoding_errors, min_count, max_words, num_workers, cache: see
+            :class:`TextData`.
+        batch_entries: of each worker's mini-batch; auto: 100,000 for compiled steps, else 2,000,
+            and fewer where there are few.
+        window: neighbours on each side; one at distance d counts for 1/d.
+        memory: bytes that counting may use; more text is counted in parts, and these are merged.
+        threads: how many count at once.
+        seed: of the order of entries.
+
+    Raises:
+        UserError: if an option makes no sense.
+    """
+
+    kind = "cooccurrences"
+
+    def __init__(
+        self,
+        files: str | Sequence[str] | None = None,
+        tokens: str = "words",
+        lower: bool = True,
+        encoding_errors: str = "strict",
+        min_count: int = 5,
+        max_words: int | None = None,
+        batch_entries: int | str = "auto",
+        window: int = 10,
+        memory: int = 1 << 30,
+        threads: int = 2,
+        seed: int = 0,
+        num_workers: int = 0,
+        cache: str | None = None,
+    ) -> None:
+        super().__init__(
+            files,
+            tokens,
+            lower,
+            encoding_errors,
+            min_count,
+            max_words,
+            num_workers=num_workers,
+            cache=cache,
+        )
+        sizes = {"window": window, "threads": threads, "memory": memory}
+        if batch_entries != "auto":
+            sizes["batch_entries"] = int(batch_entries)
+        for name, value in sizes.items():
+            if value < 1:
+                raise UserError(f"data.{name}={value} was given; it must be at least 1")
+        self.window, self.memory, self.threads, self.seed = window, memory, threads, seed
+        self.batch_entries = batch_entries
+
+    @property
+    def _entries(self) -> Path:
+        return self.folder / "entries"
+
+    def _write(self) -> None:
+        super()._write()
+        self.setup()
+        assert self.vocabulary is not None, "it was read"
+        numbers = np.memmap(self.folder / "numbers.int32", dtype=np.int32, mode="r")
+        n_words = len(self.vocabulary)
+        given = (self._entries, self.memory, self.threads, self.seed)
+        if count_cooccurrences(numbers, n_words, self.window, *given) == 0:
+            raise UserError(
+                "no two words of the text stand in one line; give text with longer lines, or a "
+                "smaller data.min_count"
+            )
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Stretches of entries, in another order each epoch."""
+        assert self.trainer is not None, "Lightning gives it"
+        length = self.batch_entries
+        if isinstance(length, str):
+            compiled = getattr(self.trainer.lightning_module, "steps_compiled", False)
+            share = len(Entries(self._entries, 1)) // (_PARTS * self.trainer.world_size)
+            length = max(_LEAST, min(share, _COMPILED if compiled else _TORCH))
+        return DataLoader(
+            Entries(self._entries, length),
+            batch_size=1,
+            shuffle=True,
+            collate_fn=only,
+            num_workers=self.num_workers,
+        )

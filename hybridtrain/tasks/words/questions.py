@@ -1,0 +1,158 @@
+"""What word vectors know: neighbours, analogies, and how alike people find two words.
+
+Legend: V words, D dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.words.vector_files import Vectors, rank_correlation, read_vectors, unit
+
+
+class Analogies(NamedTuple):
+    """Of one section of a file: questions asked, answered rightly, and with unknown words."""
+
+    section: str
+    asked: int
+    right: int
+    unknown: int
+
+
+class Similarity(NamedTuple):
+    """Of one file: Spearman's rank correlation, pairs compared, and pairs without a vector."""
+
+    correlation: float
+    pairs: int
+    unknown: int
+
+
+class KnownWords:
+    """Words and their vectors.
+
+    Args:
+        words: V.
+        vectors: (V, D).
+    """
+
+    def __init__(self, words: Sequence[str], vectors: Vectors) -> None:
+        self.words, self.units = list(words), unit(vectors)
+        self.number_of = {word: number for number, word in enumerate(self.words)}
+
+    @classmethod
+    def of_file(cls, path: str | Path) -> KnownWords:
+        """Those that a run has written."""
+        return cls(*read_vectors(Path(path)))
+
+    def _row(self, word: str) -> int:
+        number = self.number_of.get(word)
+        if number is None:
+            raise UserError(f"{word!r} has no vector; there are {len(self.words):,} words")
+        return number
+
+    def _find(self, word: str) -> int:
+        """As it is written, or in small letters; -1: it has no vector."""
+        return self.number_of.get(word, self.number_of.get(word.lower(), -1))
+
+    def most_similar(self, question: str, top: int = 10) -> list[tuple[str, float]]:
+        """The nearest by cosine to a word, or to a sum as in ``king-man+woman``.
+
+        Raises:
+            UserError: if a word is not known.
+        """
+        rows, signs = [], []
+        for sign, word in _terms(question, self.number_of):
+            rows.append(self._row(word))
+            signs.append(sign)
+        asked = np.asarray(signs, dtype=np.float32) @ self.units[rows]
+        alike = self.units @ (asked / max(float(np.linalg.norm(asked)), 1e-12))
+        alike[rows] = -np.inf
+        best = np.argsort(-alike, kind="stable")[: max(0, min(top, len(alike) - len(set(rows))))]
+        return [(self.words[row], float(alike[row])) for row in best]
+
+    def similarity(self, path: str | Path) -> Similarity:
+        """Compare with what people have said in a file: ``word word score`` in each line.
+
+        Lines whose third field is no number are passed over, as are those that begin with ``#``.
+        """
+        ours, theirs, unknown = [], [], 0
+        for one, other, score in _scored(Path(path)):
+            row, column = self._find(one), self._find(other)
+            if row < 0 or column < 0:
+                unknown += 1
+                continue
+            ours.append(float(self.units[row] @ self.units[column]))
+            theirs.append(score)
+        return Similarity(rank_correlation(ours, theirs), len(ours), unknown)
+
+    def analogies(self, path: str | Path) -> list[Analogies]:
+        """Answer the questions of a file: ``a b c d`` in each line, ``: section`` above some.
+
+        Right is what is nearest to b − a + c among all words but these, if that is d.
+        """
+        found: list[Analogies] = []
+        section, unknown = "", 0
+        rows: list[list[int]] = []
+        for words in [*_lines(Path(path)), [":"]]:
+            if words[0] == ":":
+                if rows or unknown:
+                    right = self._right(np.array(rows, dtype=np.int64).reshape(-1, 4))
+                    found.append(Analogies(section, len(rows), right, unknown))
+                section, rows, unknown = " ".join(words[1:]), [], 0
+                continue
+            numbers = list(map(self._find, words))
+            if len(numbers) != 4 or min(numbers) < 0:
+                unknown += 1
+            else:
+                rows.append(numbers)
+        return found
+
+    def _right(self, rows: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> int:
+        right = 0
+        for start in range(0, len(rows), 256):
+            a, b, c, d = rows[start : start + 256].T
+            alike = (self.units[b] - self.units[a] + self.units[c]) @ self.units.T
+            each = np.arange(len(a))
+            for asked in (a, b, c):
+                alike[each, asked] = -np.inf
+            right += int((alike.argmax(1) == d).sum())
+        return right
+
+
+def _terms(question: str, known: dict[str, int]) -> Iterator[tuple[float, str]]:
+    """Signs and words of a sum; a word that has a sign in it, and a vector, is a word."""
+    if question in known:
+        yield 1.0, question
+        return
+    sign, word = 1.0, ""
+    for letter in question:
+        if letter in "+-":
+            if word:
+                yield sign, word
+            sign, word = (1.0 if letter == "+" else -1.0), ""
+        else:
+            word += letter
+    if word:
+        yield sign, word
+
+
+def _lines(path: Path) -> Iterator[list[str]]:
+    if not path.is_file():
+        raise UserError(f"there is no file {path}")
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if (words := line.split()) and not line.startswith("#"):
+                yield words
+
+
+def _scored(path: Path) -> Iterator[tuple[str, str, float]]:
+    for words in _lines(path):
+        try:
+            yield words[0], words[1], float(words[2].replace(",", "."))
+        except (IndexError, ValueError):
+            continue

@@ -1,0 +1,101 @@
+"""Words out of text files, line by line, whatever their size."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from hybridtrain.errors import UserError
+
+LONGEST = 1 << 20  # bytes of a line that are looked at together
+_GZIP = b"\x1f\x8b"
+_WORD = re.compile(r"\w+(?:['’]\w+)*")
+TOKENS = ("words", "spaces")
+ERRORS = ("strict", "replace", "ignore")
+
+
+class Lines(Protocol):
+    """What is needed of an open file."""
+
+    def readline(self, size: int = -1, /) -> bytes:
+        """At most so many bytes."""
+        ...
+
+
+class TextFiles:
+    """Some files, read in their order.
+
+    Args:
+        files: paths; what is compressed with gzip is known by its first bytes.
+        tokens: ``words``: runs of letters and digits; ``spaces``: whatever lies between spaces.
+        lower: make all letters small.
+        errors: what to do with bytes that are no UTF-8: ``strict`` raises, ``replace`` puts U+FFFD
+            there, ``ignore`` leaves them out.
+
+    Raises:
+        UserError: if a file is missing, or an option is none of those.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        tokens: str = "words",
+        lower: bool = True,
+        errors: str = "strict",
+    ) -> None:
+        self.files = [Path(file) for file in files]
+        for name, value, known in (("tokens", tokens, TOKENS), ("encoding_errors", errors, ERRORS)):
+            if value not in known:
+                raise UserError(f"data.{name}={value} was given; it must be {', '.join(known)}")
+        if not self.files:
+            raise UserError("data.files is empty; name at least one text file")
+        for file in self.files:
+            if not file.is_file():
+                raise UserError(f"data.files: there is no file {file}; give paths of text files")
+        self._split = _WORD.findall if tokens == "words" else str.split
+        self._lower, self._errors = lower, errors
+
+    def __iter__(self) -> Iterator[tuple[list[str], bool]]:
+        """Words that follow one another, and whether their line ends behind them."""
+        for file in self.files:
+            yield from self._of(file)
+
+    def _of(self, path: Path) -> Iterator[tuple[list[str], bool]]:
+        with path.open("rb") as raw:
+            packed = raw.read(2) == _GZIP
+        try:
+            with gzip.open(path, "rb") if packed else path.open("rb") as file:
+                for number, block, ends in blocks(file):
+                    yield self._words(path, number, block), ends
+        except (EOFError, gzip.BadGzipFile) as error:
+            raise UserError(f"{path} is damaged: {error}; pack it again with gzip") from error
+
+    def _words(self, path: Path, number: int, block: bytes) -> list[str]:
+        try:
+            text = block.decode("utf-8", self._errors)
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path}, line {number}: byte {block[error.start]:#04x} is no UTF-8; convert the "
+                "file, or give data.encoding_errors=replace or ignore"
+            ) from None
+        return self._split(text.lower() if self._lower else text)
+
+
+def blocks(file: Lines) -> Iterator[tuple[int, bytes, bool]]:
+    """Number of the line, bytes of it that are cut at a space, whether it ends there."""
+    number, left = 1, b""
+    while line := file.readline(LONGEST):
+        line, ends = left + line, line.endswith(b"\n")
+        left = b""
+        if not ends and (cut := max(line.rfind(b" "), line.rfind(b"\t"))) >= 0:
+            line, left = line[:cut], line[cut:]
+        elif not ends:  # within a word; or the file's last
+            left = line
+            continue
+        yield number, line, ends
+        number += ends
+    if left:
+        yield number, left, True

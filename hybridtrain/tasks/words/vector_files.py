@@ -1,0 +1,111 @@
+"""Word vectors in files: word2vec's formats, which gensim and most others read.
+
+A first line says how many words and dimensions. Then each word, a space, and its numbers: as text,
+or as little-endian float32 (with a line feed behind, which readers skip).
+
+Legend: V words, D dimensions.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hybridtrain.errors import UserError
+
+Vectors = NDArray[np.float32]
+_ROWS = 10_000  # written at once
+
+
+def is_binary(path: Path) -> bool:
+    """By its name: ``vectors.bin`` is, ``vectors.txt`` is not."""
+    return path.name.removesuffix(".gz").endswith(".bin")
+
+
+def write_vectors(path: Path, words: Sequence[str], vectors: Vectors) -> None:
+    """Write ``vectors`` (V, D) in the format that the name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    binary = is_binary(path)
+    with gzip.open(path, "wb") if path.suffix == ".gz" else path.open("wb") as file:
+        file.write(f"{len(words)} {vectors.shape[1]}\n".encode())
+        for start in range(0, len(words), _ROWS):
+            rows = np.ascontiguousarray(vectors[start : start + _ROWS], dtype="<f4")
+            for word, row in zip(words[start : start + _ROWS], rows, strict=True):
+                numbers = row.tobytes() if binary else " ".join(map(str, row)).encode()
+                file.write(word.encode("utf-8", "replace") + b" " + numbers + b"\n")
+
+
+def read_vectors(path: Path) -> tuple[list[str], Vectors]:
+    """Words and their vectors (V, D).
+
+    Raises:
+        UserError: if the file is missing, or is not in one of the formats.
+    """
+    if not path.is_file():
+        raise UserError(f"there is no file {path}; give vectors=FILE, as a run has written it")
+    with path.open("rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+    with gzip.open(path, "rb") if packed else path.open("rb") as file:
+        return _read(path, cast(BinaryIO, file))
+
+
+def _read(path: Path, file: BinaryIO) -> tuple[list[str], Vectors]:
+    try:
+        n, dim = map(int, file.readline().split())
+    except ValueError:
+        raise UserError(
+            f"{path} does not begin with the number of words and dimensions; give a file in "
+            "word2vec's text or binary format"
+        ) from None
+    words, vectors = [], np.empty((n, dim), dtype=np.float32)
+    binary = is_binary(path)
+    for row in range(n):
+        word, numbers = (_binary if binary else _text)(file, dim)
+        if len(numbers) != dim:
+            raise UserError(f"{path} ends or is damaged at word {row + 1} of {n}; write it again")
+        words.append(word)
+        vectors[row] = numbers
+    return words, vectors
+
+
+def _text(file: BinaryIO, dim: int) -> tuple[str, Any]:
+    word, _, rest = file.readline().rstrip(b"\n").partition(b" ")
+    try:
+        return word.decode("utf-8", "replace"), [float(each) for each in rest.split()]
+    except ValueError:
+        return "", []
+
+
+def _binary(file: BinaryIO, dim: int) -> tuple[str, Any]:
+    letters = bytearray()
+    while (letter := file.read(1)) not in (b" ", b""):
+        if letter != b"\n":
+            letters += letter
+    found = file.read(4 * dim)
+    numbers = np.frombuffer(found[: len(found) // 4 * 4], dtype="<f4")
+    return letters.decode("utf-8", "replace"), numbers
+
+
+def unit(vectors: Vectors) -> Vectors:
+    """Each of length 1; what has none stays 0."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return (vectors / np.where(lengths > 0, lengths, 1)).astype(np.float32)
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
+    """Spearman's; equal values share their mean rank. NaN if there are fewer than two."""
+    if len(one) < 2:
+        return math.nan
+    return float(np.corrcoef(_ranks(one), _ranks(other))[0, 1])
+
+
+def _ranks(values: Sequence[float]) -> NDArray[np.float64]:
+    _, back, counts = np.unique(np.asarray(values), return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return (last - (counts - 1) / 2.0)[back]

@@ -1,0 +1,269 @@
+"""What every module that trains word vectors does: tables, rates, files, figures.
+
+Legend: V words, D dimensions.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities import rank_zero_info
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.words.compiled import INSTALL, is_installed
+from hybridtrain.tasks.words.vector_files import Vectors, write_vectors
+from hybridtrain.tasks.words.vocabulary import Vocabulary
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+_WORDS, _COUNTS = "words", "word_counts"  # in checkpoints
+_PROJECTED = 10_000  # words
+_TELLS_EVERY_S = 0.2
+
+
+def shares_parameters(trainer: Any) -> bool:
+    """Whether what this process writes to parameters is what is trained."""
+    requirements = getattr(trainer.strategy, "requirements", None)
+    if requirements is not None:
+        return bool(requirements.in_place)
+    return bool(trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu")
+
+
+def check_memory(n_bytes: int, workers: int, what: str) -> None:
+    """The tables fit into this machine, once shared and once in each worker as they are made.
+
+    Raises:
+        UserError: if not even into an empty one.
+    """
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if n_bytes * (workers + 1) > there:
+        raise UserError(
+            f"{what} are {n_bytes / 2**30:.1f} GiB, which {workers} workers and the server need "
+            f"once each, and this machine has {there / 2**30:.1f}; give a smaller model.dim, a "
+            "larger data.min_count, data.max_words, or fewer workers"
+        )
+
+
+def are_compiled(compiled: bool | str, trainer: pl.Trainer) -> bool:
+    """Whether steps are, which the user has forced, forbidden or left open (``"auto"``).
+
+    Raises:
+        UserError: if compiled steps were asked for and cannot be made.
+    """
+    shares = shares_parameters(trainer)
+    if compiled is True and not shares:
+        raise UserError(
+            "model.compiled=true was given, but only workers that share parameters can step "
+            "them; use strategy=hogwild, or model.compiled=auto"
+        )
+    if compiled is True and not is_installed():
+        raise UserError(f"model.compiled=true was given, which needs numba: {INSTALL}")
+    if compiled == "auto" and shares and not is_installed():
+        rank_zero_info(f"Steps go through torch, at a tenth of the speed: {INSTALL}")
+    found = bool(compiled) and shares and is_installed()
+    if found:
+        warnings.filterwarnings("ignore", message=r".*configure_optimizers` returned `None`")
+    return found
+
+
+def data_of(module: pl.LightningModule, kind: str) -> Any:
+    """The data that the module is trained on.
+
+    Raises:
+        UserError: if they are of another kind than it reads.
+    """
+    data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
+    if getattr(data, "kind", None) != kind:
+        raise UserError(
+            f"{type(data).__name__} was given as data, but {type(module).__name__} reads "
+            f"data={kind}"
+        )
+    return data
+
+
+class WordVectors(pl.LightningModule):
+    """A table of V vectors; subclasses know what they are to predict.
+
+    Args:
+        dim: D.
+        compiled: step by a compiled function: ``True``, ``False``, or ``"auto"``: where workers
+            share parameters (``hogwild``, or one process on a CPU) and numba is installed.
+        save: names of files in ``directory`` for the vectors: ``vectors.bin`` and ``vectors.txt``.
+        directory: None: the trainer's ``default_root_dir``.
+        project: show the most frequent words in TensorBoard's projector.
+        optimizer: given the parameters, returns their optimizer; for steps that are not compiled.
+    """
+
+    reads = "text"
+
+    def __init__(
+        self,
+        dim: int,
+        compiled: bool | str,
+        save: Sequence[str],
+        directory: str | None,
+        project: bool,
+        optimizer: MakeOptimizer | None,
+    ) -> None:
+        super().__init__()
+        if dim < 1:
+            raise UserError(f"model.dim={dim} was given; it must be at least 1")
+        if compiled not in (True, False, "auto"):
+            raise UserError(f"model.compiled={compiled} was given; it must be auto, true or false")
+        self.dim, self.compiled = dim, compiled
+        self.save, self.directory, self.project = list(save), directory, project
+        self.make_optimizer = optimizer or partial(torch.optim.Adagrad, lr=0.1)
+        # Text and bytes, which the calling process gets back whatever their size.
+        self.word_lines, self.word_counts = "", b""
+        self._vocabulary: Vocabulary | None = None
+        self.steps_compiled = False
+        self._began_s, self._words = 0.0, 0
+        self._told = (-1, 0.0)  # in which epoch, when
+        self._losses: list[float] = []  # not logged yet
+
+    # ---- tables ---------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """The vocabulary is there: choose how to step.
+
+        Raises:
+            UserError: if compiled steps were asked for and cannot be made.
+        """
+        self._know(data_of(self, self.reads).vocabulary)
+        self.steps_compiled = are_compiled(self.compiled, self.trainer)
+        self.automatic_optimization = not self.steps_compiled
+
+    def _know(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self.word_lines = "\n".join(vocabulary.words)
+        self.word_counts = vocabulary.counts.tobytes()
+
+    @property
+    def has_words(self) -> bool:
+        """Whether a text or a checkpoint has said which there are."""
+        return bool(self.word_lines)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The words, in the order of their rows.
+
+        Raises:
+            UserError: if nothing has been trained or loaded.
+        """
+        if not self.has_words:
+            raise UserError("these vectors have no words yet; train them, or load a checkpoint")
+        if self._vocabulary is None:
+            words = tuple(self.word_lines.split("\n"))
+            counts = np.frombuffer(self.word_counts, dtype=np.int64)
+            self._vocabulary = Vocabulary(words, counts, int(counts.sum()))
+        return self._vocabulary
+
+    def vectors(self) -> Vectors:
+        """(V, D): what is saved."""
+        raise NotImplementedError
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Words go along, in the order of their rows."""
+        checkpoint[_WORDS] = self.word_lines
+        checkpoint[_COUNTS] = torch.from_numpy(self.vocabulary.counts.copy())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Rows mean the same words; without any yet, they are the checkpoint's.
+
+        Raises:
+            UserError: if they are others.
+        """
+        if not self.has_words:
+            counts = checkpoint[_COUNTS].numpy()
+            words = tuple(checkpoint[_WORDS].split("\n"))
+            self._know(Vocabulary(words, counts, int(counts.sum())))
+            self.configure_model()
+        elif self.word_lines != checkpoint[_WORDS]:
+            raise UserError(
+                f"the checkpoint has vectors of {len(checkpoint[_COUNTS]):,} words, and the text "
+                f"has {len(self.vocabulary):,} or others; go on with the text that it began with"
+            )
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def num_samples(self, batch: Any) -> int:
+        """Samples are words."""
+        return int((batch[1] >= 0).sum())
+
+    def progress(self) -> float:
+        """The share of the training that is done, by mini-batches of all workers."""
+        total = self.trainer.estimated_stepping_batches
+        trainer: Any = self.trainer
+        here = trainer.current_epoch * trainer.num_training_batches
+        done: float = max(trainer.global_step, trainer.fit_loop.epoch_loop.batch_idx)
+        if not self.automatic_optimization and trainer.world_size == 1 and np.isfinite(here):
+            done = max(done, here + trainer.fit_loop.epoch_loop.batch_idx)
+        return min(1.0, done / total) if 0 < total < float("inf") else 0.0
+
+    def configure_optimizers(self) -> Any:
+        """None where steps are compiled; else one whose rate goes down in a straight line."""
+        if self.steps_compiled:
+            return None
+        optimizer = self.make_optimizer(self.parameters())
+        total = self.trainer.estimated_stepping_batches
+        if not 0 < total < float("inf"):
+            return optimizer
+        schedule = LambdaLR(optimizer, lambda step: max(1e-4, 1.0 - step / total))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+    def tell(self, loss: float | torch.Tensor, n_words: int, unit: str = "words/s") -> None:
+        """Log the loss, and how many words all workers train on in a second.
+
+        Not behind every step: two logs take as long as compiled steps of a thousand words.
+        """
+        now, first = time.perf_counter(), not self._words
+        if first:
+            self._began_s = now
+        self._losses.append(float(loss))
+        new_epoch = self._told[0] != self.current_epoch  # in which all are to log something
+        if first or new_epoch or now - self._told[1] >= _TELLS_EVERY_S:
+            if not first:
+                rate = self._words * self.trainer.world_size / max(now - self._began_s, 1e-9)
+                self.log(unit, rate, prog_bar=True, batch_size=1)
+            n, mean = len(self._losses), sum(self._losses) / len(self._losses)
+            self.log("train/loss", mean, on_epoch=True, on_step=False, sync_dist=True, batch_size=n)
+            self._told = (self.current_epoch, now)
+            self._losses.clear()
+        self._words += n_words
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        """Time begins."""
+        self._words = 0
+        self._losses.clear()
+
+    def on_train_end(self) -> None:
+        """Write files, show the projection."""
+        if not self.trainer.is_global_zero:
+            return
+        words, vectors = self.vocabulary.words, self.vectors()
+        folder = Path(self.directory or self.trainer.default_root_dir)
+        for name in self.save:
+            write_vectors(folder / name, words, vectors)
+            rank_zero_info(f"Vectors of {len(words):,} words: {folder / name}")
+        for logger in self.trainer.loggers if self.project else ():
+            board: Any = getattr(logger, "experiment", None)
+            if hasattr(board, "add_embedding"):
+                shown = torch.from_numpy(np.array(vectors[:_PROJECTED]))
+                names = list(words[:_PROJECTED])
+                board.add_embedding(shown, metadata=names, tag="words")

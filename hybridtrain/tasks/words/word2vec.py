@@ -1,0 +1,204 @@
+"""``task=word2vec``: skip-gram and CBOW (Mikolov et al. 2013, arXiv:1301.3781, 1310.4546).
+
+Legend: V words, D dimensions, M predictions, K words drawn for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.words import training_pairs as pairs
+from hybridtrain.tasks.words.huffman import Paths, huffman
+from hybridtrain.tasks.words.vector_files import Vectors
+from hybridtrain.tasks.words.vectors_module import MakeOptimizer, WordVectors, check_memory
+from hybridtrain.tasks.words.vocabulary import Floats, Ints, alias_table
+
+ARCHITECTURES, OUTPUTS = ("skip_gram", "cbow"), ("negative", "hierarchical")
+_POWER = 0.75  # of the counts: how often a word is drawn
+_NO_PATHS = Paths(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int8))
+
+
+class Word2Vec(WordVectors):
+    """Vectors of words that predict their neighbours.
+
+    Args:
+        dim: D.
+        architecture: ``skip_gram`` or ``cbow``.
+        output: ``negative`` sampling or ``hierarchical`` softmax.
+        window: neighbours on each side, at most; each word's window is shortened at random.
+        negative: K.
+        sample: the share of the text from which on a frequent word is thinned out; 0: none is.
+        rate: learning rate of compiled steps at the beginning; it goes down in a straight line.
+        min_rate: where it ends.
+        seed: of windows, of words drawn, and of what is left out.
+        compiled, save, directory, project, optimizer: see :class:`WordVectors`.
+    """
+
+    def __init__(
+        self,
+        dim: int = 100,
+        architecture: str = "skip_gram",
+        output: str = "negative",
+        window: int = 5,
+        negative: int = 5,
+        sample: float = 1e-3,
+        rate: float = 0.025,
+        min_rate: float = 1e-4,
+        seed: int = 0,
+        compiled: bool | str = "auto",
+        save: Sequence[str] = ("vectors.bin",),
+        directory: str | None = None,
+        project: bool = False,
+        optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        super().__init__(dim, compiled, save, directory, project, optimizer)
+        for name, value, known in (
+            ("architecture", architecture, ARCHITECTURES),
+            ("output", output, OUTPUTS),
+        ):
+            if value not in known:
+                raise UserError(f"model.{name}={value} was given; it must be {' or '.join(known)}")
+        if window < 1 or negative < 1:
+            raise UserError(f"model.window={window}, model.negative={negative}: give at least 1")
+        self.architecture, self.output = architecture, output
+        self.window, self.negative, self.sample = window, negative, sample
+        self.rate, self.min_rate, self.seed = rate, min_rate, seed
+        self.inputs: nn.Embedding | None = None
+        self.outputs: nn.Embedding | None = None
+        self._keep: Floats | None = None
+        self._draws: tuple[Floats, Ints] | None = None
+        self._paths = _NO_PATHS
+
+    def configure_model(self) -> None:
+        """Inputs at random, outputs at 0, as soon as there are words."""
+        if not self.has_words or self.inputs is not None:
+            return
+        n = len(self.vocabulary)
+        workers = self._trainer.world_size if self._trainer is not None else 1
+        check_memory(8 * n * self.dim, workers, f"vectors of {n:,} words and {self.dim} dimensions")
+        self.inputs = nn.Embedding(n, self.dim, sparse=True)
+        # As gensim: with half of it, as in the authors' program, 5 epochs end 1 % higher.
+        nn.init.uniform_(self.inputs.weight, -1.0 / self.dim, 1.0 / self.dim)
+        rows = n if self.output == "negative" else n - 1
+        self.outputs = nn.Embedding(rows, self.dim, sparse=True)
+        nn.init.zeros_(self.outputs.weight)
+
+    def vectors(self) -> Vectors:
+        """(V, D): the inputs."""
+        return self._tables()[0].detach().cpu().numpy()
+
+    def _tables(self) -> tuple[Tensor, Tensor]:
+        assert self.inputs is not None and self.outputs is not None, "configure_model makes them"
+        return self.inputs.weight, self.outputs.weight
+
+    def on_fit_start(self) -> None:
+        """What follows from how often each word occurs."""
+        counts = self.vocabulary.counts
+        self._keep = self.vocabulary.kept(self.sample)
+        self._draws = alias_table(counts**_POWER)
+        if self.output == "hierarchical":
+            self._paths = huffman(counts)
+
+    # ---- steps ----------------------------------------------------------------------------------
+
+    def training_step(self, batch: tuple[int, Tensor], batch_idx: int) -> Tensor:
+        """One stretch of text; returns the mean loss of a prediction."""
+        index, numbers = batch
+        seed = hash((self.seed, self.current_epoch, int(index))) & 0x7FFFFFFF
+        if self.steps_compiled:
+            loss = torch.tensor(self._step(numbers.numpy(), seed))
+        else:
+            loss = self.loss(numbers.cpu().numpy(), np.random.default_rng(seed))
+        self.tell(loss.detach(), self.num_samples(batch))
+        return loss
+
+    def _step(self, numbers: Ints, seed: int) -> float:
+        from hybridtrain.tasks.words import word2vec_kernels as kernels
+
+        assert self._keep is not None and self._draws is not None, "on_fit_start makes them"
+        inputs, outputs = (table.detach().numpy() for table in self._tables())
+        rate = self.rate + (self.min_rate - self.rate) * self.progress()
+        paths = (self._paths.starts, self._paths.nodes, self._paths.turns)
+        step = kernels.skip_gram if self.architecture == "skip_gram" else kernels.cbow
+        draws = (*self._draws, self.negative)
+        loss, seen = step(
+            inputs,
+            outputs,
+            numbers,
+            self._keep,
+            draws,
+            paths,
+            self.window,
+            inputs.dtype.type(rate),
+            seed,
+        )
+        return loss / max(seen, 1)
+
+    def loss(self, numbers: Ints, random: np.random.Generator) -> Tensor:
+        """Mean loss of all predictions in a stretch, by torch's operations."""
+        assert self._keep is not None, "on_fit_start makes it"
+        left = pairs.thinned(numbers, self._keep, random)
+        centres, others = pairs.neighbours(left, self.window, random)
+        if not len(centres):
+            return self._tables()[0].sum() * 0.0
+        if self.architecture == "skip_gram":
+            hidden, words = self._look(left[centres]), left[others]
+        else:
+            at, near, starts = pairs.bags(centres, others)
+            hidden, words = self._mean(left[near], starts), left[at]
+        if self.output == "hierarchical":
+            return self.hierarchical(hidden, words)
+        assert self._draws is not None, "on_fit_start makes them"
+        drawn = pairs.drawn(*self._draws, (len(words), self.negative), random)
+        return self.sampled(hidden, words, drawn)
+
+    def _look(self, rows: pairs.Rows) -> Tensor:
+        assert self.inputs is not None
+        found: Tensor = self.inputs(torch.from_numpy(rows).to(self.device))
+        return found
+
+    def _mean(self, rows: pairs.Rows, starts: Any) -> Tensor:
+        """Of each bag; but its gradient goes to each row undivided, as in the authors' program."""
+        summed = F.embedding_bag(
+            torch.from_numpy(rows).to(self.device),
+            self._tables()[0],
+            torch.from_numpy(starts).to(self.device),
+            mode="sum",
+            sparse=True,
+        )
+        sizes = torch.from_numpy(np.diff(starts, append=len(rows))).to(self.device)
+        return summed - (summed - summed / sizes[:, None]).detach()
+
+    def sampled(self, hidden: Tensor, words: pairs.Rows, drawn: pairs.Rows) -> Tensor:
+        """Negative sampling: mean over ``hidden`` (M, D) of the losses of K + 1 predictions each.
+
+        What was ``drawn`` (M, K) by chance and is the word itself, (M,), is left out.
+        """
+        assert self.outputs is not None
+        rows = torch.from_numpy(np.concatenate((words[:, None], drawn), 1)).to(self.device)
+        logits = torch.einsum("md,mkd->mk", hidden, self.outputs(rows))
+        stays = (rows[:, 1:] != rows[:, :1]).to(logits.dtype)
+        right = F.softplus(-logits[:, 0])
+        wrong = (F.softplus(logits[:, 1:]) * stays).sum(1)
+        return (right + wrong).mean()
+
+    def hierarchical(self, hidden: Tensor, words: pairs.Rows) -> Tensor:
+        """Hierarchical softmax: mean over ``hidden`` (M, D) of the losses on the paths."""
+        assert self.outputs is not None
+        starts = self._paths.starts
+        lengths = starts[words + 1] - starts[words]
+        owner = np.repeat(np.arange(len(words)), lengths)
+        offset = np.arange(len(owner)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        at = starts[words][owner] + offset
+        nodes = torch.from_numpy(self._paths.nodes[at].astype(np.int64)).to(self.device)
+        turns = torch.from_numpy(self._paths.turns[at].astype(np.float32)).to(self.device)
+        whose = torch.from_numpy(owner).to(self.device)
+        logits = (hidden[whose] * self.outputs(nodes)).sum(1)
+        return F.softplus(torch.where(turns > 0, logits, -logits)).sum() / len(words)

@@ -1,0 +1,230 @@
+"""One stretch of text through skip-gram or CBOW, in place (Mikolov et al. 2013).
+
+Needs numba. A word's *input* vector predicts by what it has in common with *output* vectors: those
+of the neighbour and of some words drawn at random (negative sampling), or those of the inner nodes
+on the neighbour's path (hierarchical softmax). All predictions of one input are made, and outputs
+stepped, before the input is.
+
+Legend: V words, D dimensions, N numbers of a stretch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from hybridtrain.tasks.words.compiled import compiled
+
+_LOOKS_EVERY = 16  # predictions, of which one is looked at for the loss
+_FRACTION = 2.0**-24
+
+
+@compiled
+def _next(state: Any) -> Any:
+    """Xorshift, 64 bits."""
+    state ^= state << np.uint64(13)
+    state ^= state >> np.uint64(7)
+    return state ^ (state << np.uint64(17))
+
+
+@compiled
+def _seeded(seed: int) -> Any:
+    """Far apart for neighbouring seeds, and never 0."""
+    state = np.uint64(seed + 1) * np.uint64(0x9E3779B97F4A7C15)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    return (state ^ (state >> np.uint64(27))) | np.uint64(1)
+
+
+@compiled
+def _uniform(state: Any) -> Any:
+    """Of 24 bits, in [0, 1)."""
+    return np.float32(state >> np.uint64(40)) * np.float32(_FRACTION)
+
+
+@compiled
+def _draw(state: Any, kept: Any, other: Any) -> Any:
+    """A row of the alias table; uses all bits."""
+    row = np.int64(((state >> np.uint64(32)) * np.uint64(len(kept))) >> np.uint64(32))
+    low = np.float32(state & np.uint64(0xFFFFFF)) * np.float32(_FRACTION)
+    return row if low < kept[row] else np.int64(other[row])
+
+
+@compiled
+def step_towards(hidden: Any, error: Any, output: Any, label: Any, rate: Any) -> Any:
+    """Predict ``label`` (0 or 1), step ``output``, add ``hidden``'s step to ``error``, (D,) each.
+
+    Returns the logit.
+    """
+    one = output.dtype.type(1)
+    logit = output.dtype.type(0)
+    for k in range(len(output)):
+        logit += hidden[k] * output[k]
+    gain = (label - one / (one + np.exp(-logit))) * rate
+    for k in range(len(output)):
+        old = output[k]
+        error[k] += gain * old
+        output[k] = old + gain * hidden[k]
+    return logit
+
+
+@compiled
+def predict(
+    hidden: Any,
+    error: Any,
+    outputs: Any,
+    word: int,
+    rate: Any,
+    draws: Any,
+    paths: Any,
+    looks: bool,
+    state: Any,
+) -> Any:
+    """All predictions of one word from ``hidden``.
+
+    ``draws``: rows and ``other``s of the alias table, how many; ``paths``: starts, nodes, turns; no
+    starts: negative sampling. Returns the loss, if it ``looks`` for it (logarithms take as long as
+    all the rest), and the state of the random numbers.
+    """
+    zero, one = outputs.dtype.type(0), outputs.dtype.type(1)
+    kept, other, negative = draws
+    starts, nodes, turns = paths
+    loss = 0.0
+    if len(starts):
+        for at in range(starts[word], starts[word + 1]):
+            label = zero if turns[at] else one
+            logit = step_towards(hidden, error, outputs[nodes[at]], label, rate)
+            if looks:
+                loss += _loss(logit, label)
+        return loss, state
+    logit = step_towards(hidden, error, outputs[word], one, rate)
+    if looks:
+        loss += _loss(logit, one)
+    for _ in range(negative):
+        state = _next(state)
+        drawn = _draw(state, kept, other)
+        if drawn != word:
+            logit = step_towards(hidden, error, outputs[drawn], zero, rate)
+            if looks:
+                loss += _loss(logit, zero)
+    return loss, state
+
+
+@compiled
+def _loss(logit: Any, label: Any) -> Any:
+    signed = logit if label > 0 else -logit
+    return np.log1p(np.exp(-abs(signed))) + max(-signed, 0.0)
+
+
+@compiled
+def _add(to: Any, step: Any) -> None:
+    for k in range(len(step)):
+        to[k] += step[k]
+
+
+@compiled
+def _thinned(numbers: Any, keep: Any, state: Any) -> Any:
+    """What is left of a stretch, and the state of the random numbers."""
+    left = np.empty(len(numbers), np.int64)
+    n = 0
+    for number in numbers:
+        if number >= 0:
+            state = _next(state)
+            if _uniform(state) >= keep[number]:
+                continue
+        left[n] = number
+        n += 1
+    return left[:n], state
+
+
+@compiled
+def _neighbours(left: Any, at: int, window: int, state: Any) -> Any:
+    """From where to where, both inclusive; the window is shortened at random (Mikolov 2013)."""
+    state = _next(state)
+    reach = 1 + np.int64((state >> np.uint64(33)) % np.uint64(window))
+    first, last = at, at
+    while first > 0 and at - first < reach and left[first - 1] >= 0:
+        first -= 1
+    while last + 1 < len(left) and last - at < reach and left[last + 1] >= 0:
+        last += 1
+    return first, last, state
+
+
+@compiled
+def skip_gram(
+    inputs: Any,
+    outputs: Any,
+    numbers: Any,
+    keep: Any,
+    draws: Any,
+    paths: Any,
+    window: int,
+    rate: Any,
+    seed: int,
+) -> Any:
+    """Each word predicts each of its neighbours; returns sum and number of the losses seen."""
+    left, state = _thinned(numbers, keep, _seeded(seed))
+    error = np.empty(inputs.shape[1], inputs.dtype)
+    loss, seen, made = 0.0, 0, 0
+    for at in range(len(left)):
+        if left[at] < 0:
+            continue
+        first, last, state = _neighbours(left, at, window, state)
+        hidden = inputs[left[at]]
+        for near in range(first, last + 1):
+            if near == at:
+                continue
+            error[:] = 0
+            looks = made % _LOOKS_EVERY == 0
+            word = left[near]
+            found, state = predict(hidden, error, outputs, word, rate, draws, paths, looks, state)
+            _add(hidden, error)
+            loss += found
+            seen += looks
+            made += 1
+    return loss, seen
+
+
+@compiled
+def cbow(
+    inputs: Any,
+    outputs: Any,
+    numbers: Any,
+    keep: Any,
+    draws: Any,
+    paths: Any,
+    window: int,
+    rate: Any,
+    seed: int,
+) -> Any:
+    """The mean of its neighbours predicts each word; returns sum and number of the losses seen.
+
+    Each neighbour gets the whole step that the mean should make, as in the authors' program.
+    """
+    left, state = _thinned(numbers, keep, _seeded(seed))
+    one = inputs.dtype.type(1)
+    hidden, error = np.empty(inputs.shape[1], inputs.dtype), np.empty(inputs.shape[1], inputs.dtype)
+    loss, seen, made = 0.0, 0, 0
+    for at in range(len(left)):
+        if left[at] < 0:
+            continue
+        first, last, state = _neighbours(left, at, window, state)
+        if first == last:
+            continue
+        hidden[:] = 0
+        error[:] = 0
+        share = one / inputs.dtype.type(last - first)
+        for near in range(first, last + 1):
+            if near != at:
+                _add(hidden, inputs[left[near]])
+        for k in range(len(hidden)):
+            hidden[k] *= share
+        looks = made % _LOOKS_EVERY == 0
+        found, state = predict(hidden, error, outputs, left[at], rate, draws, paths, looks, state)
+        for near in range(first, last + 1):
+            if near != at:
+                _add(inputs[left[near]], error)
+        loss += found
+        seen += looks
+        made += 1
+    return loss, seen

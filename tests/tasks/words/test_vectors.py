@@ -1,0 +1,103 @@
+"""Vectors in files, and what can be asked of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from hybridtrain import vectors as command
+from hybridtrain.errors import UserError
+from hybridtrain.tasks.words.questions import KnownWords
+from hybridtrain.tasks.words.vector_files import rank_correlation, read_vectors, write_vectors
+
+WORDS = ["king", "queen", "man", "woman", "größe", "apple"]
+VECTORS = np.array(
+    [[1, 1, 0], [1, -1, 0], [0.1, 1, 0], [0.1, -1, 0], [0, 0, -1], [0, 0, 1]], dtype=np.float32
+)
+
+
+@pytest.mark.parametrize("name", ["v.txt", "v.bin", "v.txt.gz", "v.bin.gz"])
+def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((6, 7)).astype(np.float32)
+    write_vectors(tmp_path / "new" / name, WORDS, values)
+    words, found = read_vectors(tmp_path / "new" / name)
+    assert words == WORDS and np.array_equal(found, values)
+
+
+@pytest.mark.parametrize("name", ["v.txt", "v.bin", "v.txt.gz", "v.bin.gz"])
+def test_gensim_opens_what_is_written(name: str, tmp_path: Path) -> None:
+    models = pytest.importorskip("gensim.models")
+    write_vectors(tmp_path / name, WORDS, VECTORS)
+    opened = models.KeyedVectors.load_word2vec_format(str(tmp_path / name), binary=".bin" in name)
+    assert opened.index_to_key == WORDS and np.array_equal(opened.vectors, VECTORS)
+    opened.save_word2vec_format(str(tmp_path / f"again{name}"), binary=".bin" in name)
+    assert np.array_equal(read_vectors(tmp_path / f"again{name}")[1], VECTORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("v.txt", b"hello\n", "does not begin with the number of words"),
+        ("v.txt", b"2 3\na 1 2 3\nb 1 2\n", "damaged at word 2 of 2"),
+        ("v.txt", b"1 2\na 1 x\n", "damaged at word 1 of 1"),
+        ("v.bin", b"1 3\na \x00\x00\x00\x00", "damaged at word 1 of 1"),
+    ],
+)
+def test_files_that_are_none_are_refused(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_vectors(tmp_path / name)
+
+
+def test_neighbours_and_sums() -> None:
+    known = KnownWords(WORDS, VECTORS)
+    assert known.most_similar("king", 2)[0] == ("man", pytest.approx(0.774, abs=1e-3))
+    assert known.most_similar("king-man+woman", 1)[0][0] == "queen"
+    assert len(known.most_similar("king", 99)) == 5
+    with pytest.raises(UserError, match="'prince' has no vector"):
+        known.most_similar("king+prince")
+
+
+def test_analogies_and_similarities_of_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+    write_vectors(tmp_path / "v.bin", WORDS, VECTORS)
+    asked = tmp_path / "asked.txt"
+    asked.write_text(": royal\nman king woman queen\nMan King Woman Apple\n: more\na b c d\n")
+    said = tmp_path / "said.tsv"
+    rows = ("# by people", "Word 1\tWord 2\tHuman", "king\tman\t9", "king\tapple\t1")
+    said.write_text("\n".join((*rows, "king\tx\t2", "king\tqueen\t1,5\n")))
+    known = KnownWords.of_file(tmp_path / "v.bin")
+    assert known.analogies(asked) == [("royal", 2, 1, 0), ("more", 0, 0, 1)]
+    found = known.similarity(said)
+    assert (found.pairs, found.unknown) == (3, 1)
+    assert found.correlation == pytest.approx(0.866, abs=1e-3)
+    file = str(tmp_path / "v.bin")
+    given = [file, "most_similar=king", "top=1", f"analogies={asked}", f"similarity={said}"]
+    assert command.main(given) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[1] == "man" and "0.8660" in lines[1]
+    assert lines[2] == "analogies  royal  right 1 of 2 (50.0 %)  without a vector 0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.bin", "most_similar=a"], "there is no file nowhere.bin"),
+        (["v.bin"], "nothing was asked"),
+        (["v.bin", "most_similer=a"], "did you mean most_similar=...?"),
+        (["v.bin", "most_similar=a", "top=0"], "top=0: give a number from 1 on"),
+    ],
+)
+def test_bad_questions(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+    assert command.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_equal_values_share_a_rank() -> None:
+    assert rank_correlation([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+    assert math.isnan(rank_correlation([1], [1]))
