@@ -95,7 +95,7 @@ class WorkerBarriers(SingleHost):
         self.collectives.local = False
         agree(self._session, self._count, self.collectives)
         if self._count is None and self._session is not None and self._all_meet:
-            self._session.settle()
+            self._session.catch_up()
         if self._losses is not None:
             self._losses.meet()
 

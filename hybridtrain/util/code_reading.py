@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
+STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)
 # Ways to any object at all.
 _ANYWHERE = {
     "__closure__",
@@ -50,7 +51,7 @@ class CodeReader:
     leads: Callable[[object], bool]
     libraries: Collection[str]
     owner: object = None
-    _read: set[tuple[CodeType, tuple[tuple[str, str], ...]]] = field(default_factory=set)
+    _found: dict[tuple[CodeType, tuple[tuple[str, str], ...]], bool] = field(default_factory=dict)
 
     def is_harmless(self, function: Any, roles: Roles) -> bool:
         """Whether the function and those that it calls are, with these roles of its parameters."""
@@ -58,11 +59,12 @@ class CodeReader:
         if inner is None:
             return False
         key = inner.__code__, tuple(sorted(roles.items()))
-        if key in self._read:
-            return True
-        self._read.add(key)
-        tree = source_of(inner)
-        return tree is not None and self._uses(tree, roles) and self._knows(inner)
+        if key not in self._found:
+            self._found[key] = True  # as far as it calls itself
+            tree = source_of(inner)
+            harmless = tree is not None and self._uses(tree, roles) and self._knows(inner)
+            self._found[key] = harmless
+        return self._found[key]
 
     def functions_of(self, kind: type) -> Iterator[FunctionType]:
         """All that users have written of a class and those above it."""
@@ -123,13 +125,20 @@ class CodeReader:
         if isinstance(value, FunctionType | property):
             read = value.fget if isinstance(value, property) else value
             return not self.is_library(read) and self.is_harmless(read, roles)
-        return node.attr in vars(self.owner) and not self.leads(value)
+        known = node.attr in vars(self.owner) and not self.leads(value)
+        return known and self._is_kept_harmless(node.attr, roles)
+
+    def _is_kept_harmless(self, name: str, roles: Roles) -> bool:
+        """Whether no method of the owner that is still to run may keep something else there."""
+        methods = self.functions_of(type(self.owner))
+        using = (each for each in methods if name in _names_of(each.__code__))
+        return all(each.__name__ == "__init__" or self.is_harmless(each, roles) for each in using)
 
     # ---- what the code knows --------------------------------------------------------------------
 
     def _knows(self, function: FunctionType) -> bool:
         """Whether nothing leads anywhere that it names, or has kept of where it was made."""
-        names = {name for code in codes_of(function.__code__) for name in code.co_names}
+        names = _names_of(function.__code__)
         if names & _ANYWHERE:
             return False
         values = [function.__globals__[name] for name in names if name in function.__globals__]
@@ -155,8 +164,11 @@ def source_of(function: FunctionType) -> ast.AST | None:
         return None
     if len(tree.body) != 1 or not isinstance(tree.body[0], ast.FunctionDef):
         return None
-    named = {name for code in codes_of(function.__code__) for name in code.co_names}
-    return tree.body[0] if named <= _named_in(tree) else None
+    return tree.body[0] if _names_of(function.__code__) <= _named_in(tree) else None
+
+
+def _names_of(code: CodeType) -> set[str]:
+    return {name for part in codes_of(code) for name in part.co_names}
 
 
 def _named_in(tree: ast.AST) -> set[str]:
@@ -188,6 +200,3 @@ def filled_cells(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
         except ValueError:  # not filled yet
             continue
-
-
-STANDARD_LIBRARY = frozenset(sys.stdlib_module_names)

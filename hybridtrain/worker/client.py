@@ -157,7 +157,7 @@ class Client:
         """At least so many updates are behind the parameters once what is offered is released."""
         return self.version + (self.offered is not None)
 
-    def await_release(self, then: Taking, draws: tuple[Draw, ...] = ()) -> None:
+    def await_release(self, then: Taking, draws: tuple[Draw, ...]) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
         self._take(self._answer(Released, in_step=True)[0], then, draws)
 
@@ -165,9 +165,7 @@ class Client:
         """The server has stopped instead of answering."""
         raise StopRequested
 
-    def _take(
-        self, released: Released | Refused, then: Taking, draws: tuple[Draw, ...] = ()
-    ) -> None:
+    def _take(self, released: Released | Refused, then: Taking, draws: tuple[Draw, ...]) -> None:
         if isinstance(released, Refused):
             raise UserError(released.reason)
         self._tickets |= {d.lap: t for d, t in zip(draws, released.tickets, strict=False)}
@@ -214,8 +212,11 @@ class Client:
         """
         if not self._computes_on:
             self.settle()
-        came = self._tickets.pop(request.lap, None)
-        ticket: Ticket | None = None if request.begins else came
+        if request.begins:  # of an earlier pass of the loader nothing is drawn any more
+            for former in (self._tickets, self._next_draws):
+                for lap in [lap for lap in former if lap.loader == request.lap.loader]:
+                    del former[lap]
+        ticket = self._tickets.pop(request.lap, None)
         if ticket is None:
             ticket = self._ask(request, Ticket, settles=not self._computes_on)[0]
         self._next_draws.pop(request.lap, None)

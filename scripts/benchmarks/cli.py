@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="benchmark.py",
         description="Ours against what one would use instead: alternating runs, medians, ratios. "
-        "Quiet the machine first; all parts take about 12 minutes on 2 cores.",
+        "Quiet the machine first; all parts take about 16 minutes on 2 cores.",
     )
     parser.add_argument("parts", nargs="*", metavar="part", help=f"{', '.join(PARTS)}; default all")
     parser.add_argument("--list", action="store_true", help="say what the parts are, and end")

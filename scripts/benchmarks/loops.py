@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import MODELS, Trained, loader
 from hybridtrain import HybridStrategy
+from hybridtrain.schemes import SCHEMES
 
 _FILE = "took.json"
 
@@ -50,6 +53,20 @@ class Timer(pl.Callback):
             note((self.ended - self.began) / (self.count - self.first))
 
 
+class UsersTimer(Timer):
+    """Looks at the clock where a user would."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Nothing."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Look at the clock."""
+        self.count += 1
+        self.ended = time.perf_counter()
+        if self.count == self.first:
+            self.began = self.ended
+
+
 def note(step_s: float) -> None:
     """Leave a figure to the process that has started this one."""
     Path(_FILE).write_text(json.dumps(step_s))
@@ -66,12 +83,21 @@ def warm_up(steps: int) -> int:
 
 
 def lightning(
-    model: str, strategy: str, workers: int, seconds: float, fused: bool | None = None
+    model: str,
+    strategy: str,
+    workers: int,
+    seconds: float,
+    fused: bool | None = None,
+    as_users_do: bool = False,
 ) -> float:
-    """Lightning's loop. ``strategy``: ``"single"``, ``"ddp"``, or a policy of ours."""
+    """Lightning's loop. ``strategy``: ``"single"``, ``"ddp"``, or a strategy of ours by its name.
+
+    ``as_users_do``: data give single samples, and a callback reads the clock after each mini-batch.
+    """
     steps = MODELS[model].steps(seconds)
-    fitting = trainer(_strategy(strategy), workers, Timer(warm_up(steps)))
-    fitting.fit(Trained(model, fused), loader(model, steps, workers))
+    timer = (UsersTimer if as_users_do else Timer)(warm_up(steps))
+    fitting = trainer(_strategy(strategy), workers, timer)
+    fitting.fit(Trained(model, fused), loader(model, steps, workers, as_users_do))
     return noted()
 
 
@@ -96,7 +122,7 @@ def _strategy(name: str) -> Any:
             return SingleDeviceStrategy("cpu")
         case "ddp":
             return DDPStrategy(start_method="fork", process_group_backend="gloo")
-    return HybridStrategy(name, threads_per_worker=1)
+    return HybridStrategy(**SCHEMES.get(name, {"policy": name}), threads_per_worker=1)
 
 
 class Steps(Protocol):
@@ -120,14 +146,60 @@ def ddp(model: str, workers: int, seconds: float, fused: bool | None = True) -> 
 def _rank(
     rank: int, model: str, workers: int, seconds: float, fused: bool | None, folder: str
 ) -> None:
+    with _group(rank, workers, folder):
+        net = DistributedDataParallel(MODELS[model].make())
+        step_s = loop(net, MODELS[model].optimizer(net, fused), model, seconds)
+        if rank == 0:
+            note(step_s)
+
+
+def local_sgd(model: str, workers: int, seconds: float, every: int = 8) -> float:
+    """Each process trains on its own; every few steps all take the mean of their parameters."""
+    arguments = (model, workers, seconds, every, str(Path.cwd()))
+    mp.start_processes(_run_locally, arguments, nprocs=workers, start_method="fork")  # type: ignore[no-untyped-call]
+    return noted()
+
+
+def _run_locally(
+    rank: int, model: str, workers: int, seconds: float, every: int, folder: str
+) -> None:
+    with _group(rank, workers, folder):
+        net = MODELS[model].make()
+        optimizer = Averaging(MODELS[model].optimizer(net, None), net, workers, every)
+        step_s = loop(net, optimizer, model, seconds)
+        if rank == 0:
+            note(step_s)
+
+
+class Averaging:
+    """An optimizer after whose every n-th step all processes have the mean of their parameters."""
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, net: torch.nn.Module, workers: int, every: int
+    ) -> None:
+        self._optimizer, self._parameters = optimizer, list(net.parameters())
+        self._workers, self._every, self._steps = workers, every, 0
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self._optimizer.step()
+        self._steps += 1
+        if self._steps % self._every == 0:
+            mean = torch.nn.utils.parameters_to_vector(self._parameters)
+            dist.all_reduce(mean)
+            torch.nn.utils.vector_to_parameters(mean.div_(self._workers), self._parameters)
+
+
+@contextmanager
+def _group(rank: int, workers: int, folder: str) -> Iterator[None]:
+    """Of all processes, over gloo; the same seed in each."""
     store = dist.FileStore(f"{folder}/store", workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=workers)
     torch.manual_seed(0)
-    net = DistributedDataParallel(MODELS[model].make())
-    optimizer = MODELS[model].optimizer(net, fused)
-    step_s = loop(net, optimizer, model, seconds)
-    if rank == 0:
-        note(step_s)
+    yield
     dist.barrier()
     dist.destroy_process_group()
 

@@ -108,6 +108,7 @@ def speech(frames: int, batch_size: int, step_s: float) -> Model:
 
 MODELS = {
     "mlp-100k": Model("MLP 100 k, batch 32", lambda: Mlp(64, 280, 2), (64,), 32, 0.003),
+    "mlp-small": Model("MLP 128-256-256-10, batch 32", lambda: Mlp(128, 256, 2), (128,), 32, 0.002),
     "mlp-10m": Model("MLP 10.5 M, batch 32", lambda: Mlp(1024, 2048, 3), (1024,), 32, 0.060),
     "speech-short": speech(40, 2, 0.12),
     "speech-long": speech(100, 8, 0.7),
@@ -164,10 +165,13 @@ class InMemory(Dataset[Any]):
         return self.x[list(indices)], self.y[list(indices)]
 
 
-def loader(model: str, steps: int, workers: int) -> DataLoader[Any]:
-    """Mini-batches for ``steps`` steps of every worker."""
+def loader(model: str, steps: int, workers: int, single_samples: bool = False) -> DataLoader[Any]:
+    """Mini-batches for ``steps`` steps of every worker, perhaps put together of single samples."""
     spec = MODELS[model]
-    data = InMemory(*spec.samples(steps * workers * spec.batch_size))
+    samples = spec.samples(steps * workers * spec.batch_size)
+    if single_samples:
+        return DataLoader(list(zip(*samples, strict=True)), spec.batch_size, shuffle=True)
+    data = InMemory(*samples)
     return DataLoader(data, spec.batch_size, shuffle=True, collate_fn=_as_it_is)
 
 

@@ -9,7 +9,9 @@ without all that makes it safe, in Lightning's loop and in none (``prototype.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from benchmarks.frame import Against, Frame
 from benchmarks.models import MODELS
@@ -22,6 +24,18 @@ GOALS = {
     "mlp-10m": (Goal(2, 2.6), Goal(2, 2.5)),
     "speech-short": (Goal(1.4, 1.6), None),
     "speech-long": (Goal(1.0, 1.05), None),
+}
+# workers that train on their own, against: one device, lock-step, a loop of one's own
+LOCAL_GOALS = {
+    "mlp-100k": (Goal(0.9, 1.0), NOTHING_ASKED, Goal(0.6, 0.9)),
+    "mlp-10m": (NOTHING_ASKED, Goal(1.05, 1.1), Goal(0.6, 0.9)),
+}
+# strategy, workers: the least ratio to one device, with a user's callback and data, and without
+_SMALL = {
+    ("hybrid", 1): (0.96, 0.98),
+    ("hybrid", 2): (0.70, 0.66),
+    ("hogwild", 2): (0.83, 0.88),
+    ("async", 2): (0.70, 0.72),
 }
 _ALONE = Goal(0.97, 1.1)
 _BARE = Goal(1.15, 1.05, of="time")
@@ -40,6 +54,10 @@ def rows(frame: Frame) -> Iterator[Row | Skipped]:
         if mlp:
             yield from alone(frame, model)
     yield from free(frame, "mlp-100k")
+    for as_users_do in (True, False):
+        yield from small(frame, as_users_do)
+    for model, goals in LOCAL_GOALS.items():
+        yield from local(frame, model, goals)
 
 
 def together(
@@ -82,11 +100,42 @@ def free(frame: Frame, model: str) -> Iterator[Row | Skipped]:
     yield from frame.alternate(work, ours, [(pattern, NOTHING_ASKED)])
 
 
+def small(frame: Frame, as_users_do: bool) -> Iterator[Row | Skipped]:
+    """Steps so short that what surrounds them counts, against one device without us."""
+    data = "single samples, a callback" if as_users_do else "whole mini-batches"
+    extra, fused = {"as_users_do": as_users_do}, True if as_users_do else None
+    alone = lightning(frame, "single", "mlp-small", 1, fused, extra)
+    for (name, workers), least in _SMALL.items():
+        work = f"{MODELS['mlp-small'].about}, {data}, {workers} workers"
+        ours = lightning(frame, name, "mlp-small", workers, fused, extra)
+        goal = Goal(least[not as_users_do], 1.0)
+        yield from frame.alternate(work, ours, [(alone, goal)])
+
+
+def local(frame: Frame, model: str, goals: tuple[Goal, ...]) -> Iterator[Row | Skipped]:
+    """Workers that train on their own and meet in every eighth step."""
+    against = [
+        lightning(frame, "single", model, 1, None),
+        lightning(frame, "hybrid", model, 2, None),
+        raw(frame, "local_sgd", "a loop with the same averaging", model, 2),
+    ]
+    work = f"{MODELS[model].about}, 2 workers on their own"
+    ours = lightning(frame, "local_sgd", model, 2, None)
+    yield from frame.alternate(work, ours, list(zip(against, goals, strict=True)))
+
+
 _NAMES = {"ddp": "Lightning ddp", "single": "Lightning, single device"}
 
 
-def lightning(frame: Frame, strategy: str, model: str, workers: int, fused: bool | None) -> Job:
-    """A run of Lightning's loop."""
+def lightning(
+    frame: Frame,
+    strategy: str,
+    model: str,
+    workers: int,
+    fused: bool | None,
+    extra: Mapping[str, Any] = MappingProxyType({}),
+) -> Job:
+    """A run of Lightning's loop; ``extra``: more arguments of it."""
     label = strategy
     if strategy in _NAMES and MODELS[model].ids:
         label = f"{_NAMES[strategy]}, SparseAdam"
@@ -94,11 +143,11 @@ def lightning(frame: Frame, strategy: str, model: str, workers: int, fused: bool
         label = _NAMES[strategy] + (", fused Adam" if fused else ", Adam by default")
     arguments = {"model": model, "strategy": strategy, "workers": workers, "fused": fused}
     seconds = {"seconds": frame.options.seconds}
-    return Job(label, "benchmarks.loops:lightning", arguments | seconds)
+    return Job(label, "benchmarks.loops:lightning", arguments | seconds | extra)
 
 
 def raw(frame: Frame, way: str, label: str, model: str, workers: int) -> Job:
     """A run without Lightning."""
-    module = "loops" if way in ("ddp", "hogwild") else "prototype"
+    module = "loops" if way in ("ddp", "hogwild", "local_sgd") else "prototype"
     arguments = {"model": model, "workers": workers, "seconds": frame.options.seconds}
     return Job(label, f"benchmarks.{module}:{way}", arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
+from dataclasses import replace
 
 import pytest
 
@@ -200,6 +201,20 @@ def test_a_pass_that_begins_anew_forgets_what_came_ahead() -> None:
     speaker.push(Push(0, 2.0))
     assert speaker.draw(ask_of(begins=True)) == again
     assert line.sent[-1] == ask_of(begins=True)
+
+
+def test_of_an_epoch_that_is_left_early_nothing_is_kept() -> None:
+    """With ``limit_train_batches``, say: neither what came ahead, nor what was to be asked for."""
+    ahead = Ticket(((2, 4),))
+    speaker, line = client(Ticket(((0, 2),)), Released(1, tickets=(ahead,)), Ticket(((0, 2),)))
+    speaker.draw(ask_of(begins=True))
+    speaker.push(Push(0, 2.0))
+    speaker.draw(ask_of())  # fetched ahead, and never trained on
+    line.replies.append(Released(2))
+    following = replace(ask_of(begins=True), lap=LoaderPass(0, 1))
+    speaker.draw(following)
+    speaker.push(Push(0, 2.0))
+    assert line.sent[-1] == Push(0, 2.0, draws=(replace(following, begins=False),))
 
 
 def test_each_of_several_passes_has_its_own_next_mini_batch() -> None:

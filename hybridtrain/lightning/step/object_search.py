@@ -67,7 +67,7 @@ def _place(tensor: torch.Tensor) -> int:
     """Where its memory begins; 0 if it has none of its own (sparse, not materialized)."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         return 0
 
 

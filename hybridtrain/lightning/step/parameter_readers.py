@@ -109,9 +109,9 @@ def _looks(callback: Callback, reader: CodeReader) -> bool:
     if not is_overridden(_HOOK, callback, parent=Callback):
         return False
     harmless = any(kind.on_train_batch_end is vars(each).get(_HOOK) for each in _HARMLESS)
-    if any(map(reader.leads, _kept_by(callback))) or (
-        reader.is_library(kind.on_train_batch_end) and not harmless
-    ):
+    if reader.is_library(kind.on_train_batch_end) and not harmless:
+        return True
+    if reader.leads(list(_kept_by(callback))):
         return True
     own = list(reader.functions_of(kind))
     return not all(reader.is_harmless(each, _roles(each, kind, reader)) for each in own)

@@ -91,7 +91,6 @@ class RemoteOptimizer:
         self.lazy = False  # nobody looks at parameters before the next mini-batch begins
         self.told: Callable[[int], object] = lambda version: None  # the version of each release
         self._released: Released | None = None  # the last
-        self._offers = True  # what is pushed will be part of an update
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -120,8 +119,8 @@ class RemoteOptimizer:
         if self.local is not None:
             self._step_locally(self.local, self.weight)
             return loss
-        self.offer(self.weight)
-        if not (self.lazy and self._offers and is_unwatched(self._optimizer)):
+        will_count = self.offer(self.weight)
+        if not (self.lazy and will_count and is_unwatched(self._optimizer)):
             self._client.settle()
         return loss
 
@@ -208,8 +207,11 @@ class RemoteOptimizer:
         assert self._released is not None, "settled"
         return self._released
 
-    def offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> None:
-        """Offer the gradients with this weight; the client settles when the release is needed."""
+    def offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> bool:
+        """Offer the gradients with this weight; the client settles when the release is needed.
+
+        Returns whether the push will be counted as a step, whatever becomes of it.
+        """
         kept: Any = self._optimizer.state  # the user's, perhaps
         if not self._update.is_users:
             self._check_members()
@@ -238,13 +240,13 @@ class RemoteOptimizer:
             state=state,
             own=own,
         )
-        self._offers = self._whole_rounds or weight > 0
         if self.buffers is not None:
             self.buffers.publish()
         self._client.offer(push, self._take, partial(self._put_back, kept))
         self.pushed, self.clip = True, None
         self.count += 1
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
+        return self._whole_rounds or weight > 0
 
     def _take(self, released: Released) -> None:
         """The server has let this worker go on: parameters, and all that follows them, are new."""

@@ -317,7 +317,7 @@ class Session:
         alone = [step.local for step in self.steps if step.local is not None]
         return self._requirements.whole_rounds and any(local.owes for local in alone)
 
-    def settle(self) -> None:
+    def catch_up(self) -> None:
         """In lock-step, behind a step of all: let the server do what it has put off."""
         if any(map(puts_off, self._optimizers)) and not self.has_own_parameters:
             self.pull()

@@ -454,7 +454,39 @@ def test_a_module_may_look(module: Any) -> None:
     assert not rests(module())
 
 
-@pytest.mark.parametrize("kind", [Hooked, Moving, Swapping, Passing])
+class KeepsLater(Regression):
+    """What its hook looks at is put there when training begins."""
+
+    average: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = None
+
+    def on_train_start(self) -> None:
+        self.average = list(self.net.parameters())
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.average:
+            self.first = self.average[0].sum()
+
+
+class Gathers(Regression):
+    """The same in a list that is there from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.kept.append(self.net[0].weight)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.first = sum(each.sum() for each in self.kept)
+
+
+@pytest.mark.parametrize("kind", [Hooked, Moving, Swapping, Passing, KeepsLater, Gathers])
 def test_a_module_hook_that_reaches_parameters_is_waited_for(kind: Any) -> None:
     module = kind()
     hooks = ("on_train_batch_end", "on_after_batch_transfer")
