@@ -215,6 +215,9 @@ def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="binary cannot be read"):
         read_triples([str(tmp_path / "binary")], ("u", "v", "weight"))
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"1 2 3\n" * 99)[:-9])
+    with pytest.raises(UserError, match="is damaged"):
+        read_triples([str(tmp_path / "cut.gz")], ("u", "v", "weight"))
 
 
 def test_ratings_and_edges_come_from_files(tmp_path: Path) -> None:
