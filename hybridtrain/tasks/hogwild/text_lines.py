@@ -20,13 +20,15 @@ from hybridtrain.util.packed_files import unpacked
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def numbered_lines(files: Sequence[str]) -> Iterator[tuple[str, str]]:
+def numbered_lines(files: str | Sequence[str]) -> Iterator[tuple[str, str]]:
     """``file, line n`` and the line, of all lines that are not empty or comments.
 
     Raises:
-        UserError: if a file cannot be read, is no text, or has nothing in it.
+        UserError: if none is named, or one cannot be read, is no text, or has nothing in it.
     """
-    for name in files:
+    if not files:
+        raise UserError("data.files is empty; name at least one text file")
+    for name in [files] if isinstance(files, str) else files:
         found = False
         try:
             with unpacked(Path(name).expanduser()) as file:
