@@ -43,6 +43,17 @@ def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
     return logged(trainer) | _scores(trainer, best) | validated(best)
 
 
+def has_validated(trainer: pl.Trainer) -> bool:
+    """Whether a training that has ended was validated on the way.
+
+    Lightning's forks leave the loops' counters behind, and what they have logged in checkpoints.
+    """
+    if trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready:
+        return True
+    best = best_checkpoint(trainer)
+    return best is not None and bool(validated(best))
+
+
 def _scores(trainer: pl.Trainer, best: str) -> dict[str, float]:
     """What the callback that has chosen it knows."""
     return {

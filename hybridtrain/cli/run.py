@@ -12,6 +12,7 @@ import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import (
     Callback,
@@ -20,8 +21,9 @@ from pytorch_lightning.callbacks import (
     ProgressBar,
 )
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from hybridtrain.cli.best_checkpoint import best_checkpoint, metrics_of
+from hybridtrain.cli.best_checkpoint import best_checkpoint, has_validated, metrics_of
 from hybridtrain.cli.ending import mapping_signals, no_process_left, terminating
 from hybridtrain.cli.evaluate import Subject, evaluate, has_test
 from hybridtrain.cli.exit_status import BAD_INPUT, FAILED, CommandOutcome, guarded
@@ -201,7 +203,7 @@ def _quiet_csv(loggers: list[Logger]) -> list[Logger]:
 
 
 def _outcome(cfg: DictConfig, parts: Parts) -> CommandOutcome:
-    metric, lost = _metric(cfg, parts.metrics), unsaved(parts.trainer)
+    metric, lost = _metric(cfg, parts), unsaved(parts.trainer)
     if not lost:
         return CommandOutcome(metric=metric)
     name, reason = next(iter(lost.items()))
@@ -209,17 +211,18 @@ def _outcome(cfg: DictConfig, parts: Parts) -> CommandOutcome:
     return CommandOutcome(exit=FAILED, metric=metric, error=error)
 
 
-def _metric(cfg: DictConfig, metrics: dict[str, float]) -> float | None:
-    name = cfg.task.metric
+def _metric(cfg: DictConfig, parts: Parts) -> float | None:
+    name, metrics = cfg.task.metric, parts.metrics
     untested = not cfg.test and name not in metrics  # as one has wished
     if name is None or cfg.trainer.fast_dev_run or untested:
         return None
-    if name not in metrics:
-        raise UserError(
-            f"task.metric={name}: the run logged no such metric; it logged "
-            f"{', '.join(sorted(metrics)) or 'none'}"
-        )
-    return metrics[name]
+    if name in metrics:
+        return metrics[name]
+    known = f"it logged {', '.join(sorted(metrics)) or 'none'}"
+    if is_overridden("validation_step", parts.module) and not has_validated(parts.trainer):
+        rank_zero_warn(f"task.metric={name}: there was no validation to log it; {known}")
+        return None
+    raise UserError(f"task.metric={name}: the run logged no such metric; {known}")
 
 
 def _sum_up(

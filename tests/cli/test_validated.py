@@ -93,6 +93,13 @@ def test_without_a_monitor_they_are_those_of_the_last_validation(
     assert summary("here")["metrics"]["my_val"] == 2
 
 
+def test_training_that_ends_before_a_validation_has_no_metric_of_one(command: Command) -> None:
+    with pytest.warns(UserWarning, match="task.metric=my_val: there was no validation to log it"):
+        assert command(*OWN, "trainer.max_steps=1").code == 0
+    assert summary("here")["error"] is None
+    assert "my_val" not in summary("here")["metrics"]
+
+
 @pytest.mark.slow
 def test_a_run_that_goes_on_knows_the_validation_of_its_best_checkpoint(command: Command) -> None:
     options = [*OWN, "task.monitor=my_val"]

@@ -215,6 +215,9 @@ def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="binary cannot be read"):
         read_triples([str(tmp_path / "binary")], ("u", "v", "weight"))
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(b"1 2 3\n" * 99)[:-9])
+    with pytest.raises(UserError, match="is damaged"):
+        read_triples([str(tmp_path / "cut.gz")], ("u", "v", "weight"))
 
 
 def test_ratings_and_edges_come_from_files(tmp_path: Path) -> None:
@@ -255,7 +258,12 @@ def test_compiled_steps_are_refused_where_parameters_are_not_shared() -> None:
         (partial(MatrixCompletion, dim=0), "model.dim=0"),
         (partial(ExamplesData, made=0), "data.made=0"),
         (partial(RatingsData, known=0.0), "data.known=0.0"),
+        (partial(RatingsData, users=0), "data.users=0, data.items=None: give at least 1, or null"),
+        (partial(RatingsData, items=-3), "data.items=-3"),
+        (partial(RatingsData, []), "data.files is empty"),
+        (partial(ExamplesData, []), "data.files is empty"),
         (partial(EdgesData, side=2), "data.side=2"),
+        (partial(EdgesData, terminals=3), r"data.terminals=\[3\]: give at least two nodes"),
         (partial(EdgesData, terminals=[3]), "at least two nodes"),
         (partial(EdgesData, terminals=[3, 999]), "the nodes 0 to 255"),
     ],

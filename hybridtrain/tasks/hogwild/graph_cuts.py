@@ -116,7 +116,7 @@ class EdgesData(pl.LightningDataModule):
     def __init__(
         self,
         files: str | list[str] | None = None,
-        terminals: list[int] | None = None,
+        terminals: list[int] | int | None = None,
         side: int = 16,
         batch_size: int = 200,
         seed: int = 0,
@@ -130,10 +130,9 @@ class EdgesData(pl.LightningDataModule):
             terminals = terminals or [0, side - 1, side * (side - 1), side * side - 1]
             rank_zero_info(f"A grid of {side} × {side} nodes was made; data.files=... reads yours")
         else:
-            given = [files] if isinstance(files, str) else list(files)
-            self.edges = read_triples(given, ("u", "v", "weight"))
+            self.edges = read_triples(files, ("u", "v", "weight"))
         self.nodes = int(max(self.edges.ones.max(), self.edges.others.max())) + 1
-        self.terminals = list(terminals or [])
+        self.terminals = [terminals] if isinstance(terminals, int) else list(terminals or [])
         _check(self.terminals, self.nodes, float(self.edges.values.min()))
 
     def train_dataloader(self) -> DataLoader[Any]:

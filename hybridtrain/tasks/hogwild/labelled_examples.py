@@ -69,11 +69,11 @@ def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def read_examples(files: Sequence[str], n_features: int | None = None) -> Examples:
+def read_examples(files: str | Sequence[str], n_features: int | None = None) -> Examples:
     """Read them once, line by line.
 
     Args:
-        files: libsvm or vowpal wabbit text, also with gzip (``.gz``).
+        files: libsvm or vowpal wabbit text, also packed with gzip; one or more.
         n_features: F; None: one more than the largest index.
 
     Raises:

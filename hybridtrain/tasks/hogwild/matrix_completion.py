@@ -134,14 +134,15 @@ class RatingsData(pl.LightningDataModule):
                 f"data.known={known}, data.held_out={held_out}, data.batch_size={batch_size}: give "
                 "shares above 0 and up to 1, and a size of at least 1"
             )
+        if min(each for each in (users, items, 1) if each is not None) < 1:
+            raise UserError(f"data.users={users}, data.items={items}: give at least 1, or null")
         self.batch_size = batch_size
         if files is None:
             users, items = users or 500, items or 500
             whole = made_ratings(users, items, known, seed)
             rank_zero_info(f"{len(whole)} ratings were made; data.files=... reads yours")
         else:
-            given = [files] if isinstance(files, str) else list(files)
-            whole = read_triples(given, ("user", "item", "rating"), (users, items))
+            whole = read_triples(files, ("user", "item", "rating"), (users, items))
         self.users = users or int(whole.ones.max()) + 1
         self.items = items or int(whole.others.max()) + 1
         order = np.random.default_rng(seed).permutation(len(whole))

@@ -155,9 +155,9 @@ class ExamplesData(pl.LightningDataModule):
             self.test = _part(whole, made, len(whole))
             rank_zero_info(f"{made} examples of {features} features were made; data.files=... else")
         else:
-            self.examples = read_examples(_listed(files))
+            self.examples = read_examples(files)
         if test_files is not None:
-            self.test = read_examples(_listed(test_files))
+            self.test = read_examples(test_files)
             self.examples.n_features = max(self.examples.n_features, self.test.n_features)
 
     def _loader(self, examples: Examples, size: int, shuffle: bool = False) -> DataLoader[Any]:
@@ -175,10 +175,6 @@ class ExamplesData(pl.LightningDataModule):
         """Examples that were not trained on; none if there are none."""
         none: Any = []
         return DataLoader(none) if self.test is None else self._loader(self.test, 5000)
-
-
-def _listed(files: str | list[str]) -> list[str]:
-    return [files] if isinstance(files, str) else list(files)
 
 
 def _part(whole: Examples, first: int, last: int) -> Examples:

@@ -6,7 +6,7 @@ written once, to a directory, and mapped.
 
 from __future__ import annotations
 
-import gzip
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,27 +15,28 @@ from typing import Any
 import numpy as np
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.packed_files import unpacked
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-def numbered_lines(files: Sequence[str]) -> Iterator[tuple[str, str]]:
+def numbered_lines(files: str | Sequence[str]) -> Iterator[tuple[str, str]]:
     """``file, line n`` and the line, of all lines that are not empty or comments.
 
     Raises:
-        UserError: if a file cannot be read, is no text, or has nothing in it.
+        UserError: if none is named, or one cannot be read, is no text, or has nothing in it.
     """
-    for name in files:
-        path, found = Path(name).expanduser(), False
+    if not files:
+        raise UserError("data.files is empty; name at least one text file")
+    for name in [files] if isinstance(files, str) else files:
+        found = False
         try:
-            opened = gzip.open if path.suffix == ".gz" else open
-            with opened(path, "rt", encoding="utf-8") as lines:
-                for number, line in enumerate(lines, 1):
-                    text = line.partition("#")[0].strip()
-                    if text:
+            with unpacked(Path(name).expanduser()) as file:
+                for number, line in enumerate(io.TextIOWrapper(file, "utf-8"), 1):
+                    if text := line.partition("#")[0].strip():
                         found = True
                         yield f"{name}, line {number}", text
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
             raise UserError(f"{name} cannot be read: {error}") from error
         if not found:
             raise UserError(f"{name} is empty; give a file with one example on each line")

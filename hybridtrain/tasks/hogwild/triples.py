@@ -50,14 +50,14 @@ class Triples(Dataset[Any]):
 
 
 def read_triples(
-    files: Sequence[str],
+    files: str | Sequence[str],
     names: tuple[str, str, str],
     limits: tuple[int | None, int | None] = (None, None),
 ) -> Triples:
     """Read them once, line by line; separated by spaces, commas or ``::``.
 
     Args:
-        files: text, also with gzip (``.gz``).
+        files: text, also packed with gzip; one or more.
         names: what the three columns are called, in errors.
         limits: so many rows the tables of the first two have; None: any number.
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words.cooccurrences import Entries, count_cooccurrences
 from hybridtrain.tasks.words.encoded_text import only
-from hybridtrain.tasks.words.text_data import TextData
+from hybridtrain.tasks.words.text_data import TextData, check_length
 from hybridtrain.tasks.words.vector_files import Vectors
 from hybridtrain.tasks.words.vectors_module import MakeOptimizer, WordVectors, check_memory
 
@@ -59,8 +59,11 @@ class GloVe(WordVectors):
         project: bool = False,
         optimizer: MakeOptimizer | None = None,
     ) -> None:
-        if rate <= 0 or x_max <= 0:
-            raise UserError(f"model.rate={rate}, model.x_max={x_max}: both must be above 0")
+        if rate <= 0 or x_max <= 0 or alpha < 0:
+            raise UserError(
+                f"model.rate={rate}, model.x_max={x_max}, model.alpha={alpha}: rate and x_max must "
+                "be above 0, and alpha at least 0"
+            )
         like_compiled = partial(Adagrad, lr=1.0, initial_accumulator_value=rate**-2)
         super().__init__(dim, compiled, save, directory, project, optimizer or like_compiled)
         self.rate, self.x_max, self.alpha = rate, x_max, alpha
@@ -176,8 +179,7 @@ class Cooccurrences(TextData):
             cache=cache,
         )
         sizes = {"window": window, "threads": threads, "memory": memory}
-        if batch_entries != "auto":
-            sizes["batch_entries"] = int(batch_entries)
+        check_length("batch_entries", batch_entries, 1)
         for name, value in sizes.items():
             if value < 1:
                 raise UserError(f"data.{name}={value} was given; it must be at least 1")

@@ -69,6 +69,8 @@ class KnownWords:
         for sign, word in _terms(question, self.number_of):
             rows.append(self._row(word))
             signs.append(sign)
+        if not rows:
+            raise UserError(f"{question!r} has no word in it; ask for one, or for king-man+woman")
         asked = np.asarray(signs, dtype=np.float32) @ self.units[rows]
         alike = self.units @ (asked / max(float(np.linalg.norm(asked)), 1e-12))
         alike[rows] = -np.inf

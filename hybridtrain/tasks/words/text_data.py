@@ -31,6 +31,12 @@ def shipped(path: Path) -> list[Path]:
     return [path]
 
 
+def check_length(name: str, value: int | str, least: int) -> None:
+    """Raises ``UserError`` if that is no number of words or entries of a mini-batch."""
+    if value != "auto" and not (isinstance(value, int) and value >= least):
+        raise UserError(f"data.{name}={value}: give a number from {least} on, or auto")
+
+
 class TextData(pl.LightningDataModule):
     """Words of text files, as numbers.
 
@@ -68,8 +74,7 @@ class TextData(pl.LightningDataModule):
         cache: str | None = None,
     ) -> None:
         super().__init__()
-        if batch_words != "auto" and not (isinstance(batch_words, int) and batch_words >= 2):
-            raise UserError(f"data.batch_words={batch_words}: give a number from 2 on, or auto")
+        check_length("batch_words", batch_words, 2)
         if min_count < 1 or (max_words is not None and max_words < 2):
             raise UserError(
                 f"data.min_count={min_count}, data.max_words={max_words}: give at least 1, and 2"

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import gzip
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.packed_files import unpacked
 
 LONGEST = 1 << 20  # bytes of a line that are looked at together
-_GZIP = b"\x1f\x8b"
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 TOKENS = ("words", "spaces")
 ERRORS = ("strict", "replace", "ignore")
-
-
-class Lines(Protocol):
-    """What is needed of an open file."""
-
-    def readline(self, size: int = -1, /) -> bytes:
-        """At most so many bytes."""
-        ...
 
 
 class TextFiles:
@@ -64,14 +55,9 @@ class TextFiles:
             yield from self._of(file)
 
     def _of(self, path: Path) -> Iterator[tuple[list[str], bool]]:
-        with path.open("rb") as raw:
-            packed = raw.read(2) == _GZIP
-        try:
-            with gzip.open(path, "rb") if packed else path.open("rb") as file:
-                for number, block, ends in blocks(file):
-                    yield self._words(path, number, block), ends
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise UserError(f"{path} is damaged: {error}; pack it again with gzip") from error
+        with unpacked(path) as file:
+            for number, block, ends in blocks(file):
+                yield self._words(path, number, block), ends
 
     def _words(self, path: Path, number: int, block: bytes) -> list[str]:
         try:
@@ -84,7 +70,7 @@ class TextFiles:
         return self._split(text.lower() if self._lower else text)
 
 
-def blocks(file: Lines) -> Iterator[tuple[int, bytes, bool]]:
+def blocks(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """Number of the line, bytes of it that are cut at a space, whether it ends there."""
     number, left = 1, b""
     while line := file.readline(LONGEST):

@@ -12,12 +12,13 @@ import gzip
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.packed_files import unpacked
 
 Vectors = NDArray[np.float32]
 _ROWS = 10_000  # written at once
@@ -48,22 +49,20 @@ def read_vectors(path: Path) -> tuple[list[str], Vectors]:
         UserError: if the file is missing, or is not in one of the formats.
     """
     if not path.is_file():
-        raise UserError(f"there is no file {path}; give vectors=FILE, as a run has written it")
-    with path.open("rb") as raw:
-        packed = raw.read(2) == b"\x1f\x8b"
-    with gzip.open(path, "rb") if packed else path.open("rb") as file:
-        return _read(path, cast(BinaryIO, file))
+        raise UserError(f"there is no file {path}; name one that a run has written")
+    with unpacked(path) as file:
+        return _read(path, file)
 
 
 def _read(path: Path, file: BinaryIO) -> tuple[list[str], Vectors]:
     try:
         n, dim = map(int, file.readline().split())
-    except ValueError:
+        words, vectors = [], np.empty((n, dim), dtype=np.float32)
+    except (ValueError, MemoryError):
         raise UserError(
             f"{path} does not begin with the number of words and dimensions; give a file in "
             "word2vec's text or binary format"
         ) from None
-    words, vectors = [], np.empty((n, dim), dtype=np.float32)
     binary = is_binary(path)
     for row in range(n):
         word, numbers = (_binary if binary else _text)(file, dim)

@@ -67,6 +67,11 @@ class Word2Vec(WordVectors):
                 raise UserError(f"model.{name}={value} was given; it must be {' or '.join(known)}")
         if window < 1 or negative < 1:
             raise UserError(f"model.window={window}, model.negative={negative}: give at least 1")
+        if rate <= 0 or min_rate < 0:
+            raise UserError(
+                f"model.rate={rate}, model.min_rate={min_rate}: give a rate above 0, and "
+                "a min_rate of at least 0"
+            )
         self.architecture, self.output = architecture, output
         self.window, self.negative, self.sample = window, negative, sample
         self.rate, self.min_rate, self.seed = rate, min_rate, seed

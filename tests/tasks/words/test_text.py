@@ -78,10 +78,12 @@ def test_bytes_that_are_no_utf_8_are_named_or_replaced_or_left_out(tmp_path: Pat
     assert lines_of(TextFiles([path], errors="ignore"))[2] == ["caf", "au", "lait"]
 
 
-def test_a_gzip_file_that_is_cut_off(tmp_path: Path) -> None:
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"one two three " * 1000)[:-20])
-    with pytest.raises(UserError, match=r"a.gz is damaged"):
-        list(TextFiles([tmp_path / "a.gz"]))
+def test_a_gzip_file_that_is_damaged(tmp_path: Path) -> None:
+    whole = gzip.compress(b"one two three " * 1000)
+    for damaged in (whole[:-20], whole[:12] + b"\xff" * 9 + whole[21:], whole[:2] + b"\xff" * 20):
+        (tmp_path / "a.gz").write_bytes(damaged)
+        with pytest.raises(UserError, match=r"a.gz is damaged"):
+            list(TextFiles([tmp_path / "a.gz"]))
 
 
 def test_words_are_sorted_by_how_often_they_occur() -> None:

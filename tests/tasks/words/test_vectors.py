@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import math
 from pathlib import Path
 
@@ -43,7 +44,10 @@ def test_gensim_opens_what_is_written(name: str, tmp_path: Path) -> None:
         ("v.txt", b"hello\n", "does not begin with the number of words"),
         ("v.txt", b"2 3\na 1 2 3\nb 1 2\n", "damaged at word 2 of 2"),
         ("v.txt", b"1 2\na 1 x\n", "damaged at word 1 of 1"),
+        ("v.txt", b"-2 3\na 1 2 3\n", "does not begin with the number of words"),
+        ("v.txt", b"99999999999 500\na 1 2 3\n", "does not begin with the number of words"),
         ("v.bin", b"1 3\na \x00\x00\x00\x00", "damaged at word 1 of 1"),
+        ("v.txt.gz", gzip.compress(b"1 2\na 1 2\n", mtime=0)[:15], "v.txt.gz is damaged"),
     ],
 )
 def test_files_that_are_none_are_refused(
@@ -61,6 +65,8 @@ def test_neighbours_and_sums() -> None:
     assert len(known.most_similar("king", 99)) == 5
     with pytest.raises(UserError, match="'prince' has no vector"):
         known.most_similar("king+prince")
+    with pytest.raises(UserError, match=r"'\+' has no word in it"):
+        known.most_similar("+")
 
 
 def test_analogies_and_similarities_of_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]

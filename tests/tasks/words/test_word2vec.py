@@ -220,6 +220,8 @@ def test_a_table_larger_than_memory_is_refused(text: Path) -> None:
         ({"architecture": "glove"}, "architecture=glove .* skip_gram or cbow"),
         ({"output": "full"}, "output=full .* negative or hierarchical"),
         ({"negative": 0}, "negative=0: give at least 1"),
+        ({"rate": -1.0}, "model.rate=-1.0, model.min_rate=0.0001: give a rate above 0"),
+        ({"min_rate": -1.0}, "model.min_rate=-1.0"),
         ({"compiled": "maybe"}, "compiled=maybe .* auto, true or false"),
     ],
 )
