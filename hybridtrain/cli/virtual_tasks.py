@@ -54,8 +54,8 @@ def usual_options(overrides: Sequence[str]) -> list[str]:
         cfg = hydra_config.compose_config(hydra_config.complete_overrides(overrides))
     except Exception as error:
         raise _told(error, overrides) from error
-    found = [(name, value) for name, value in (cfg.get("simulate") or {}).items()]
-    return [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in found]
+    found = {n: v for n, v in (cfg.get("simulate") or {}).items() if v is not None}
+    return [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in found.items()]
 
 
 def _told(error: Exception, overrides: Sequence[str]) -> Exception:

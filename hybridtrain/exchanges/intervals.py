@@ -41,30 +41,33 @@ class Interval(Protocol):
 
 @dataclass
 class Fixed:
-    """So many steps for each worker; ``each``: there is a number for each worker."""
+    """So many steps for each worker, or one number for all.
+
+    ``said``: what the user has given for each worker, option and value; ``None``: it is for all.
+    """
 
     lengths: tuple[int, ...]
-    each: bool = False
+    said: str | None = None
 
     @property
     def usual(self) -> int:
         return max(round(sum(self.lengths) / len(self.lengths)), 1)
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
-        if self.each and len(self.lengths) != n_workers:
+        if self.said is not None and len(self.lengths) != n_workers:
             raise UserError(
-                f"exchange.every: {len(self.lengths)} numbers were given, {list(self.lengths)}, "
-                f"but there are {n_workers} workers; give one for each, or one number for all"
+                f"{self.said} was given, but there are {n_workers} workers; give a number for "
+                "each, or exchange.every=N for all"
             )
         if whole_rounds and len(set(self.lengths)) > 1:
             raise UserError(
-                f"exchange.every={list(self.lengths)} was given, but all workers step equally "
-                "often under this policy, and would wait for the one with the most steps; give one "
-                "number, or use policy=async or grace"
+                f"{self.said} was given, but all workers step equally often under this policy, and "
+                "would wait for the one with the most steps; give exchange.every=N, or use "
+                "policy=async or grace"
             )
 
     def length(self, local: Local) -> int:
-        return self.lengths[local.worker if self.each else 0]
+        return self.lengths[0 if self.said is None else local.worker]
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -131,7 +134,8 @@ def interval(given: Every) -> Interval:
         return _changing({str(key): value for key, value in given.items()})
     several = isinstance(given, Sequence) and bool(given) and not isinstance(given, str | bytes)
     numbers: Any = given if several else (given,)
-    return Fixed(tuple(positive("exchange.every", each) for each in numbers), several)
+    lengths = tuple(positive("exchange.every", each) for each in numbers)
+    return Fixed(lengths, f"exchange.every={list(lengths)}" if several else None)
 
 
 def _changing(given: dict[str, Any]) -> Interval:
@@ -169,5 +173,5 @@ def _by_speed(longest: int, seconds_per_step: Any = None) -> Fixed:
             "that a step takes each worker, as a run with every worker at work has measured them "
             "(service_s in its summary.json): [0.6, 1.5]"
         )
-    fastest = min(times)
-    return Fixed(tuple(max(int(fastest / time * longest), 1) for time in times), True)
+    lengths = tuple(max(int(min(times) / time * longest), 1) for time in times)
+    return Fixed(lengths, f"exchange.every.seconds_per_step={list(times)}")

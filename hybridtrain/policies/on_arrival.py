@@ -69,10 +69,10 @@ class NotTooLate:
         match fact:
             case Joined(worker):
                 self._read[worker] = self._updates
-            case Pushed(worker, last=last):
+            case Pushed(worker, last=last, empty=empty):
                 late = self._updates - self._read.get(worker, self._updates)
                 counts = last or late <= self.max_staleness
-                self._updates += counts
+                self._updates += counts and not empty
                 self._read[worker] = self._updates
                 return (Apply((worker,)) if counts else Drop((worker,)), Release((worker,)))
         return ()

@@ -14,6 +14,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.policies.on_arrival import LockFree
 from hybridtrain.policies.policy import Needs, Policy
 from hybridtrain.protocol.facts import (
+    Accumulate,
     Apply,
     Began,
     Fact,
@@ -60,7 +61,7 @@ class Switch:
     Args:
         first: a policy.
         then: another.
-        at_update: after so many updates.
+        at_update: after so many updates, as the server counts them.
         patience: or when the mean loss of so many pushes is not better than the best before.
         min_delta: by how much it must be better.
 
@@ -75,7 +76,9 @@ class Switch:
     min_delta: float = 0.0
     _now: Policy = field(init=False, repr=False)
     _n: int = field(default=0, init=False, repr=False)
+    _rounds: bool = field(default=False, init=False, repr=False)  # each of which is an update
     _updates: int = field(default=0, init=False, repr=False)
+    _held: bool = field(default=False, init=False, repr=False)  # something for the next update
     _plateau: Plateau | None = field(default=None, init=False, repr=False)
     _due: bool = field(default=False, init=False, repr=False)
     _active: set[int] = field(default_factory=set, init=False, repr=False)
@@ -106,10 +109,11 @@ class Switch:
                 )
         self._now, self._n, self._updates, self._due = self.first, n_workers, 0, False
         self._plateau = Plateau(self.patience, self.min_delta) if self.patience else None
-        self._active, self._waiting = set(), {}
+        self._active, self._waiting, self._held = set(), {}, False
+        self._rounds = all(part.whole_rounds for part in parts.values())
         at, early, late = self.at_update, parts["first"].gathers, parts["then"].gathers
         return Needs(
-            whole_rounds=all(part.whole_rounds for part in parts.values()),
+            whole_rounds=self._rounds,
             holds=any(part.holds for part in parts.values()),
             drops_late=any(part.drops_late for part in parts.values()),
             watches_loss=self.patience is not None,
@@ -131,22 +135,29 @@ class Switch:
                 self._due = self.at_update is not None and version >= self.at_update
             case Joined(worker):
                 self._active.add(worker)
-            case Pushed(worker, _, loss):
+            case Pushed(worker, loss=loss, empty=empty):
                 self._active.add(worker)
                 self._waiting[worker] = fact
-                if self._plateau is not None and loss is not None:
+                if self._plateau is not None and loss is not None and not empty:
                     self._due = self._due or self._plateau.reached(loss)
             case Waiting(worker) | Left(worker):
                 self._active.discard(worker)
                 self._waiting.pop(worker, None)
         for order in orders:
             match order:
-                case Apply():
-                    self._updates += 1
+                case Accumulate(workers):
+                    self._held = self._held or self._brought(workers)
+                case Apply(workers):
+                    self._updates += self._rounds or self._held or self._brought(workers)
+                    self._held = False
                     self._due = self._due or self._updates == self.at_update
                 case Release(workers):
                     for worker in workers:
                         self._waiting.pop(worker, None)
+
+    def _brought(self, workers: Sequence[int]) -> bool:
+        """Whether one of them has pushed what could move the masters."""
+        return not all(self._waiting[worker].empty for worker in workers)
 
     def _switch(self) -> list[Order]:
         self._now = self.then

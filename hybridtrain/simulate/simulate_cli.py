@@ -58,8 +58,9 @@ What is between them and the server, and what happens to them:
 What is trained (default: nothing, only time passes):
   task=NAME           digits, parabola, speech, own ...: as for python -m hybridtrain, and so are
                       model.*, data.*, optimizer.*, experiment= (whose own `simulate` holds
-                      options that are not given here); of trainer.* max_epochs and the clipping
-                      count. One module in one process computes all gradients
+                      options that are not given here; NAME=null leaves one out); of trainer.*
+                      max_epochs and the clipping count. One module in one process computes all
+                      gradients
   correction=NAME     of late gradients: by_staleness, polynomial:exponent=0.5, dc_asgd,
                       dc_asgd_adaptive, gap_aware
   exchange=NAME       what workers hand over: gradient (default), movement:every=8,

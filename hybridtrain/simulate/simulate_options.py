@@ -21,29 +21,25 @@ from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.measured_times import Measured, read_times
 from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.script import Script, read_script
-from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes, Times
+from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes, Times, positive
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 LENGTHS = ("mini_batches", "seconds")
 FILES = ("json", "plot", "html")
-COMPUTE = ["compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from"]
-COMPUTE += ["compute.seconds_per_step"]
+COMPUTE = (
+    *("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from"),
+    *("compute.seconds_per_step", "slower"),
+)
 NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
-OPTIONS = ["strategy", "workers", *COMPUTE, "slower", *NETWORK, "script", "interrupt", "update_s"]
-OPTIONS += [
-    "foresight",
-    "data_shards",
-    "data_visit",
-    "shards",
-    "delay",
-    "batch_size",
-    *LENGTHS,
-    "seed",
-    *FILES,
-    "correction",
-    "exchange",
+CONDITIONS = (
+    *("script", "interrupt", "foresight", "data_shards", "data_visit", "update_s"),
+    *("shards", "delay"),
+)
+GRADIENTS = ("correction", "exchange", "update")
+OPTIONS = [
+    *("strategy", "workers", "batch_size", *LENGTHS, "seed"),
+    *(*COMPUTE, *NETWORK, *CONDITIONS, *GRADIENTS, *FILES),
 ]
-OPTIONS += ["update"]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
 Given = Mapping[str, str]
@@ -57,13 +53,14 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
-    usual = _of_experiment(overrides)
-    given = {**usual, **options(others, OPTIONS, families=("slower", "delay"))}
+    said = _of_experiment(overrides) | options(others, OPTIONS, families=("slower", "delay"))
+    given = {name: value for name, value in said.items() if value != "null"}
     train = _train(given, overrides)
-    slower = _slower(given)
+    workers = tuple(_whole("workers", w) for w in given.get("workers", "8").split(","))
+    slower = _slower(given, workers)
     plan = SimulationPlan(
         strategies=tuple(map(way, given.get("strategy", "hybrid,async").split(","))),
-        workers=tuple(_whole("workers", w) for w in given.get("workers", "8").split(",")),
+        workers=workers,
         times=_times(given, slower),
         slower=slower,
         conditions=_conditions(given, bool(overrides)),
@@ -85,7 +82,7 @@ def _is_training(argument: str) -> bool:
     return name.partition(".")[0] in TRAINING
 
 
-def _of_experiment(overrides: Sequence[str]) -> Given:
+def _of_experiment(overrides: Sequence[str]) -> dict[str, str]:
     """What the experiment has under ``simulate``: options as they would be typed here."""
     if not any(override.startswith("experiment=") for override in overrides):
         return {}
@@ -150,7 +147,7 @@ def _of_gradients(
     name: str, given: Given, overrides: Sequence[str], make: Callable[[Any], object]
 ) -> Any:
     """What ``make`` takes."""
-    if given.get(name, "null") == "null":
+    if name not in given:
         return None
     if not overrides:
         raise UserError(
@@ -191,24 +188,32 @@ def _train(given: Given, overrides: Sequence[str]) -> Train | None:
 # ---- conditions ---------------------------------------------------------------------------------
 
 
-def _slower(given: Given) -> dict[int, float]:
+def _slower(given: Given, workers: Sequence[int]) -> dict[int, float]:
     """How many times as long each worker takes."""
     slower = {
         _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
         for name, value in given.items()
         if name.startswith("slower.")
     }
-    if (each := given.get("compute.seconds_per_step")) is None:
-        return slower
-    clashes = [name for name in given if name.startswith("slower.") or name == "compute.mean_s"]
-    if clashes or given.get("compute") == "measured":
-        raise UserError(
-            f"compute.seconds_per_step={each} was given with "
-            f"{clashes[0] if clashes else 'compute=measured'}; it says itself how long each worker "
-            "takes, so leave one of the two out"
-        )
     name = "compute.seconds_per_step"
-    return {worker: _number(name, text) for worker, text in enumerate(each.split(","))}
+    if (each := given.get(name)) is None:
+        return slower
+    clashes = [other for other in given if other.startswith("slower.") or other == "compute.mean_s"]
+    clashes += ["compute=measured"] * (given.get("compute") == "measured")
+    if clashes:
+        raise UserError(
+            f"{name}={each} was given with {clashes[0]}; it says itself how long each worker "
+            "takes, so leave one of the two out (NAME=null, if an experiment says it)"
+        )
+    times = [_number(name, text) for text in each.split(",")]
+    for n_workers in workers:
+        if n_workers != len(times):
+            raise UserError(
+                f"{name}={each} was given with workers={n_workers}; give a number for each worker"
+            )
+    for time in times:
+        positive(name, time)
+    return dict(enumerate(times))
 
 
 def _times(given: Given, slower: Mapping[int, float]) -> Times:

@@ -114,6 +114,17 @@ def test_an_experiment_says_how_it_is_to_be_simulated(tmp_path: Path) -> None:
     assert [row["strategy"] for row in json.loads(out.read_text())] == ["async"]
 
 
+def test_null_leaves_out_what_an_experiment_says(tmp_path: Path) -> None:
+    """Else nothing could be said that contradicts it."""
+    out = tmp_path / "out.json"
+    options = ["experiment=local_sgd_bytes", "strategy=async", "workers=4", "seconds=8"]
+    own = ["compute.mean_s=null", "slower.7=null", "script=null", "network.bandwidth=null"]
+    own += ["compute=constant", "compute.seconds_per_step=1,1,1,4"]
+    assert main([*options, *own, f"json={out}"]) == 0
+    (row,) = json.loads(out.read_text())
+    assert row["samples"] == 8 * (7 + 7 + 7 + 1), "8 in a mini-batch, and 10 ms of latency each way"
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -123,6 +134,9 @@ def test_an_experiment_says_how_it_is_to_be_simulated(tmp_path: Path) -> None:
         (["foresight=yes"], "foresight=yes was given; it must be true or false"),
         (["compute.seconds_per_step=1,2", "slower.1=3"], "was given with slower.1"),
         (["compute.seconds_per_step=1,fast"], "compute.seconds_per_step=fast was given"),
+        (["compute.seconds_per_step=1,0"], "compute.seconds_per_step=0.0 was given"),
+        (["compute.seconds_per_step=1"], "seconds_per_step=1 was given with workers=2"),
+        (["compute.seconds_per_step=1,2,3"], "seconds_per_step=1,2,3 was given with workers=2"),
     ],
 )
 def test_options_that_contradict_each_other_are_refused(

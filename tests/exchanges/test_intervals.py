@@ -96,12 +96,22 @@ def test_what_makes_no_sense_is_refused(every: Any, fragments: list[str]) -> Non
 
 def test_there_is_one_number_for_each_worker_or_one_for_all() -> None:
     exchange = make_exchange({"name": "movement", "every": [4, 2, 1]})
-    with pytest.raises(UserError, match=r"3 numbers were given, \[4, 2, 1\], .* 2 workers"):
+    with pytest.raises(UserError, match=r"every=\[4, 2, 1\] was given, but .* 2 workers"):
         combine(make_policy("async"), exchange, 2)
     assert combine(make_policy("async"), exchange, 3).gathers == 2
     alone = make_exchange({"name": "movement", "every": [4]})
-    with pytest.raises(UserError, match=r"1 numbers were given, \[4\], .* 2 workers"):
+    with pytest.raises(UserError, match=r"every=\[4\] was given, but .* 2 workers"):
         combine(make_policy("async"), alone, 2)
+
+
+def test_what_is_said_of_seconds_is_what_was_given() -> None:
+    every = {"longest": 8, "seconds_per_step": [1.0, 2.0]}
+    exchange = make_exchange({"name": "movement", "every": every})
+    given = r"exchange.every.seconds_per_step=\[1.0, 2.0\] was given"
+    with pytest.raises(UserError, match=rf"{given}, but there are 3 workers"):
+        combine(make_policy("async"), exchange, 3)
+    with pytest.raises(UserError, match=rf"{given}, .*step equally often"):
+        combine(make_policy("hybrid"), exchange, 2)
 
 
 def test_in_lock_step_all_exchange_equally_often() -> None:

@@ -121,6 +121,13 @@ def test_what_is_too_late_is_dropped() -> None:
     assert policy.on(Pushed(0)) == (Apply((0,)), Release((0,)))
 
 
+def test_what_moves_nothing_makes_nobody_late() -> None:
+    policy = begun(make_policy({"name": "async", "max_staleness": 0}), 2)
+    policy.on(Pushed(0, empty=True))
+    assert policy.on(Pushed(1)) == (Apply((1,)), Release((1,)))
+    assert policy.on(Pushed(0)) == (Drop((0,)), Release((0,)))
+
+
 def test_with_a_bound_that_nobody_reaches_it_is_async() -> None:
     ends = []
     for policy in ("async", {"name": "async", "max_staleness": 3}):

@@ -298,6 +298,34 @@ def test_a_switch_whose_losses_nobody_tells_stays_where_it_is() -> None:
     assert policy._now is policy.first
 
 
+@pytest.mark.parametrize("first", [OnArrival(), FirstK(1, "use")])
+@pytest.mark.parametrize(("when", "full"), [("at_update", 2), ("patience", 4)])
+def test_what_moves_nothing_brings_a_switch_no_nearer(first: Policy, when: str, full: int) -> None:
+    """Neither as an update, nor as a loss: the second mean of two losses is no better."""
+    policy = Switch(first, WaitForAll(), **{when: 2})
+    policy.begin(2)
+    policy.on(Joined(0))
+    policy.on(Joined(1))
+    for _ in range(full):
+        assert policy._now is policy.first
+        for empty in (True, True, True, True, False):
+            policy.on(Pushed(0, loss=1.0, empty=empty))
+    assert policy._now is policy.then
+
+
+def test_an_update_of_what_was_put_aside_counts_for_a_switch() -> None:
+    """As on the server: the one who makes it up may bring nothing."""
+    policy = Switch(FirstK(2, "use"), OnArrival(), at_update=2)
+    policy.begin(3)
+    for worker in range(3):
+        policy.on(Joined(worker))
+    for worker in (0, 1, 2):  # the third is late: it is put aside
+        policy.on(Pushed(worker))
+    for worker in (0, 1):
+        policy.on(Pushed(worker, empty=True))
+    assert policy._now is policy.then
+
+
 @pytest.mark.parametrize(
     "policy",
     [

@@ -18,6 +18,7 @@ from tests.picking import by_default
 
 SCHEMES: dict[str, dict[str, Any]] = {
     "local_sgd": {"exchange": {"name": "movement", "every": 4}},  # six steps an epoch
+    "compressed": {"exchange": {"name": "movement", "every": 4, "compress": "int4"}},
     "post_local": {"exchange": {"name": "movement", "every": {"then": 3, "at": 5}}},
     "diloco": {
         "exchange": {"name": "movement", "every": 2},
