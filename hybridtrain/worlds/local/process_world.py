@@ -60,7 +60,7 @@ from hybridtrain.server.refusals import standing
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.worlds.local.channel import ChannelClosed
-from hybridtrain.worlds.local.cpu_affinity import one_thread, stand_aside
+from hybridtrain.worlds.local.cpu_scheduling import one_thread, stand_aside
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
 from hybridtrain.worlds.local.start_workers import WorkerStarter
 from hybridtrain.worlds.local.worker_exit import (
