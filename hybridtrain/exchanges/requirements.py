@@ -26,7 +26,8 @@ class Requirements:
     ``holds``, ``drops_late`` and ``watches_loss`` see :class:`hybridtrain.policies.Needs`.
     ``private_state``: workers that write to the masters each have optimizer state of their own.
     ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
-    number does, and which. ``asks``: workers ask before their first mini-batch.
+    number does, and which. ``asks``: workers ask before their first mini-batch. ``free``: nobody is
+    made to wait.
     """
 
     whole_rounds: bool = True
@@ -40,6 +41,7 @@ class Requirements:
     gathers: int = 1
     later: tuple[int, int] | None = None
     asks: bool = False
+    free: bool = False
 
     @property
     def steps_in_worker(self) -> bool:
@@ -69,6 +71,11 @@ class Requirements:
         """
         free = self.data == "queue" and not (self.holds or self.drops_late)
         return self.whole_rounds or free
+
+    @property
+    def steps_unasked(self) -> bool:
+        """Whether a worker may step the masters first and say so later."""
+        return self.in_place and self.free
 
     @property
     def takes_turns(self) -> bool:
@@ -116,6 +123,7 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         gathers=needs.gathers * steps,
         later=None if later is None else (later[0], later[1] * steps),
         asks=needs.asks,
+        free=needs.free,
     )
 
 

@@ -38,13 +38,63 @@ class SharedState:
     """An optimizer's state, by slot number and key, as it can be sent.
 
     ``places`` are its tensors, ``steps`` the step counts (of any value, for their type), ``plain``
-    what never changes. ``generation`` is another one whenever there is something new.
+    what never changes. ``generation`` is another one whenever there is something new. ``offset``:
+    the optimizer has counted so many steps more than :class:`MadeSteps`; ``None``: it counts them
+    by parameter.
     """
 
     generation: int = 0
     places: dict[int, dict[str, Place]] = field(default_factory=dict)
     steps: dict[int, torch.Tensor | int | float] = field(default_factory=dict)
     plain: dict[int, dict[str, Any]] = field(default_factory=dict)
+    offset: int | None = None
+
+
+class MadeSteps:
+    """How many steps have been made, of which workers make some without asking anybody.
+
+    Each worker has a cache line of its own, and so has the server, for all other steps.
+
+    Args:
+        words: (:meth:`n_words`,) int64 in shared memory, zero at the beginning.
+        n_workers: W.
+    """
+
+    _LINE = 8  # words
+
+    def __init__(self, words: memoryview, n_workers: int) -> None:
+        self._words, self._servers = words, self._LINE * n_workers
+
+    @classmethod
+    def n_words(cls, n_workers: int) -> int:
+        """So many there must be."""
+        return cls._LINE * (n_workers + 1)
+
+    @property
+    def total(self) -> int:
+        """By all."""
+        return sum(self._words[:: self._LINE])
+
+    def begin(self, version: int) -> None:
+        """By the server: nobody steps, and so many steps are behind the masters."""
+        self._words[self._servers] += version - self.total
+
+    def count(self) -> None:
+        """By the server: one more, of which no worker has counted itself."""
+        self._words[self._servers] += 1
+
+    def make(self, worker: int, covered: int) -> None:
+        """By a worker: it has made a step; ``covered`` mini-batches are done with all its own."""
+        self._words[self._LINE * worker] += 1
+        self._words[self._LINE * worker + 1] = covered
+
+    def cover(self, worker: int, covered: int) -> None:
+        """By a worker, or for one that is gone: so many mini-batches are done, of those it drew."""
+        self._words[self._LINE * worker + 1] = covered
+
+    def covered(self, worker: int) -> int:
+        """What the worker has said last."""
+        return self._words[self._LINE * worker + 1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from hybridtrain.memory.arena import ALIGNMENT_BYTES, Arena, align
 from hybridtrain.memory.dirty_rows import DirtyRows
 from hybridtrain.memory.layout import Layout, Slot
-from hybridtrain.memory.lending import SharedArenas
+from hybridtrain.memory.lending import MadeSteps, SharedArenas
 from hybridtrain.memory.update_progress import N_WORDS, UpdateProgress
 
 
@@ -61,7 +61,9 @@ class Store:
         )  # W × dtype -> (P,), or nothing
         self.moves = DirtyRows(layout, self.masters, self.copies)
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
-        self.progress = UpdateProgress(self.arena.words(n_bytes - ALIGNMENT_BYTES, N_WORDS))
+        self.progress = UpdateProgress(self.arena.words(self._words, N_WORDS))
+        made = self.arena.words(self._words + ALIGNMENT_BYTES, self._n_made)
+        self.made = MadeSteps(made, n_workers) if lock_free else None
 
     def _place_buffers(self) -> int:
         end = 0
@@ -76,7 +78,9 @@ class Store:
                     end = align(end + size * self._stored(kind, row, dtype).itemsize)
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         self._state = end
-        return end + 2 * align(self.layout.state_bytes) + ALIGNMENT_BYTES
+        self._words = end + 2 * align(self.layout.state_bytes)
+        self._n_made = MadeSteps.n_words(self.n_workers) if self.lock_free else 0
+        return self._words + ALIGNMENT_BYTES + 8 * self._n_made
 
     def _unused(self) -> list[tuple[int, int]]:
         """The pages of workers' rows that will have no gradients, or few rows of them."""

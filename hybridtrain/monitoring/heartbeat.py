@@ -53,8 +53,7 @@ _IN_WORDS = {
 
 
 _FIRST = 2  # before: what is done, and the number of beats; from here on: beats by kind
-_MADE = _FIRST + len(Doing)  # the number of the last step that the worker has made itself
-_N_BYTES = 8 * (_MADE + 1)
+_N_BYTES = 8 * (_FIRST + len(Doing))
 
 
 class Heartbeat:
@@ -79,10 +78,6 @@ class Heartbeat:
         numbers[1] += 1
         numbers[_FIRST + doing] += 1
 
-    def make(self, version: int) -> None:
-        """The worker itself has made the step that was counted as this version."""
-        self._numbers[_MADE] = version
-
     def fail(self) -> None:
         """The worker's code has raised; what it does from now on is to end."""
         self.failed_in = self.failed_in or self.where
@@ -102,11 +97,6 @@ class Heartbeat:
     def doing(self) -> Doing:
         """What the worker does."""
         return Doing(self._numbers[0])
-
-    @property
-    def made(self) -> int:
-        """The version that the last step which it has made itself was counted as."""
-        return self._numbers[_MADE]
 
     @property
     def beats(self) -> int:

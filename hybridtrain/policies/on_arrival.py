@@ -23,7 +23,7 @@ class OnArrival:
     _answers: dict[int, Sequence[Order]] = field(default_factory=dict, init=False, repr=False)
 
     def begin(self, n_workers: int) -> Needs:
-        return Needs(whole_rounds=False)
+        return Needs(whole_rounds=False, free=True)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

@@ -16,7 +16,8 @@ class Needs:
 
     ``whole_rounds``: nobody computes while an update is applied, and all workers step equally
     often. ``turns``: one worker computes at a time; it asks before it begins a mini-batch
-    (``Ready``). ``asks``: each does so before its first one only. ``holds``: contributions may
+    (``Ready``). ``asks``: each does so before its first one only. ``free``: whoever pushes is
+    released at once, and what was pushed is an update. ``holds``: contributions may
     be put aside (``Accumulate``), which takes one more row of gradients. ``drops_late``: what was
     begun before the last update will be dropped.
     ``watches_loss``: pushes are to tell the loss.
@@ -32,6 +33,7 @@ class Needs:
     gathers: int = 1
     later: tuple[int, int] | None = None
     asks: bool = False
+    free: bool = False
 
 
 @runtime_checkable

@@ -136,7 +136,9 @@ class Push:
     the optimizer's state, by slot number, as ``torch.save`` writes it. ``fetch``: I want the newest
     parameters with my release. ``encoded``: so many bytes at the front of my row are my
     contribution, encoded as the exchange has it. ``draws``: answer these with my release, too.
-    ``later``: I do not wait for my release, and compute until I need it.
+    ``later``: I do not wait for my release, and compute until I need it. ``age``: I have made the
+    step myself, so many steps of others after I had read the parameters; ``former``: steps of that
+    kind that I have made before this one, and not told of.
     """
 
     optimizer: int
@@ -160,6 +162,8 @@ class Push:
     encoded: int | None = None
     draws: tuple[Draw, ...] = ()
     later: bool = False
+    age: int | None = None
+    former: tuple[Push, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,7 @@ class Draw:
     anew: what I had drawn of it, but not trained on, goes back). ``turn``: mini-batches are
     dealt to the workers in turn, so many at a time; 0: first come, first served. ``fills``: if
     there is nothing for me, give me something that does not count. ``visits``: from shards.
+    ``most``: so many mini-batches at once, as long as there are plenty for all.
     """
 
     lap: LoaderPass
@@ -192,6 +197,7 @@ class Draw:
     turn: int = 0
     fills: bool = False
     visits: Visits | None = None
+    most: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,11 +329,12 @@ class Gathered:
 class Ticket:
     """The positions of a mini-batch in the epoch's order; none: the pass has no more. One that does
     not count is run, but its gradient has no weight. ``ahead``: the next may be asked for with a
-    push."""
+    push. ``more``: of the mini-batches after this one, where many were asked for."""
 
     spans: Spans
     counts: bool = True
     ahead: bool = True
+    more: tuple[Spans, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,8 @@ from itertools import pairwise
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
 from hybridtrain.protocol.spans import Span, Spans, common, merged, split, total, without
 
+_PLENTY = 4  # of its share of what is left a worker draws one part in so many at once
+
 
 @dataclass
 class _Shards:
@@ -111,6 +113,17 @@ class _Pass:
         self.drawn.setdefault(worker, []).append(drawn)
         return drawn
 
+    def take_more(self, worker: int, request: Draw) -> tuple[Spans, ...]:
+        """More of what the worker has asked for, as many as it will surely be done with in time.
+
+        As fast as it has been so far it would do a share of what is left; it gets a part of that.
+        """
+        if request.most == 1 or not self.done[worker]:
+            return ()
+        size, share = request.sizes[worker], self.done[worker] / self.n_done
+        n = min(request.most - 1, int(total(self.left) * share / (_PLENTY * size)))
+        return tuple(self.take(worker, self.offer(worker, request), size) for _ in range(n))
+
     def near_its_end(self, worker: int, n: int) -> bool:
         """Whether the others might be sooner: if all were as fast together, they would.
 
@@ -163,10 +176,11 @@ class BatchQueue:
     """
 
     members: set[int]
-    made: Callable[[int], int] | None = None  # the last step that a worker has made itself
+    covered: Callable[[int], int] | None = None  # mini-batches that a worker has done by itself
     ahead: bool = True  # workers may ask for the next mini-batch with a push
     _passes: dict[LoaderPass, _Pass] = field(default_factory=dict)
     _owed: dict[int, tuple[int, tuple[DrawnBatch, ...], float]] = field(default_factory=dict)
+    _told: Counter[int] = field(default_factory=Counter)  # mini-batches behind a worker's pushes
     _away: set[int] = field(default_factory=set)  # who may come back, and others go on meanwhile
 
     def draw(self, worker: int, request: Draw) -> Ticket:
@@ -193,7 +207,8 @@ class BatchQueue:
         if n < size:
             one.ended.add(worker)  # for loaders, a smaller one is the last
         if n == size or (n > 0 and not request.drop_last):
-            return Ticket(one.take(worker, offered, n), ahead=self.ahead)
+            drawn = one.take(worker, offered, n)
+            return Ticket(drawn, ahead=self.ahead, more=one.take_more(worker, request))
         if fresh and request.fills and _has_batches(request):
             return Ticket(((0, min(size, request.length)),), False, self.ahead)
         return Ticket((), ahead=self.ahead)
@@ -224,23 +239,30 @@ class BatchQueue:
                 self._passes[cover.lap].done[worker] += total(cover.spans)
                 self._passes[cover.lap].n_done += total(cover.spans)
 
-    def done(self, worker: int, push: Push, version: int, samples: float) -> None:
-        """A push is part of update ``version``; if the worker makes that itself, it still has to.
+    def done(self, worker: int, push: Push, samples: float) -> None:
+        """A push is part of an update; a worker that has asked for that still has to make it.
 
         ``samples`` are counted for it.
         """
         if self._owed:
             self._settle_made()
-        if push.own and self.made is not None:
-            self._owed[worker] = version, push.covers, samples
+        self._told[worker] += len(push.covers)
+        if push.own and push.age is None and self.covered is not None:
+            self._owed[worker] = self._told[worker], push.covers, samples
         else:
             self.settle(worker, push.covers)
 
     def _settle_made(self) -> None:
-        for worker, (version, covers, _) in list(self._owed.items()):
-            if self.made is not None and self.made(worker) >= version:
+        for worker, (told, covers, _) in list(self._owed.items()):
+            if self.covered is not None and self.covered(worker) >= told:
                 del self._owed[worker]
                 self.settle(worker, covers)
+
+    def untold(self, worker: int) -> list[DrawnBatch]:
+        """What the worker has drawn and done, and not told of yet."""
+        n = 0 if self.covered is None else self.covered(worker) - self._told[worker]
+        own = [(lap, one.drawn.get(worker, [])) for lap, one in self._passes.items()]
+        return [DrawnBatch(lap, spans) for lap, drawn in own for spans in drawn][: max(n, 0)]
 
     def is_last_chance(self, covers: tuple[DrawnBatch, ...]) -> bool:
         """Whether nobody would draw what was drawn there, if it were given back."""
@@ -263,6 +285,7 @@ class BatchQueue:
         self._away.add(worker)
         self._settle_made()
         _, _, samples = self._owed.pop(worker, (0, (), 0.0))
+        del self._told[worker]
         for one in self._passes.values():
             one.give_back(worker)
         return samples
@@ -279,7 +302,10 @@ class BatchQueue:
     def unseen(self) -> dict[LoaderPass, Spans]:
         """What of each pass is not behind the parameters yet."""
         self._settle_made()
-        return {lap: one.unseen() for lap, one in self._passes.items()}
+        left = {lap: one.unseen() for lap, one in self._passes.items()}
+        for cover in [cover for worker in self.members for cover in self.untold(worker)]:
+            left[cover.lap] = without(left[cover.lap], cover.spans)
+        return left
 
 
 def _place(worker: int, request: Draw, number: int) -> int:

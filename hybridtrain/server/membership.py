@@ -71,6 +71,7 @@ class Membership:
         self._some_left = True
         self.meeting.leave(worker)
         self.rounds.settle_held(worker)
+        self.rounds.count_untold(worker)
         if samples := self.queue.lost(worker):
             self.statistics.dropped(worker, samples)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Store
+from hybridtrain.memory.lending import MadeSteps
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.facts import (
     Accumulate,
@@ -28,6 +29,7 @@ from hybridtrain.protocol.facts import (
     Waiting,
 )
 from hybridtrain.protocol.messages import Average, Averaged, DrawnBatch, Push, Reply, Writes
+from hybridtrain.protocol.spans import total
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
@@ -90,6 +92,11 @@ class Rounds:
         return self.store is not None and self.store.averaging
 
     @property
+    def _made_steps(self) -> MadeSteps | None:
+        """Where workers count the steps that they make themselves."""
+        return None if self.store is None else self.store.made
+
+    @property
     def waiting(self) -> frozenset[int]:
         """Who waits for a release or a mean."""
         return self._averaging.waiting | self._pushes.keys() | self._ready
@@ -120,11 +127,16 @@ class Rounds:
         return self._obey(TimerFired(max(self._statistics.clock(), at_s)))
 
     def push(self, worker: int, push: Push) -> Replies:
-        """The worker's contribution lies in its row.
+        """The worker's contribution lies in its row, or it has made its steps.
 
         Raises:
             UserError: if the push makes no sense; ``OptimizerFailed`` if the step failed.
         """
+        for former in push.former:  # there is one answer for all
+            self._push(worker, former)
+        return self._push(worker, push)
+
+    def _push(self, worker: int, push: Push) -> Replies:
         others = self._pushes if self.requirements.whole_rounds else {}
         if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
@@ -174,6 +186,15 @@ class Rounds:
         self._ready.discard(worker)
         self._statistics.left(worker)
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
+
+    def count_untold(self, worker: int) -> None:
+        """The worker is gone: what it has made and not told of counts."""
+        for cover in self._queue.untold(worker):
+            self._statistics.pushed(worker, total(cover.spans))
+            self._statistics.updated([0])
+            self._queue.settle(worker, (cover,))
+        if self._made_steps:
+            self._made_steps.cover(worker, 0)
 
     def miss(self, worker: int) -> Replies:
         """The worker's process is gone, and another will do in its place what it has not done."""
@@ -310,14 +331,19 @@ class Rounds:
         """The masters have moved, or are to be moved further with another evaluation."""
         again = any(worker in self._outcome and self._outcome[worker].again for worker in pushes)
         if not again and (counted or self._held or self.requirements.whole_rounds):
-            ages = [self._statistics.age(worker) for worker in counted]
+            ages = [self._age(worker, pushes[worker]) for worker in counted]
             self._statistics.updated([*ages, *[age for _, age, _ in self._held]])
+            if self._made_steps and all(push.age is None for push in pushes.values()):
+                self._made_steps.count()
         for worker, _, covers in self._held:
             self._queue.settle(worker, covers)
         self._held.clear()
         for worker, push in pushes.items():
             if push.covers:
-                self._queue.done(worker, push, self._statistics.version, self._samples(push))
+                self._queue.done(worker, push, self._samples(push))
+
+    def _age(self, worker: int, push: Push) -> int:
+        return self._statistics.age(worker) if push.age is None else push.age
 
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
         """Who counted, of all optimizers that are done. In lock-step all are for one."""

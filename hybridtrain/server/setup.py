@@ -71,6 +71,8 @@ class Setup:
         store = self.rounds.store
         assert store is not None, "parameters are shared before optimizers are installed"
         known = self.rounds.optimizers.updates
+        if not known and store.made is not None:
+            store.made.begin(install.version)
         updates = load_updates(install.optimizers, store, self.pool, known)
         if not known:
             self.statistics.start(install.version)

@@ -12,6 +12,7 @@ same moment would count once, so the server counts, and every worker is given it
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class SharedStateOptimizer(PerTensorUpdate):
         super().__init__(optimizer, numbers, store)
         self._lending = store.lending
         self._counts = dict.fromkeys(self._numbers, 0)
+        self._made = store.made.total if store.made else 0  # steps; those here are the last
         self._begun: set[int] = set()  # whatever is kept for these is there
         self.lent = SharedState()
         self._lend()
@@ -64,6 +66,7 @@ class SharedStateOptimizer(PerTensorUpdate):
                 f"{self._who} keeps figures in its parameter groups that it changes by itself "
                 f"({', '.join(sorted({k for group in self.news for k in group}))}); {_INSTEAD}"
             )
+        self._made += 1
         absent = [each.absent for each in contributions]
         self._begun |= set(self._numbers) - frozenset.intersection(*absent)
         self._lend()
@@ -77,8 +80,16 @@ class SharedStateOptimizer(PerTensorUpdate):
         before = dict(self._counts)
         for number in before.keys() - set(absent) if absent else before:
             self._counts[number] += 1
+        self._made += 1
+        if absent and self.lent.offset is not None:
+            self.lent = replace(self.lent, generation=self._lending.next_generation(), offset=None)
         counts = set(before.values())
         return counts.pop() if len(counts) == 1 else before
+
+    @property
+    def _offset(self) -> int | None:
+        counts = set(self._counts.values())
+        return counts.pop() - self._made if len(counts) == 1 else None
 
     # ---- what is lent ---------------------------------------------------------------------------
 
@@ -106,9 +117,10 @@ class SharedStateOptimizer(PerTensorUpdate):
                 else:
                     self._refuse(key, f"a {type(value).__name__}")
         places = self._placed(found)
-        old = self.lent
-        if (places, steps.keys(), plain) != (old.places, old.steps.keys(), old.plain):
-            self.lent = SharedState(self._lending.next_generation(), places, steps, plain)
+        old, offset = self.lent, self._offset
+        known = (old.places, old.steps.keys(), old.plain, old.offset)
+        if (places, steps.keys(), plain, offset) != known:
+            self.lent = SharedState(self._lending.next_generation(), places, steps, plain, offset)
 
     def _placed(
         self, found: Sequence[tuple[int, str, torch.Tensor]]

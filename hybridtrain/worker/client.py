@@ -59,16 +59,19 @@ from hybridtrain.protocol.notices import (
     SavePermission,
     Stop,
 )
-from hybridtrain.protocol.spans import Spans, total
+from hybridtrain.protocol.spans import Spans
 from hybridtrain.worker.connection import Connection
+from hybridtrain.worker.crew import Crew
+from hybridtrain.worker.own_steps import OwnSteps
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
+from hybridtrain.worker.tickets import Tickets
 
 
 class StopRequested(KeyboardInterrupt):
     """The server wants this worker to end. Not an ``Exception``, so user code lets it through."""
 
 
-class Client:
+class Client(Crew):
     """Speaks for one worker.
 
     Args:
@@ -78,32 +81,24 @@ class Client:
     """
 
     def __init__(self, worker: int, n_workers: int, line: Connection) -> None:
-        self.worker, self.n_workers = worker, n_workers
+        super().__init__(worker, n_workers)
         self.version = 0  # of the last release
         self.counted = True  # what was pushed, until somebody sets it anew
-        self.solo = False  # the others have ended: meetings are with oneself
         self.save_permission: SavePermission | None = None  # once this worker has stopped
-        self.is_saver = False  # does what one has to do for all, whoever it is
         self.heartbeat = Heartbeat()  # whether anybody watches is for the world to say
         self.joins = False  # training has begun long ago
         self.line = line
         self._pid = os.getpid()
         self.stop: Stop | None = None
         self._asked: dict[int, RequestProgress] = {}  # by whom it is for; not answered yet
-        self.met: tuple[int, ...] = tuple(range(n_workers))  # in the last meeting
         self.offered: PendingPush | None = None  # and not settled
-        self.gone: list[Gone] = []  # who will not come back
-        self.left = False  # whether they left something of the shared queue
-        self.away: set[int] = set()  # who will come back
-        self.lost_at = 0  # updates when the last of them was lost
-        self.on_change: Callable[[], object] = lambda: None  # somebody has gone, or is back
         self.tells: Callable[[], bytes] | None = None  # where training is
         # Done again and again while the server is waited for: returns in how many seconds to ask
         # it again, or ``None`` if there is nothing more to do.
         self.meanwhile: Callable[[], float | None] | None = None
         self._covers: list[DrawnBatch] = []
-        self._next_draws: dict[LoaderPass, Draw] = {}  # to be answered with a release
-        self._tickets: dict[LoaderPass, Ticket] = {}  # that came with one
+        self._tickets = Tickets(worker)
+        self.own: OwnSteps | None = None  # where workers step the masters
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
 
     # ---- parameters and steps -------------------------------------------------------------------
@@ -139,40 +134,77 @@ class Client:
         self.settle()
         if settles:
             covers, self._covers = tuple(self._covers), []
-            if not push.later:
-                draws, self._next_draws = tuple(self._next_draws.values()), {}
-                push = replace(push, draws=draws) if draws else push
+            if not push.later and (draws := self._tickets.ask()):
+                push = replace(push, draws=draws)
             push = replace(push, covers=covers) if covers else push
         self.line.send(push)
-        self.offered = PendingPush(then, [undo] if undo is not None else [], push.draws, push.later)
+        undoing, n_covers = [undo] if undo is not None else [], len(push.covers)
+        self.offered = PendingPush(then, undoing, push.draws, push.later, covers=n_covers)
 
     def settle(self) -> None:
-        """Wait for the release of what was offered, if that is still under way."""
+        """Tell of all steps, and wait for the release of what is still under way."""
+        if self.own is not None and self.own.untold:
+            self._tell_steps(self.own)
+        self._await_offered()
+
+    def _await_offered(self) -> None:
         if self.offered is not None:
             offered, self.offered = self.offered, None
             offered.settle(self._give_up if offered.lost else self.await_release)
 
     @property
+    def unsettled(self) -> PendingPush | None:
+        """What was offered, if the parameters and their version depend on its release."""
+        return None if self.offered is None or self.offered.made else self.offered
+
+    @property
     def expected_version(self) -> int:
         """At least so many updates are behind the parameters once what is offered is released."""
-        return self.version + (self.offered is not None)
+        return self.version + (self.unsettled is not None)
 
-    def await_release(self, then: Taking, draws: tuple[Draw, ...]) -> None:
+    def await_release(self, then: Taking, push: PendingPush) -> None:
         """It is under way: wait for it, and let ``then`` have it."""
-        self._take(self._answer(Released, in_step=True)[0], then, draws)
+        self._take(self._answer(Released, in_step=True)[0], then, push)
 
     def _give_up(self, *_: Any) -> None:
         """The server has stopped instead of answering."""
         raise StopRequested
 
-    def _take(self, released: Released | Refused, then: Taking, draws: tuple[Draw, ...]) -> None:
+    def _take(self, released: Released | Refused, then: Taking, push: PendingPush) -> None:
         if isinstance(released, Refused):
             raise UserError(released.reason)
-        self._tickets |= {d.lap: t for d, t in zip(draws, released.tickets, strict=False)}
-        self.version, self.counted = released.version, self.counted and released.counted
+        for draw, ticket in zip(push.draws, released.tickets, strict=False):
+            self._tickets.add(draw.lap, ticket)
+        if not push.made:  # or the worker knows it better
+            self.version, self.counted = released.version, self.counted and released.counted
         if self.joins:  # from here on this worker is one of all
             self.joins = self.solo = False
         then(released)
+        if self.own is not None and not push.made:
+            self.own.asked(push.covers if released.counted else 0)
+
+    def tell(self, push: Push, then: Taking) -> int:
+        """This worker has just made a step on the masters, unasked; the server hears of it soon.
+
+        Several are told of together: when mini-batches run short, when some time has passed, or
+        before anything else is said. ``then`` is called with the answer.
+
+        Returns:
+            How many steps of all workers are behind the masters.
+        """
+        assert self.own is not None, "workers make steps"
+        covers, self._covers = self._covers, []
+        self.version = self.own.make(push, covers, then)
+        if self._tickets.wanted or not self.own.may_wait:
+            self._hear_all()
+            if self.offered is None or self.own.must_tell:
+                self._tell_steps(self.own)
+        return self.version
+
+    def _tell_steps(self, own: OwnSteps) -> None:
+        self._await_offered()
+        push, self.offered = own.tell(self._tickets.ask())
+        self.line.send(push)
 
     def push(self, push: Push) -> Released:
         """Offer the gradient in the row, and wait; returns the version to go on from."""
@@ -210,19 +242,21 @@ class Client:
         So a worker that needs one for each push has a conversation less; it has them no sooner than
         if it asked when its release has come.
         """
-        if not self._computes_on:
-            self.settle()
-        if request.begins:  # of an earlier pass of the loader nothing is drawn any more
-            for former in (self._tickets, self._next_draws):
-                for lap in [lap for lap in former if lap.loader == request.lap.loader]:
-                    del former[lap]
-        ticket = self._tickets.pop(request.lap, None)
+        if not self._computes_on or self._tickets.is_under_way(request.lap):
+            self._await_offered()
+        if request.begins:
+            self._tickets.begin(request.lap)
+        ticket = self._tickets.take(request)
         if ticket is None:
-            ticket = self._ask(request, Ticket, settles=not self._computes_on)[0]
-        self._next_draws.pop(request.lap, None)
-        if ticket.ahead and total(ticket.spans) == request.sizes[self.worker]:
-            self._next_draws[request.lap] = replace(request, begins=False)
+            found = self._ask(request, Ticket, settles=not self._computes_on)[0]
+            self._tickets.add(request.lap, found)
+            ticket = self._tickets.take(request)
+            assert ticket is not None, "it has come"
         return ticket
+
+    def draw_at_once(self, most: int) -> None:
+        """Draw so many mini-batches together, as long as there are plenty."""
+        self._tickets.most = most
 
     # ---- reading --------------------------------------------------------------------------------
 
@@ -260,29 +294,6 @@ class Client:
         self.met, self.left = reply.workers, reply.left
         return [pickle.loads(each) for each in reply.payloads]
 
-    @property
-    def there(self) -> tuple[int, ...]:
-        """The workers that are there, or about to come back."""
-        gone = {each.worker for each in self.gone}
-        return tuple(worker for worker in range(self.n_workers) if worker not in gone)
-
-    @property
-    def rank(self) -> int:
-        """This worker's place among those that are there."""
-        return self.there.index(self.worker)
-
-    @property
-    def place(self) -> int:
-        """Where this worker's item lies among those of the last meeting."""
-        return 0 if self.solo else self.met.index(self.worker)
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this worker does what one has to do for all: log, save, draw."""
-        if self.is_saver or (not self.gone and not self.away):  # asked for many times in a step
-            return self.is_saver or self.worker == 0
-        return self.worker == next(each for each in self.there if each not in self.away)
-
     def note(self, note: Note) -> None:
         """Say something that needs no answer."""
         self.line.send(note)
@@ -303,12 +314,16 @@ class Client:
         if self.solo and not self.joins:  # who joins meets nobody yet, but can be stopped
             return
         if not self._computes_on:
-            self.settle()
-        while not self._must_stop and self.line.ready():
-            self._hear(self.line.receive()[0])
+            self._await_offered()
+        self._hear_all()
         if self._must_stop:
             self.settle()  # others may have made the step that is under way
             raise StopRequested
+
+    def _hear_all(self) -> None:
+        """What has come so far."""
+        while not self._must_stop and self.line.ready():
+            self._hear(self.line.receive()[0])
 
     @property
     def _computes_on(self) -> bool:
@@ -361,14 +376,8 @@ class Client:
                 self.stop = reply
                 if reply.now and self.offered is not None:
                     self.offered.lost = True
-            case Gone(worker, version, for_now):
-                self.lost_at = version
-                self.away |= {worker} if for_now else set()
-                self.gone += [] if for_now else [reply]
-                self.on_change()
-            case Back(worker):
-                self.away.discard(worker)
-                self.on_change()
+            case Gone() | Back():
+                self.hear_of(reply)
             case Released() | Refused():
                 assert self.offered is not None, "it was waited for later"
                 offered, self.offered = self.offered, None

@@ -15,9 +15,9 @@ Undoing = Callable[[], object]
 class PendingPush:
     """``then`` takes the release; if none ever comes, all of ``undoing`` is called instead.
 
-    ``draws``: what is drawn from the shared queue with it.
-    ``later``: the worker computes on, and nobody looks for the release before it is needed;
-    ``lost``: there will be none.
+    ``draws``: what is drawn from the shared queue with it; ``covers``: how many mini-batches are
+    done with it. ``later``: the worker computes on, and nobody looks for the release before it is
+    needed; ``lost``: there will be none. ``made``: the worker has made its steps already.
     """
 
     then: Taking
@@ -25,11 +25,13 @@ class PendingPush:
     draws: tuple[Draw, ...] = ()
     later: bool = False
     lost: bool = False
+    covers: int = 0
+    made: bool = False
 
-    def settle(self, wait: Callable[[Taking, tuple[Draw, ...]], object]) -> None:
+    def settle(self, wait: Callable[[Taking, PendingPush], object]) -> None:
         """``wait`` for the release; without one, what was done last is undone first."""
         try:
-            wait(self._take, self.draws)
+            wait(self._take, self)
         except BaseException:
             while self.undoing:
                 self.undoing.pop()()

@@ -319,12 +319,10 @@ def test_nothing_is_lost_at_the_end_however_unequal_the_workers_are(
 
 def test_what_a_worker_steps_itself_is_done_when_it_has_and_goes_back_if_it_never_will() -> None:
     made = {0: 0, 1: 0}
-    queue, lap = BatchQueue({0, 1}, made=made.__getitem__), LoaderPass(0, 0)
+    queue, lap = BatchQueue({0, 1}, covered=made.__getitem__), LoaderPass(0, 0)
     for worker in (0, 1):
         spans = queue.draw(worker, draw(16, (4, 4), begins=True)).spans
-        queue.done(
-            worker, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), worker + 1, 4.0
-        )
+        queue.done(worker, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), 4.0)
     assert total(queue.unseen()[lap]) == 16
     made[0] = 1
     assert total(queue.unseen()[lap]) == 12
@@ -334,8 +332,8 @@ def test_what_a_worker_steps_itself_is_done_when_it_has_and_goes_back_if_it_neve
 
 def test_what_has_been_stepped_does_not_go_back_when_a_pass_is_opened_again() -> None:
     made = {0: 0}
-    queue, lap = BatchQueue({0}, made=made.__getitem__), LoaderPass(0, 0)
+    queue, lap = BatchQueue({0}, covered=made.__getitem__), LoaderPass(0, 0)
     spans = queue.draw(0, draw(8, (4,), begins=True)).spans
-    queue.done(0, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), 1, 4.0)
+    queue.done(0, Push(0, 4.0, covers=(DrawnBatch(lap, spans),), own=True), 4.0)
     made[0] = 1
     assert queue.draw(0, draw(8, (4,), begins=True)).spans != spans

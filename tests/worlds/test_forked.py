@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hybridtrain.monitoring.heartbeat import Doing
 from hybridtrain.policies import WaitForAll
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client
@@ -37,7 +38,7 @@ def listen(client: Client) -> None:
 
 def beat_and_return(client: Client) -> None:
     client.heartbeat.fail()
-    client.heartbeat.make(7)
+    client.heartbeat.beat(Doing.STEP)
 
 
 CHILDREN: list[tuple[Callable[[Client], None], int, str]] = [
@@ -60,7 +61,7 @@ def test_a_child_ends_by_itself_and_the_worker_goes_on(
             if (pid := os.fork()) == 0:
                 return child(client)
             client.gather("after", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-            return client.heartbeat.made
+            return client.heartbeat.begun(Doing.STEP)
         return client.gather("after", None)
 
     world = ProcessWorld(Server(WaitForAll(), 2), 2)

@@ -82,7 +82,7 @@ class UpdateCount:
     def _update(self, interval: str, update_plateau_schedulers: bool) -> None:
         if interval == "step" and not update_plateau_schedulers:  # after a mini-batch
             if not accumulates(self._trainer):
-                if self._must_be_exact():
+                if self._client.unsettled is not None and self._must_be_exact():
                     self._client.settle()
                 self._catch_up()
                 self._made, self._counted = self._client.expected_version, False

@@ -26,7 +26,7 @@ from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.server.server import Server
 from hybridtrain.worlds.in_process import Body, Cell
-from hybridtrain.worlds.local.cpu_affinity import one_thread
+from hybridtrain.worlds.local.cpu_scheduling import one_thread
 
 T = TypeVar("T")
 

@@ -30,6 +30,8 @@ from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import has_finite_sum
 
+_AT_ONCE = 32  # mini-batches that are drawn together where steps are told of together
+
 
 class InPlace:
     """Steps one optimizer on parameters and state that all workers share.
@@ -48,6 +50,13 @@ class InPlace:
         self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         self._views: dict[tuple[int, str], torch.Tensor] = {}
         self._numbered: dict[int, torch.nn.Parameter] = {}  # of this step
+        self._unasked = False  # a step whose number is known here is made before it is counted
+        self._is_old = False  # what is lent: the next release says what is new
+
+    def step_unasked(self) -> None:
+        """From now on, where the number of the step is known here."""
+        self._unasked = True
+        self._client.draw_at_once(_AT_ONCE)
 
     def can_step(self, numbers: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether all that the gradients need is here, and they are finite."""
@@ -64,9 +73,22 @@ class InPlace:
         turn = released.turn
         if turn is not None and turn.steps is not None:
             self._step(turn.steps)
-        self._client.heartbeat.make(released.version)
         if turn is not None and turn.generation != self._lent.generation:
             self._borrow(number)
+            self._is_old = False
+
+    def make(self) -> bool:
+        """Make the step without asking, if that can be done."""
+        own, offset = self._client.own, self._lent.offset
+        if not self._unasked or own is None or offset is None or self._is_old or self.absent():
+            return False
+        self._step(offset + own.made.total)
+        return True
+
+    def heard(self, released: Released) -> None:
+        """The server knows of steps that were made without asking."""
+        turn = released.turn
+        self._is_old |= turn is not None and turn.generation != self._lent.generation
 
     @torch.no_grad()
     def _step(self, steps: int | dict[int, int]) -> None:
@@ -154,6 +176,10 @@ class PrivateState(InPlace):
     def _keep_in_place(self) -> None:
         """What it has put into its state is there."""
 
+    def _borrow(self, number: int) -> None:
+        """There is nothing but the number of steps."""
+        self._lent = self._client.borrow(number)
+
     def states(self) -> dict[Any, Any]:
         """By parameter."""
         return dict(self._state)
@@ -191,17 +217,24 @@ class WrittenInPlace(InPlace):
 
 
 def in_place(
-    optimizer: torch.optim.Optimizer, client: Client, requirements: Requirements, written: bool
+    optimizer: torch.optim.Optimizer,
+    client: Client,
+    requirements: Requirements,
+    written: bool,
+    only: bool,
 ) -> InPlace | None:
     """What steps it on the masters; ``None``: workers do not.
 
-    ``written``: the module writes to its parameters, without an optimizer.
+    ``written``: the module writes to its parameters, without an optimizer. ``only``: there is no
+    other optimizer, and no last step, so that the number of a step can be known here.
     """
     if not requirements.in_place:
         return None
-    if written:
-        return WrittenInPlace(optimizer, client)
-    return (PrivateState if requirements.private_state else InPlace)(optimizer, client)
+    own = PrivateState if requirements.private_state else InPlace
+    made = (WrittenInPlace if written else own)(optimizer, client)
+    if only and requirements.steps_unasked:
+        made.step_unasked()
+    return made
 
 
 class NoOptimizer(torch.optim.Optimizer):

@@ -120,7 +120,8 @@ class RemoteOptimizer:
             self._step_locally(self.local, self.weight)
             return loss
         will_count = self.offer(self.weight)
-        if not (self.lazy and will_count and is_unwatched(self._optimizer)):
+        waits = not (self.lazy and will_count and is_unwatched(self._optimizer))
+        if waits and self._client.unsettled is not None:
             self._client.settle()
         return loss
 
@@ -242,7 +243,11 @@ class RemoteOptimizer:
         )
         if self.buffers is not None:
             self.buffers.publish()
-        self._client.offer(push, self._take, partial(self._put_back, kept))
+        if self.in_place is not None and own and self.in_place.make():
+            version = self._client.tell(push, self.in_place.heard)
+            self._follow(Released(version))
+        else:
+            self._client.offer(push, self._take, partial(self._put_back, kept))
         self.pushed, self.clip = True, None
         self.count += 1
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
@@ -252,6 +257,9 @@ class RemoteOptimizer:
         """The server has let this worker go on: parameters, and all that follows them, are new."""
         if self.in_place is not None:
             self.in_place.released(released, self.number)
+        self._follow(released)
+
+    def _follow(self, released: Released) -> None:
         self._replica.refresh()
         self.state.forget()
         if self.buffers is not None:

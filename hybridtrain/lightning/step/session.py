@@ -39,6 +39,7 @@ from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.gradient_means import take_means
+from hybridtrain.worker.own_steps import OwnSteps
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import CudaReplica, open_replica
 from hybridtrain.worker.replica_own import OwnReplica
@@ -106,6 +107,7 @@ class Session:
 
     def _open_replica(self) -> Replica:
         parameters, store, worker = self._parameters, self._store, self._client.worker
+        self._client.own = OwnSteps(worker, store.made) if store.made else None
         if self._requirements.parameters == "own":
             assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
             return OwnReplica(parameters, store, worker, self._exchange.keeps)
@@ -152,10 +154,11 @@ class Session:
         numbers = [slot_numbers(optimizer, self._number_of) for optimizer in self._optimizers]
         known = {id(step): n for n, step in enumerate(self.steps)}
         steps = [vars(optimizer).get("step") for optimizer in self._optimizers]
+        own = self._requirements.own_state
         payload = tuple(
             known[id(step)]
             if id(step) in known
-            else dumped(self._masters_optimizer(optimizer), self._number_of)
+            else dumped(self.saved.masters_of(optimizer, self._update, own), self._number_of)
             for step, optimizer in zip(steps, self._optimizers, strict=True)
         )
         mine = payload if self._client.is_leader else ()
@@ -166,10 +169,6 @@ class Session:
     def gather_states(self) -> None:
         """All meet, and the one who saves gets what is each worker's own."""
         self.saved.gather(self.steps)
-
-    def _masters_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """What steps the masters, with the state that it had, if training goes on."""
-        return self.saved.masters_of(optimizer, self._update, self._requirements.own_state)
 
     def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteOptimizer:
         """The remote control of one optimizer."""
@@ -185,26 +184,22 @@ class Session:
                 self._update,
             )
             step.buffers = self.buffers
-            step.in_place = in_place(optimizer, self._client, self._requirements, self.written)
+            endless, wants = last_version(self.trainer) is None, self._requirements
+            only = endless and len(self._optimizers) == 1
+            step.in_place = in_place(optimizer, self._client, wants, self.written, only)
             step.manual = not self._module.automatic_optimization
-            sure = self._requirements.may_go_ahead and last_version(self.trainer) is None
-            step.lazy = sure and self._unseen and parameters_rest(self.trainer)
-            if not self._requirements.whole_rounds:
+            sure = wants.may_go_ahead and endless and self._unseen
+            step.lazy = sure and parameters_rest(self.trainer)
+            if not wants.whole_rounds:
                 step.told = partial(set_global_step, self.trainer)
             if self.steps:
                 step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
                 step.samples = self.steps[0].samples
             if isinstance(self.replica, OwnReplica):
                 assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
-                step.local = LocalSteps(
-                    optimizer,
-                    step.numbers,
-                    self.replica,
-                    self._exchange,
-                    self._requirements.whole_rounds,
-                    self._client.worker,
-                    self._client.n_workers,
-                )
+                own, client = (self.replica, self._exchange), self._client
+                place = client.worker, client.n_workers
+                step.local = LocalSteps(optimizer, step.numbers, *own, wants.whole_rounds, *place)
             else:
                 optimizer.state = step.state  # the server's now
             optimizer.step = step  # type: ignore[method-assign]
@@ -282,14 +277,15 @@ class Session:
         if step.count == count:
             step.step_without_data()  # the precision plugin skipped it
         if not self._requirements.whole_rounds:
-            offered = self._client.offered is not None
-            set_global_step(self.trainer, step.version - (not offered))
+            set_global_step(self.trainer, step.version - (self._client.unsettled is None))
         return output
 
     def count_written(self) -> None:
         """The module has written to the parameters: that was an update of this mini-batch."""
         step = self.steps[0]
-        step.push(step.weight)
+        step.offer(step.weight)
+        if self._client.unsettled is not None:
+            self._client.settle()
         set_global_step(self.trainer, step.version)
 
     @property

@@ -50,12 +50,12 @@ class StepRollback:
         if not self._session.owes:
             self._loaders.commit()
         self._schedules_kept = False
-        if self._client.offered is not None:
+        if (offered := self._client.unsettled) is not None:
             loop = self._trainer.fit_loop.epoch_loop
             counts = [counts.copy() for counts in _counts(self._trainer)]
             is_last = loop.batch_progress.is_last_batch
             place = _Place(counts, logged_step(self._trainer), is_last)
-            self._client.offered.undoing.append(partial(self._put_back, place))
+            offered.undoing.append(partial(self._put_back, place))
 
     def give_up(self) -> None:
         """What is under way will not be made: whoever goes on computes with the same buffers again.
@@ -76,13 +76,13 @@ class StepRollback:
 
     def _keep_schedules(self) -> None:
         """Schedulers may step now, ahead of the release."""
-        configs = self._trainer.lr_scheduler_configs
-        if self._client.offered is None or self._schedules_kept or not configs:
+        configs, offered = self._trainer.lr_scheduler_configs, self._client.unsettled
+        if offered is None or self._schedules_kept or not configs:
             return
         self._schedules_kept = True
         for config in configs:
             undo = partial(config.scheduler.load_state_dict, config.scheduler.state_dict())
-            self._client.offered.undoing.append(undo)
+            offered.undoing.append(undo)
 
 
 def _counts(trainer: Any) -> Iterator[dict[str, int]]:

@@ -60,7 +60,7 @@ from hybridtrain.server.refusals import standing
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.worlds.local.channel import ChannelClosed
-from hybridtrain.worlds.local.cpu_affinity import one_thread, stand_aside
+from hybridtrain.worlds.local.cpu_scheduling import one_thread, stand_aside
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
 from hybridtrain.worlds.local.start_workers import WorkerStarter
 from hybridtrain.worlds.local.worker_exit import (
@@ -127,7 +127,7 @@ class ProcessWorld:
         n_workers, threads = self.n_workers, self.threads_per_worker
         self._starter = WorkerStarter(n_workers, self.start_method, threads, self.places)
         self._workers = self._starter.workers
-        self.server.membership.queue.made = lambda worker: self._workers[worker].heartbeat.made
+        self.server.membership.queue.covered = self._covered
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
                 self._starter.start(range(n_workers), body, selector)
@@ -137,7 +137,7 @@ class ProcessWorld:
                 self._starter.kill()
                 self._starter.close()
                 # It knows this world, which knows the server.
-                self.server.membership.queue.made = None
+                self.server.membership.queue.covered = None
                 self.server.close()
         results = [worker.result for worker in self._workers]
         if isinstance(self._failure, Interrupted):
@@ -146,6 +146,11 @@ class ProcessWorld:
             raise self._failure
         self.watchdog.conclude()
         return results
+
+    def _covered(self, worker: int) -> int:
+        """Mini-batches that it has done by itself."""
+        store = self.server.store
+        return 0 if store is None or store.made is None else store.made.covered(worker)
 
     # ---- one turn of the loop -------------------------------------------------------------------
 

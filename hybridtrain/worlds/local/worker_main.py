@@ -19,6 +19,7 @@ from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed
+from hybridtrain.worlds.local.cpu_scheduling import yield_when_woken
 from hybridtrain.worlds.local.forked_child import end_child, mute_children
 from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
 from hybridtrain.worlds.local.worker_exit import Failed, Finished
@@ -123,6 +124,7 @@ def _prepare_process(birth: WorkerStart) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     keep_freed_memory()
+    yield_when_woken()
     torch.set_num_threads(birth.threads)
     torch.set_flush_denormal(True)  # denormal gradients make arithmetic 1.7 times slower
 

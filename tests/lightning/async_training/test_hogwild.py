@@ -78,13 +78,55 @@ class Count(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def test_a_step_that_a_lost_worker_has_counted_and_not_made_is_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("options", "dropped"), [({"max_steps": 99}, 1), ({}, 0)])
+def test_a_step_that_a_lost_worker_has_not_made_is_made(
+    options: dict[str, Any], dropped: int, tmp_path: Path
+) -> None:
+    """With ``max_steps`` a step is counted before it is made; else nobody has heard of it."""
     module, strategy = Count(tmp_path / "died"), HybridStrategy("hogwild", on_failure="restart")
-    fit(strategy, 1, 4, module, TensorDataset(torch.arange(24)), max_epochs=2)
+    fit(strategy, 1, 4, module, TensorDataset(torch.arange(24)), max_epochs=2, **options)
     assert (tmp_path / "died").exists()
     assert module.counts.tolist() == [0.5] * 24
     stats = strategy.run_stats()
-    assert stats["samples"] == 48 and stats["dropped"] == [1]
+    assert stats["samples"] == 48 and stats["dropped"] == [dropped]
+
+
+class KilledUntold(Count):
+    """Killed when it has made some steps that the server has not heard of."""
+
+    def on_train_start(self) -> None:
+        """No step is broken off."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        own = self.trainer.strategy.client.own
+        if len(own._untold) == 5 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_steps_that_a_lost_worker_has_made_and_not_told_of_count(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hybridtrain.worker.own_steps._TELL_S", 1e9)
+    module = KilledUntold(tmp_path / "died")
+    module.counts = torch.nn.Parameter(torch.zeros(240))
+    strategy = HybridStrategy("hogwild", on_failure="restart")
+    _, trainer = fit(strategy, 1, 2, module, TensorDataset(torch.arange(240)), max_epochs=1)
+    assert (tmp_path / "died").exists()
+    assert module.counts.tolist() == [0.5] * 240, "each was trained on once"
+    stats = strategy.run_stats()
+    assert stats["samples"] == 240 and stats["updates"] == trainer.global_step == 120
+    assert stats["dropped"] == [0]
+
+
+def test_how_late_steps_are_is_known_though_the_server_hears_of_them_later() -> None:
+    data = TensorDataset(torch.randn(400, 4), torch.randn(400, 1))
+    for n_workers in (1, 2):
+        strategy = HybridStrategy("hogwild")
+        fit(strategy, n_workers, 1, Regression, data, max_epochs=1)
+        staleness = strategy.run_stats()["staleness"]
+        assert sum(staleness["histogram"].values()) == 400
+        assert staleness["max"] == 0 if n_workers == 1 else 0.3 < staleness["mean"] < 3
 
 
 class Keep(pl.Callback):

@@ -88,6 +88,7 @@ class Counting:
 
     version = 0
     n_workers = 2
+    unsettled = None
 
     @property
     def expected_version(self) -> int:

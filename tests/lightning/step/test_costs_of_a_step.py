@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,6 @@ EXPECTED: dict[str, tuple[Any, dict[str, int]]] = {
     "hybrid": ("hybrid", ONE_EACH_WAY),
     "async": ("async", ONE_EACH_WAY),  # the next mini-batch is drawn with the push
     "ssp": ({"name": "ssp", "lead": 1}, ONE_EACH_WAY),
-    "hogwild": ("hogwild", ONE_EACH_WAY),
     "synchronous": ("synchronous", {**ONE_EACH_WAY, "Begin": 1, "Released": 2, "bells": 2}),
 }
 
@@ -77,6 +77,21 @@ def test_a_step_is_one_message_each_way(name: str, tmp_path: Path) -> None:
     steps = [Counter(each) for each in json.loads(callback.path.read_text())]
     found = [dict(steps[n + 1] - steps[n]) for n in STEPS]
     assert found == [expected] * len(STEPS)
+
+
+def test_workers_that_step_the_masters_tell_of_many_steps_together(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
+    """As many as half of the mini-batches that were drawn at once; fewer near the end."""
+    monkeypatch.setattr("hybridtrain.worker.own_steps._TELL_S", 1e9)
+    callback = Counted(tmp_path / "steps.json")
+    trainer = make_trainer(HybridStrategy("hogwild"), 1, callbacks=[callback], max_epochs=1)
+    trainer.fit(Regression(), DataLoader(regression_data(1600), 4))
+    steps = [Counter(each) for each in json.loads(callback.path.read_text())]
+    found = [dict(steps[n + 1] - steps[n]) for n in range(3, 200)]
+    told = [n for n, each in enumerate(found) if each.get("Push")]
+    assert all(set(each) <= set(ONE_EACH_WAY) for each in found), "nothing else is said"
+    assert len(told) <= 15 and max(b - a for a, b in pairwise(told)) >= 16
 
 
 def test_workers_that_train_on_their_own_say_nothing_between_two_exchanges(tmp_path: Path) -> None:

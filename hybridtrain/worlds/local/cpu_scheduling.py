@@ -1,8 +1,14 @@
-"""Keep the server off the cores that workers compute on, where there are cores enough.
+"""Who computes where, and when: the server and the workers, which may share cores.
+
+The server is kept off the cores that workers compute on, where there are cores enough.
 
 Linux wakes the server on the core of the worker that has rung for it, and, on a small machine, does
 not always look for an idle one: then the worker, which would go on computing, is held up while the
 server works, and the other core does nothing. Moved once, the server is woken where it was.
+
+Where there are not, a worker that the server has just released would take the core from the server,
+which has others to answer. Workers have the scheduling policy for those who compute and are in no
+hurry to be woken; the server takes a core from them, and they do not take it back.
 """
 
 from __future__ import annotations
@@ -36,6 +42,24 @@ def stand_aside(workers: Iterable[int]) -> bool:
         return False
     os.sched_setaffinity(0, free)  # it takes effect before the call returns
     os.sched_setaffinity(0, allowed)
+    return True
+
+
+def yield_when_woken() -> bool:
+    """Let this process take no core from who runs there; its share of the time is the same.
+
+    Returns:
+        Whether that was done: not where the user has chosen another policy (``chrt``, ``SCHED_*``
+        of sched(7)), or the system refuses it.
+    """
+    if not hasattr(os, "SCHED_BATCH"):
+        return False
+    try:
+        if os.sched_getscheduler(0) != os.SCHED_OTHER:
+            return False
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    except OSError:
+        return False
     return True
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import pytest
 
-from hybridtrain.worlds.local import cpu_affinity
+from hybridtrain.policies import WaitForAll
+from hybridtrain.server.server import Server
+from hybridtrain.worker.client import Client
+from hybridtrain.worlds.local import cpu_scheduling
+from hybridtrain.worlds.local.process_world import ProcessWorld
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="cores are told and chosen as Linux does it"
@@ -26,8 +31,8 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 
 def placed(monkeypatch: pytest.MonkeyPatch, server: int, *workers: int | None) -> bool:
     cores = {SERVER: server} | {-n: core for n, core in enumerate(workers, start=1)}
-    monkeypatch.setattr(cpu_affinity, "last_core", cores.get)
-    return cpu_affinity.stand_aside([-n for n in range(1, len(workers) + 1)])
+    monkeypatch.setattr(cpu_scheduling, "last_core", cores.get)
+    return cpu_scheduling.stand_aside([-n for n in range(1, len(workers) + 1)])
 
 
 def test_a_server_on_a_workers_core_moves_off_and_may_then_go_anywhere(
@@ -53,11 +58,34 @@ def test_it_stays_where_it_is(
 
 
 def test_the_core_of_a_process_is_one_that_it_may_use() -> None:
-    assert cpu_affinity.last_core(os.getpid()) in os.sched_getaffinity(0)
-    assert cpu_affinity.last_core(2**30) is None
+    assert cpu_scheduling.last_core(os.getpid()) in os.sched_getaffinity(0)
+    assert cpu_scheduling.last_core(2**30) is None
 
 
 def test_it_leaves_the_process_as_it_was() -> None:
     before = os.sched_getaffinity(0)
-    cpu_affinity.stand_aside([os.getpid()])
+    cpu_scheduling.stand_aside([os.getpid()])
     assert os.sched_getaffinity(0) == before
+
+
+def policy_of(client: Client) -> int:
+    return os.sched_getscheduler(0)
+
+
+def test_workers_take_no_core_from_the_server() -> None:
+    assert ProcessWorld(Server(WaitForAll(), 2), 2).run(policy_of) == [os.SCHED_BATCH] * 2
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_a_policy_that_was_chosen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getscheduler", lambda pid: os.SCHED_IDLE)
+    monkeypatch.setattr(os, "sched_setscheduler", lambda *_: pytest.fail("it was changed"))
+    assert not cpu_scheduling.yield_when_woken()
+
+
+def test_a_system_that_refuses_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setscheduler", refuse)
+    assert not cpu_scheduling.yield_when_woken()

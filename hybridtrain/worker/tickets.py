@@ -1,0 +1,75 @@
+"""The mini-batches of the shared queue that a worker has drawn and not begun."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+
+from hybridtrain.protocol.messages import Draw, LoaderPass, Ticket
+from hybridtrain.protocol.spans import total
+
+
+class Tickets:
+    """What has come, and what the next push is to ask for.
+
+    Args:
+        worker: its number.
+    """
+
+    def __init__(self, worker: int) -> None:
+        self.most = 1  # at once
+        self._worker = worker
+        self._here: dict[LoaderPass, deque[Ticket]] = {}
+        self._wanted: dict[LoaderPass, Draw] = {}
+        self._under_way: set[LoaderPass] = set()
+        self._few: dict[LoaderPass, int] = {}  # so many left are
+
+    @property
+    def wanted(self) -> bool:
+        """Whether a push is to ask for something."""
+        return bool(self._wanted)
+
+    def begin(self, lap: LoaderPass) -> None:
+        """Of earlier passes of the loader nothing is drawn any more."""
+        for former in [each for each in self._here if each.loader == lap.loader]:
+            del self._here[former], self._few[former]
+        for former in [each for each in self._wanted if each.loader == lap.loader]:
+            del self._wanted[former]
+        self._under_way = {each for each in self._under_way if each.loader != lap.loader}
+
+    def ask(self) -> tuple[Draw, ...]:
+        """What goes with the push that is sent now."""
+        asked = tuple(self._wanted.values())
+        self._under_way |= self._wanted.keys()
+        self._wanted = {}
+        return asked
+
+    def is_under_way(self, lap: LoaderPass) -> bool:
+        """Whether a push has asked for the next mini-batch, and its release has not come."""
+        return lap in self._under_way
+
+    def add(self, lap: LoaderPass, ticket: Ticket) -> None:
+        """It has come."""
+        self._under_way.discard(lap)
+        here = self._here.setdefault(lap, deque())
+        here.append(ticket)
+        self._few[lap] = len(ticket.more) // 2
+        here.extend(replace(ticket, spans=spans, more=()) for spans in ticket.more)
+
+    def take(self, request: Draw) -> Ticket | None:
+        """The next mini-batch of the request's pass, if it is here.
+
+        The push after it asks for more where few are left.
+        """
+        lap, here = request.lap, self._here.get(request.lap)
+        if not here:
+            return None
+        ticket = here.popleft()
+        newest = here[-1] if here else ticket  # the end of the pass, if it is not a whole one
+        whole = total(newest.spans) == request.sizes[self._worker]
+        few = len(here) <= self._few[lap] and lap not in self._under_way
+        if ticket.ahead and whole and few:
+            self._wanted[lap] = replace(request, begins=False, most=self.most)
+        else:
+            self._wanted.pop(lap, None)
+        return ticket
