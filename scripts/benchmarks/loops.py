@@ -96,7 +96,7 @@ def lightning(
     """
     steps = MODELS[model].steps(seconds)
     timer = (UsersTimer if as_users_do else Timer)(warm_up(steps))
-    fitting = trainer(_strategy(strategy), workers, timer)
+    fitting = trainer(strategy_named(strategy), workers, timer)
     fitting.fit(Trained(model, fused), loader(model, steps, workers, as_users_do))
     return noted()
 
@@ -116,7 +116,8 @@ def trainer(strategy: Any, workers: int, *callbacks: pl.Callback) -> pl.Trainer:
     )
 
 
-def _strategy(name: str) -> Any:
+def strategy_named(name: str) -> Any:
+    """``single`` and ``ddp`` are Lightning's, the others ours."""
     match name:
         case "single":
             return SingleDeviceStrategy("cpu")

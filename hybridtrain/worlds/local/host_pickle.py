@@ -5,9 +5,13 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any
 
 import torch
+
+from hybridtrain.protocol.messages import Draw, Push, Released, Ticket
 
 
 def _on_the_host(tensor: torch.Tensor) -> Any:
@@ -23,6 +27,15 @@ def _on_the_host(tensor: torch.Tensor) -> Any:
         here = torch.nn.Parameter(here, tensor.requires_grad)
     return here.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
+
+def _by_arguments(kind: type[Any]) -> None:
+    """Pickle these as calls: what dataclasses with slots do is a loop in Python, each way."""
+    values = attrgetter(*(each.name for each in fields(kind)))
+    copyreg.pickle(kind, lambda message: (kind, values(message)))
+
+
+for _kind in (Push, Draw, Released, Ticket):  # those of every step
+    _by_arguments(_kind)
 
 _OF_TORCH = b"torch"  # the module of what makes a tensor again
 
