@@ -7,6 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+# Tests run side by side, and threads that spin for one another made small ones 20 times slower.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What needs a GPU runs where ``-m`` asks for it by name; ``-m slow`` alone does not."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from hybridtrain.profiling.chrome_trace import write_trace
-from hybridtrain.profiling.phases import MEANINGS, Phase
+from hybridtrain.profiling.phases import ENCLOSING, MEANINGS, Phase
 from hybridtrain.profiling.time_spans import Track, cost_of_span_ns
 
 FIGURES, TIMELINE = "profile.json", "timeline.json"
+_EXCHANGE = (Phase.PUSH, Phase.WAIT, Phase.PULL)
 _COLUMN = 16  # characters of a worker's column, at most
 _SHOWN = 11  # and of the first one
 
@@ -57,6 +58,30 @@ class Report:
         seconds = sum(track.seconds for track in self.workers.values())
         return spans * self.cost_ns / 1e9 / seconds if seconds else 0.0
 
+    @cached_property
+    def step_s(self) -> float:
+        """Of all workers on average, without validations and checkpoints."""
+        return self._mean_step_s(lambda phase: phase not in ENCLOSING)
+
+    @cached_property
+    def floor_s(self) -> float:
+        """What a step would take if there were nobody to exchange anything with.
+
+        Lightning's loop, data, hooks, forward, backward, and the arithmetic of one update.
+        """
+        own = self._mean_step_s(lambda phase: phase not in (*ENCLOSING, *_EXCHANGE))
+        if any(Phase.UPDATE in track.phases() for track in self.workers.values()):
+            return own
+        made = [s for t in self.server[:1] for (_, p), s in t.sums.items() if p is Phase.UPDATE]
+        return own + sum(each.own_ns / 1e9 / each.n for each in made)
+
+    def _mean_step_s(self, counts: Callable[[Phase], bool]) -> float:
+        each = [
+            sum(s for phase, s in track.phases().items() if counts(phase)) / max(1, track.n_steps)
+            for track in self.workers.values()
+        ]
+        return mean(each) if each else 0.0
+
     # ---- files ----------------------------------------------------------------------------------
 
     def write(self, folder: Path) -> None:
@@ -74,6 +99,8 @@ class Report:
             "n_workers": self.n_workers,
             "timeline_every": self.every,
             "measuring_share": round(self.measuring, 4),
+            "us_per_step": round(1e6 * self.step_s, 2),
+            "floor_us_per_step": round(1e6 * self.floor_s, 2),
             "meanings": {str(phase): text for phase, text in MEANINGS.items()},
         }
 
@@ -137,7 +164,9 @@ class Report:
 
     def _says(self, folder: Path | None) -> str:
         thinned = f"one step in {self.every}, as there is no room for all"
-        lines = [f"measuring took about {100 * self.measuring:.1f} % of the time"]
+        step, alone = _ms(1e3 * self.step_s), _ms(1e3 * self.floor_s)
+        lines = [f"of {step} ms a step, {alone} would be left with nobody to exchange with"]
+        lines.append(f"measuring took about {100 * self.measuring:.1f} % of the time")
         if missing := sorted({*range(self.n_workers)} - self.workers.keys()):
             lines.append(f"nothing is known of worker {', '.join(map(str, missing))}")
         shows = "every step" if self.every == 1 else thinned

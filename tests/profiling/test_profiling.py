@@ -221,3 +221,25 @@ def test_the_files_are_a_trace_and_figures(tmp_path: Path) -> None:
     assert figures["timeline_every"] == worker.track.every > 1
     assert figures["measuring_share"] == pytest.approx(2 * 60 / 7000, abs=1e-3)
     assert any("one step in" in line for line in shown(report, 80, tmp_path))
+
+
+@pytest.mark.parametrize("in_worker", [False, True])
+def test_a_step_is_held_against_one_with_nobody_to_exchange_with(in_worker: bool) -> None:
+    """Its update is that of the server, or, where workers step themselves, their own."""
+    worker, server = Worker(), Worker()
+    for number in range(10):
+        worker.track.next_step(number + 1)
+        worker.span("backward", Phase.BACKWARD, 3000)
+        worker.span("wait", Phase.WAIT, 9000)
+        if in_worker:
+            worker.span("own step", Phase.UPDATE, 500)
+        worker.clock.now += 1000
+        server.span("push", Phase.SERVE, 700)
+        if number % 2:
+            server.span("update", Phase.UPDATE, 2000)
+    report = Report({0: worker.track}, (server.track,), 1, cost_ns=60.0)
+    own = 4500 if in_worker else 4000
+    assert report.step_s == pytest.approx((own + 9000) / 1e9, rel=0.01)
+    assert report.floor_s == pytest.approx((own + (0 if in_worker else 2000)) / 1e9, rel=0.03)
+    assert report.figures()["floor_us_per_step"] == pytest.approx(1e6 * report.floor_s, abs=0.01)
+    assert any("would be left with nobody" in line for line in shown(report, 80, Path("there")))
