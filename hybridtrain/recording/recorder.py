@@ -142,7 +142,10 @@ class RecordingServer(Server):
 
     def _asked(self, worker: int, request: Request | Note, now_s: float) -> None:
         own_s = self._own.stops(worker, now_s)
-        samples = samples_of(request) if isinstance(request, Push) else 0.0
+        samples = 0.0
+        if isinstance(request, Push):
+            together = (*request.former, request)  # one message, several mini-batches
+            own_s, samples = own_s / len(together), sum(map(samples_of, together))
         seen = checksum_of(request, worker, self._seen())
         self._writer.event(type(request).__name__, worker, seen, now_s, own_s, samples)
 

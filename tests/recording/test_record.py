@@ -7,6 +7,7 @@ import struct
 import time
 import zlib
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -231,6 +232,23 @@ def test_news_that_nobody_has_asked_for_change_no_service_time(
     writer.close()
     pushes = read_record(tmp_path / "record.bin").of_kind("Push")
     assert pushes["own_s"].tolist() == [(5.0 - 1.0) + (10.0 - 9.0)]
+
+
+def test_steps_that_are_told_of_together_share_their_time_and_all_their_samples_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_s, writer = [1.0], Writer(tmp_path / "record.bin", KINDS)
+    server = RecordingServer(writer, make_policy("hogwild"), 1, clock=lambda: at_s[0])
+    writer.tell({"header": {"kinds": KINDS, "workers": 1}})
+    monkeypatch.setattr(Server, "on", lambda self, event: [(0, Released(0))])
+    made = tuple(Push(0, 4.0, own=True, age=0) for _ in range(3))
+    for push in (made[0], replace(made[0], former=made)):
+        server.on(Received(0, push))
+        at_s[0] += 8.0
+    writer.close()
+    pushes = read_record(tmp_path / "record.bin").of_kind("Push")
+    assert pushes["own_s"].tolist() == [0.0, 8.0 / 4]
+    assert pushes["samples"].tolist() == [4.0, 16.0]
 
 
 # ---- bad input ----------------------------------------------------------------------------------
