@@ -163,3 +163,12 @@ def test_what_is_made_and_not_told_of_is_behind_the_parameters() -> None:
     queue.lost(0)
     covered[0] = 0
     assert queue.untold(0) == []
+
+
+def test_what_was_asked_and_made_is_not_taken_for_what_is_untold() -> None:
+    covered = {0: 0}
+    queue = BatchQueue({0}, covered=covered.__getitem__)
+    spans = [queue.draw(0, draw(9, begins=n == 0)).spans for n in range(3)]
+    queue.done(0, Push(0, 1.0, own=True, covers=(DrawnBatch(LAP, spans[0]),)), 1.0)
+    covered[0] = 2  # the one it has asked for, and another
+    assert [each.spans for each in queue.untold(0)] == spans[1:2]
