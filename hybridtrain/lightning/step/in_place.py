@@ -58,6 +58,10 @@ class InPlace:
         self._unasked = True
         self._client.draw_at_once(_AT_ONCE)
 
+    def ask(self) -> None:
+        """From now on: there is another optimizer, whose steps are counted as well."""
+        self._unasked = False
+
     def can_step(self, numbers: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether all that the gradients need is here, and they are finite."""
         self._numbered = dict(zip(numbers, parameters, strict=True))

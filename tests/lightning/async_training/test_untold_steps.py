@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hybridtrain import HybridStrategy
-from tests.lightning.toys import fit, make_trainer
+from tests.lightning.toys import distance, fit, make_trainer
 
 
 def wait_until(there: Callable[[], bool]) -> None:
@@ -172,3 +172,38 @@ def test_faults_on_purpose_come_between_steps_that_are_made_unasked(
     make_trainer(strategy, 1, max_epochs=1).fit(module, DataLoader(Indices(60), 2))
     assert [row["count"] for row in strategy.run_stats()["faults"]] == [1]
     assert set(module.counts.tolist()) == {0.5}
+
+
+class Joined(pl.LightningModule):
+    """A second optimizer joins the first in mid-run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net, self.other = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 10:
+            second = torch.optim.Adam(self.other.parameters(), lr=0.1)
+            self.trainer.optimizers = [*self.trainer.optimizers, second]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        known = self.optimizers()
+        for optimizer in known if isinstance(known, list) else [known]:
+            optimizer.zero_grad()
+            loss = (self.other(self.net(batch[:, None].float() / 60)) - 1).pow(2).mean()
+            self.manual_backward(loss)
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), lr=0.1)
+
+
+def test_where_another_optimizer_joins_each_counts_its_own_steps() -> None:
+    done = []
+    for strategy in ("auto", "hogwild"):
+        pl.seed_everything(7, verbose=False)
+        module = Joined()
+        make_trainer(strategy, 1, max_epochs=1).fit(module, DataLoader(Indices(60), 2))
+        done.append(module)
+    assert distance(*done) == 0.0
