@@ -222,6 +222,10 @@ class Client(Crew):
         """The next push stands for this mini-batch of the shared queue, too."""
         self._covers.append(cover)
 
+    def is_mixed(self) -> bool:
+        """Whether the next push is for several loaders, whose order only this worker knows."""
+        return len({cover.lap for cover in self._covers}) > 1
+
     def pull(self, writes: Writes | None = None) -> int:
         """Bring the own parameters up to date; returns their version."""
         return self._ask(Pull(writes or {}), Released)[0].version

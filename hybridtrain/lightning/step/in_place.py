@@ -84,7 +84,8 @@ class InPlace:
     def unasked(self) -> Callable[[], object] | None:
         """What makes the step without asking, if that can be done."""
         own, offset = self._client.own, self._lent.offset
-        if not self._unasked or own is None or offset is None or self._is_old or self.absent():
+        must_ask = not self._unasked or self._is_old or self._client.is_mixed() or self.absent()
+        if must_ask or own is None or offset is None:
             return None
         return lambda: self._step(offset + own.made.total)
 

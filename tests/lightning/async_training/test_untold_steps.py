@@ -13,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from hybridtrain import HybridStrategy
@@ -172,6 +173,34 @@ def test_faults_on_purpose_come_between_steps_that_are_made_unasked(
     make_trainer(strategy, 1, max_epochs=1).fit(module, DataLoader(Indices(60), 2))
     assert [row["count"] for row in strategy.run_stats()["faults"]] == [1]
     assert set(module.counts.tolist()) == {0.5}
+
+
+class Two(Count):
+    """Killed when it has made a step with mini-batches of two loaders, before it tells of it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(torch.cat([batch["a"], batch["b"] + 60]), batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        own = self.trainer.strategy.client.own  # type: ignore[attr-defined]
+        make = own.make
+
+        def killed(*args: Any) -> Any:
+            make(*args)
+            (self.path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if batch_idx == 10 and not (self.path / "died").exists():
+            own.make = killed
+
+
+def test_steps_with_mini_batches_of_two_loaders_are_asked_for(tmp_path: Path) -> None:
+    """Else nobody would know which of these have been made, should the worker be lost."""
+    module = Two(120, tmp_path)
+    loaders = CombinedLoader({key: DataLoader(Indices(60), 2) for key in "ab"}, "max_size")
+    strategy = HybridStrategy("hogwild", on_failure="restart")
+    make_trainer(strategy, 1, max_epochs=1).fit(module, loaders)
+    assert set(module.counts.tolist()) == {0.25}
 
 
 class Joined(pl.LightningModule):
