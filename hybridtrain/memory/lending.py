@@ -64,6 +64,8 @@ class MadeSteps:
 
     def __init__(self, words: memoryview, n_workers: int) -> None:
         self._words, self._servers = words, self._LINE * n_workers
+        self._told = [0] * n_workers  # of what workers have made unasked; known to the server
+        self.ahead = 0  # of what was told, when the server has looked
 
     @classmethod
     def n_words(cls, n_workers: int) -> int:
@@ -79,9 +81,25 @@ class MadeSteps:
         """By the server: nobody steps, and so many steps are behind the masters."""
         self._words[self._servers] += version - self.total
 
-    def count(self) -> None:
-        """By the server: one more, of which no worker has counted itself."""
-        self._words[self._servers] += 1
+    def count(self, by: Sequence[int] = ()) -> None:
+        """By the server: it has heard of one more, which these workers have counted themselves."""
+        for worker in by:
+            self._told[worker] += 1
+        self._words[self._servers] += not by
+
+    @property
+    def told(self) -> int:
+        """For the server: so many it has heard of, or counted itself."""
+        return self._words[self._servers] + sum(self._told)
+
+    def untold(self, worker: int) -> int:
+        """For the server: so many the worker has made that it has not heard of."""
+        return self._words[self._LINE * worker] - self._told[worker]
+
+    def look(self) -> int:
+        """By the server: how many of all workers it has not heard of, now."""
+        self.ahead = sum(map(self.untold, range(len(self._told))))
+        return self.ahead
 
     def make(self, worker: int, covered: int) -> None:
         """By a worker: it has made a step; ``covered`` mini-batches are done with all its own."""

@@ -260,6 +260,7 @@ class BatchQueue:
 
     def untold(self, worker: int) -> list[DrawnBatch]:
         """What the worker has drawn and done, and not told of yet."""
+        self._settle_made()
         n = 0 if self.covered is None else self.covered(worker) - self._told[worker]
         own = [(lap, one.drawn.get(worker, [])) for lap, one in self._passes.items()]
         return [DrawnBatch(lap, spans) for lap, drawn in own for spans in drawn][: max(n, 0)]

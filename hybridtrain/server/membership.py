@@ -48,7 +48,7 @@ class Membership:
 
     def news_of(self, event: Removed) -> Replies:
         """The others hear who is gone, if they are to, and what it may have had a part in."""
-        news = Gone(event.worker, self.statistics.version, for_now=event.returns)
+        news = Gone(event.worker, self.rounds.version, for_now=event.returns)
         return self._news(news) if event.announced else []
 
     def remove(self, event: Removed) -> Replies:
@@ -107,5 +107,5 @@ class Membership:
         freed = self.rounds.join(worker)
         self.statistics.comes(worker)
         away = sorted(self.missing)  # it may have heard of some, and forgets none by hearing twice
-        news = [(worker, Gone(each, self.statistics.version, for_now=True)) for each in away]
+        news = [(worker, Gone(each, self.rounds.version, for_now=True)) for each in away]
         return [*news, (worker, Done()), *self._news(Back(worker)), *freed]

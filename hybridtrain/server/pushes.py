@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hybridtrain.protocol.messages import Push, Released, Ticket
+from hybridtrain.protocol.messages import DrawnBatch, Push, Released, Ticket
+from hybridtrain.protocol.spans import total
 from hybridtrain.updates import Stepped
 
 
@@ -37,3 +38,11 @@ def release(
     return Released(
         version, again is not None, cleared, stepped.news, stepped.turn, counted, tickets
     )
+
+
+def untold_steps(n: int, covers: Sequence[DrawnBatch]) -> Iterator[Push]:
+    """What a worker would have told of ``n`` steps, with these mini-batches, that it has made."""
+    for step in range(n):
+        own = tuple(covers[step * len(covers) // n : (step + 1) * len(covers) // n])
+        samples = float(sum(total(cover.spans) for cover in own))
+        yield Push(0, 1.0, samples=samples, covers=own, own=True, age=0)

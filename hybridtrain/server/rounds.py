@@ -29,11 +29,10 @@ from hybridtrain.protocol.facts import (
     Waiting,
 )
 from hybridtrain.protocol.messages import Average, Averaged, DrawnBatch, Push, Reply, Writes
-from hybridtrain.protocol.spans import total
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
-from hybridtrain.server.pushes import by_optimizer, release, samples_of
+from hybridtrain.server.pushes import by_optimizer, release, samples_of, untold_steps
 from hybridtrain.server.refusals import objection, too_early
 from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.server.update_under_way import UpdateUnderWay
@@ -95,6 +94,12 @@ class Rounds:
     def _made_steps(self) -> MadeSteps | None:
         """Where workers count the steps that they make themselves."""
         return None if self.store is None else self.store.made
+
+    @property
+    def version(self) -> int:
+        """Updates behind the masters, also those that workers have made and not told of."""
+        made = self._made_steps
+        return self._statistics.version if made is None else made.total
 
     @property
     def waiting(self) -> frozenset[int]:
@@ -188,13 +193,11 @@ class Rounds:
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
 
     def count_untold(self, worker: int) -> None:
-        """The worker is gone: what it has made and not told of counts."""
-        for cover in self._queue.untold(worker):
-            self._statistics.pushed(worker, total(cover.spans))
-            self._statistics.updated([0])
-            self._queue.settle(worker, (cover,))
-        if self._made_steps:
-            self._made_steps.cover(worker, 0)
+        """The worker is gone: what it has made and not told of counts, as if it had."""
+        if (made := self._made_steps) is not None:
+            for push in untold_steps(made.untold(worker), self._queue.untold(worker)):
+                self._push(worker, push)
+            made.cover(worker, 0)
 
     def miss(self, worker: int) -> Replies:
         """The worker's process is gone, and another will do in its place what it has not done."""
@@ -331,19 +334,17 @@ class Rounds:
         """The masters have moved, or are to be moved further with another evaluation."""
         again = any(worker in self._outcome and self._outcome[worker].again for worker in pushes)
         if not again and (counted or self._held or self.requirements.whole_rounds):
-            ages = [self._age(worker, pushes[worker]) for worker in counted]
+            seen = self._statistics.age
+            ages = [seen(w) if (age := pushes[w].age) is None else age for w in counted]
             self._statistics.updated([*ages, *[age for _, age, _ in self._held]])
-            if self._made_steps and all(push.age is None for push in pushes.values()):
-                self._made_steps.count()
+            if (made := self._made_steps) is not None:
+                made.count([worker for worker, push in pushes.items() if push.age is not None])
         for worker, _, covers in self._held:
             self._queue.settle(worker, covers)
         self._held.clear()
         for worker, push in pushes.items():
             if push.covers:
                 self._queue.done(worker, push, self._samples(push))
-
-    def _age(self, worker: int, push: Push) -> int:
-        return self._statistics.age(worker) if push.age is None else push.age
 
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
         """Who counted, of all optimizers that are done. In lock-step all are for one."""
@@ -395,6 +396,5 @@ class Rounds:
             self.optimizers.read(worker)
         self._statistics.released(worker, fetches)
         stepped = self._outcome.pop(worker, _NOTHING)
-        draws = () if push is None else push.draws
-        tickets = tuple(self._queue.draw(worker, each) for each in draws)
-        return worker, release(stepped, self._statistics.version, stepped is not _DROPPED, tickets)
+        tickets = tuple(self._queue.draw(worker, each) for each in (push.draws if push else ()))
+        return worker, release(stepped, self.version, stepped is not _DROPPED, tickets)

@@ -179,7 +179,7 @@ class Server:
                 self._rounds.take(worker, writes)
                 self.optimizers.settle()
                 self._rounds.refresh(worker)
-                return [(worker, Released(self.statistics.version))]
+                return [(worker, Released(self._rounds.version))]
             case Snapshot():
                 return self._snapshot(worker, message)
             case GetState():
@@ -267,8 +267,10 @@ class Server:
         optimizers.settle()
         if request.refresh:
             self._rounds.refresh(worker)
-        state = optimizers.dump(request.place)
-        return [(worker, OptimizerState(state, self.statistics.version, self._queue.unseen()))]
+        state, store = optimizers.dump(request.place), self.store
+        ahead = store.made.ahead if store is not None and store.made is not None else 0
+        version = self.statistics.version + ahead  # which the state's steps agree with
+        return [(worker, OptimizerState(state, version, self._queue.unseen()))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
         """These workers and all who wait must end, with this reason."""

@@ -45,9 +45,10 @@ class SharedStateOptimizer(PerTensorUpdate):
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
     ) -> None:
         super().__init__(optimizer, numbers, store)
-        self._lending = store.lending
+        self._lending, self._steps = store.lending, store.made
         self._counts = dict.fromkeys(self._numbers, 0)
-        self._made = store.made.total if store.made else 0  # steps; those here are the last
+        self._made = 0 if store.made is None else store.made.told
+        self._look()
         self._begun: set[int] = set()  # whatever is kept for these is there
         self.lent = SharedState()
         self._lend()
@@ -86,6 +87,15 @@ class SharedStateOptimizer(PerTensorUpdate):
         counts = set(before.values())
         return counts.pop() if len(counts) == 1 else before
 
+    def _look(self) -> None:
+        if self._steps is not None:
+            self._steps.look()
+
+    @property
+    def _ahead(self) -> int:
+        """So many more steps than it was told of are in the state."""
+        return 0 if self._steps is None else self._steps.ahead
+
     @property
     def _offset(self) -> int | None:
         counts = set(self._counts.values())
@@ -108,7 +118,7 @@ class SharedStateOptimizer(PerTensorUpdate):
             for key, value in state.items():
                 if key == STEP:
                     steps[number] = value
-                    self._counts[number] = int(value)
+                    self._counts[number] = int(value) - self._ahead
                 elif isinstance(value, torch.Tensor):
                     self._check_tensor(number, key, value)
                     found.append((number, key, value))
@@ -177,10 +187,11 @@ class SharedStateOptimizer(PerTensorUpdate):
 
     def settle(self) -> None:
         """Tell the optimizer how many steps the workers have made."""
+        self._look()
         for number, state in self._states():
             count = state.get(STEP)
             if isinstance(count, torch.Tensor):
-                count.fill_(self._counts[number])
+                count.fill_(self._counts[number] + self._ahead)
             elif count is not None:
-                state[STEP] = type(count)(self._counts[number])
+                state[STEP] = type(count)(self._counts[number] + self._ahead)
         super().settle()

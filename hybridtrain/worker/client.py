@@ -183,8 +183,8 @@ class Client(Crew):
         if self.own is not None and not push.made:
             self.own.asked(push.covers if released.counted else 0)
 
-    def tell(self, push: Push, then: Taking) -> int:
-        """This worker has just made a step on the masters, unasked; the server hears of it soon.
+    def make(self, step: Callable[[], object], push: Push, then: Taking) -> int:
+        """Make a step on the masters, unasked; the server hears of it soon.
 
         Several are told of together: when mini-batches run short, when some time has passed, or
         before anything else is said. ``then`` is called with the answer.
@@ -193,6 +193,7 @@ class Client(Crew):
             How many steps of all workers are behind the masters.
         """
         assert self.own is not None, "workers make steps"
+        step()
         covers, self._covers = self._covers, []
         self.version = self.own.make(push, covers, then)
         if self._tickets.wanted or not self.own.may_wait:
@@ -220,6 +221,10 @@ class Client(Crew):
     def cover(self, cover: DrawnBatch) -> None:
         """The next push stands for this mini-batch of the shared queue, too."""
         self._covers.append(cover)
+
+    def is_mixed(self) -> bool:
+        """Whether the next push is for several loaders, whose order only this worker knows."""
+        return len({cover.lap for cover in self._covers}) > 1
 
     def pull(self, writes: Writes | None = None) -> int:
         """Bring the own parameters up to date; returns their version."""

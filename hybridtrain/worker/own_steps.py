@@ -36,7 +36,6 @@ class OwnSteps:
         self._untold: list[Push] = []
         self._then: Taking = lambda released: None
         self._told_at_s = 0.0
-        self._mixed = False  # mini-batches of several loaders, whose order nobody else knows
 
     def asked(self, covers: int) -> None:
         """A step that the server has counted is made; with it so many mini-batches are done."""
@@ -50,7 +49,7 @@ class OwnSteps:
         self._n_covered += len(covers)
         self.made.make(self._worker, self._n_covered)
         self._untold.append(replace(push, covers=tuple(covers), age=age, later=True))
-        self._then, self._mixed = then, len({cover.lap for cover in covers}) > 1
+        self._then = then
         self._read_at = self.made.total
         return self._read_at
 
@@ -62,12 +61,12 @@ class OwnSteps:
     @property
     def may_wait(self) -> bool:
         """Whether it need not be told now."""
-        return not self._mixed and time.monotonic() - self._told_at_s < _TELL_S
+        return time.monotonic() - self._told_at_s < _TELL_S
 
     @property
     def must_tell(self) -> bool:
         """Whether this worker is to wait until the server has heard what was told before."""
-        return self._mixed or len(self._untold) >= _MOST
+        return len(self._untold) >= _MOST
 
     def tell(self, draws: tuple[Draw, ...]) -> tuple[Push, PendingPush]:
         """All at once: what is to be said, and what becomes of the answer."""

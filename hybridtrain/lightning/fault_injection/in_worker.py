@@ -6,7 +6,8 @@ there is.
 
 In a phase a fault comes here: *compute*: before the module's ``training_step``; *push*: the
 gradient lies in shared memory, and the server has not been told; *pull*: the release has come, and
-the parameters have not been taken; *validation*: before a mini-batch of it; *checkpoint*: when half
+the parameters have not been taken (or the worker has made the step itself, unasked, and perhaps not
+told of it); *validation*: before a mini-batch of it; *checkpoint*: when half
 of the file is written, and for workers other than 0, which write none, as it begins; *teardown*: as
 the run ends. For *update* see :mod:`hybridtrain.lightning.fault_injection.in_parent`.
 """
@@ -105,7 +106,7 @@ class Injection(pl.Callback):
         session.training_step, session.scaled = computing, poisoned
 
     def _wrap_exchange(self) -> None:
-        offer = self._client.offer
+        offer, make = self._client.offer, self._client.make
 
         def offering(
             push: Push, then: Taking, undo: Undoing | None = None, settles: bool = True
@@ -119,7 +120,15 @@ class Injection(pl.Callback):
 
             offer(push, take, undo, settles)
 
+        def making(step: Callable[[], object], push: Push, then: Taking) -> int:
+            self._dawdle()
+            self._visit("push")
+            version = make(step, push, then)
+            self._count()
+            return version
+
         self._client.offer = offering  # type: ignore[method-assign]
+        self._client.make = making  # type: ignore[method-assign]
 
     def _count(self) -> None:
         """The step has been made."""

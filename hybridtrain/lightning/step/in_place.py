@@ -11,7 +11,7 @@ which step was made last: what a lost worker has counted and not made is done ag
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -58,6 +58,10 @@ class InPlace:
         self._unasked = True
         self._client.draw_at_once(_AT_ONCE)
 
+    def ask(self) -> None:
+        """From now on: there is another optimizer, whose steps are counted as well."""
+        self._unasked = False
+
     def can_step(self, numbers: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether all that the gradients need is here, and they are finite."""
         self._numbered = dict(zip(numbers, parameters, strict=True))
@@ -77,13 +81,13 @@ class InPlace:
             self._borrow(number)
             self._is_old = False
 
-    def make(self) -> bool:
-        """Make the step without asking, if that can be done."""
+    def unasked(self) -> Callable[[], object] | None:
+        """What makes the step without asking, if that can be done."""
         own, offset = self._client.own, self._lent.offset
-        if not self._unasked or own is None or offset is None or self._is_old or self.absent():
-            return False
-        self._step(offset + own.made.total)
-        return True
+        must_ask = not self._unasked or self._is_old or self._client.is_mixed() or self.absent()
+        if must_ask or own is None or offset is None:
+            return None
+        return lambda: self._step(offset + own.made.total)
 
     def heard(self, released: Released) -> None:
         """The server knows of steps that were made without asking."""

@@ -243,8 +243,8 @@ class RemoteOptimizer:
         )
         if self.buffers is not None:
             self.buffers.publish()
-        if self.in_place is not None and own and self.in_place.make():
-            version = self._client.tell(push, self.in_place.heard)
+        if self.in_place is not None and own and (step := self.in_place.unasked()) is not None:
+            version = self._client.make(step, push, self.in_place.heard)
             self._follow(Released(version))
         else:
             self._client.offer(push, self._take, partial(self._put_back, kept))

@@ -206,6 +206,8 @@ class Session:
             # Or a fused one is taken to unscale gradients in its step, which is sent away.
             vars(optimizer)["_step_supports_amp_scaling"] = False
         step.number = number
+        if step.in_place is not None and len(self._optimizers) > 1:
+            step.in_place.ask()
         return step
 
     def close(self) -> None:

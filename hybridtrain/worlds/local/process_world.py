@@ -323,7 +323,7 @@ class ProcessWorld:
         """Whoever comes to a meeting from now on waits for it."""
         assert self._again is not None, "who restarts workers says what they do"
         self._workers[number].close()
-        version = self.server.statistics.version
+        version = self.server.membership.rounds.version
         try:
             self._starter.start([number], self._again(told, version), selector)
         except OSError as error:  # too many processes, too little memory, no descriptor left
