@@ -30,7 +30,7 @@ from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import has_finite_sum
 
-_AT_ONCE = 32  # mini-batches that are drawn together where steps are told of together
+_AT_ONCE = 16  # mini-batches that are drawn together where steps are told of together
 
 
 class InPlace:
