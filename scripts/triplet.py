@@ -25,8 +25,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import hybridtrain  # noqa: F401  (registers the strategies)
+from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
+from hybridtrain.schemes import SCHEMES
 from hybridtrain.tasks.triplet import TripletData, TripletModule
 from hybridtrain.updates.sparse.row_optimizers import RowAdam, SparseMomentum
 from hybridtrain.util.arguments import command
@@ -67,11 +68,13 @@ def trained(
     make: Callable[..., torch.optim.Optimizer], strategy: str, workers: int, epochs: int
 ) -> list[tuple[float, int, float]]:
     """One run; what was validated on the way."""
+    parts = SCHEMES.get(strategy, {"policy": strategy})
     data, curve = TripletData(), Curve()  # workers that run freely meet at ends of epochs alone
     quarter = len(data.train) // data.batch_size // 4 // workers  # of an epoch, for each worker
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=workers, strategy=strategy, logger=False,
+        accelerator="cpu", devices=workers, logger=False,
+        strategy=HybridStrategy(**parts, threads_per_worker=1),
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, callbacks=[curve], max_epochs=4 * epochs,
         limit_train_batches=quarter,
@@ -105,16 +108,21 @@ def draw(found: dict[tuple[str, int], list[tuple[float, int, float]]], path: Pat
     from matplotlib.figure import Figure
 
     counts = sorted({workers for _, workers in found})
-    figure = Figure(figsize=(5 * len(counts), 4.4), layout="constrained")
+    figure = Figure(figsize=(4 * len(counts) + 2, 6.6), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(counts), sharey=True, squeeze=False)[0]
-    for axes, workers in zip(panels, counts, strict=True):
+    panels = figure.subplots(2, len(counts), sharey=True, squeeze=False)
+    for column, workers in enumerate(counts):
+        above, below = panels[:, column]
         for name in OPTIMIZERS:
-            seconds, _, rare = zip(*found[name, workers], strict=True)
-            axes.plot(seconds, rare, "o-", ms=3, label=name)
-        axes.set(title=f"workers: {workers}", xlabel="seconds of training", ylim=(0, 1))
-    panels[0].set_ylabel("rare words whose nearest class is theirs")
-    panels[-1].legend(frameon=False, fontsize=7)
+            seconds, updates, rare = zip(*found[name, workers], strict=True)
+            above.plot(updates, rare, "o-", ms=3, label=name)
+            below.plot(seconds, rare, "o-", ms=3)
+        above.set(title=f"workers: {workers}", xlabel="updates", xlim=0, ylim=(0, 1))
+        below.set(xlabel="seconds of training", xlim=0)
+    figure.supylabel("share of rare words whose nearest class is theirs")
+    figure.legend(
+        *panels[0, 0].get_legend_handles_labels(), loc="outside right center", frameon=False
+    )
     figure.savefig(path, dpi=110)
 
 

@@ -256,6 +256,8 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Moments from the server, hyper-parameters from this worker's optimizer."""
         optimizer = plain_optimizer(optimizer)
+        if not optimizer.param_groups:  # Lightning's stand-in: the module steps by itself
+            return {}
         if self._session is None or not self._session.steps or not self.is_global_zero:
             return without_fetching(optimizer)  # only worker 0's is saved
         if self._snapshot is None:
@@ -265,6 +267,8 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As Lightning does it, but the state stays in host memory."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            if not state or not optimizer.param_groups:  # the module steps by itself, or did
+                continue
             if self._session is None:
                 optimizer.load_state_dict(state)
             else:

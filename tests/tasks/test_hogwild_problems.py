@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import warnings
 from functools import partial
 from pathlib import Path
@@ -175,6 +176,7 @@ def test_both_forms_of_examples_and_gzip_are_read_alike(tmp_path: Path) -> None:
         ("1 3:nan\n", r"line 1: value of feature 3 'nan' is no finite number"),
         ("1 -3:1\n", r"line 1: feature '-3' is no whole number"),
         ("1 a:1\n", r"line 1: feature 'a' is no whole number"),
+        ("1 4294967296:1\n", r"line 1: feature 4294967296 is above 4294967295; number them"),
         ("1 3:1 3:2\n", r"line 1: a feature is given twice"),
         ("1 9:1\n", r"line 1: feature 9 is beyond the table, whose rows are 0 to 8"),
         ("|f 3:1\n", r"line 1: label"),
@@ -198,6 +200,7 @@ def test_a_malformed_example_is_named_by_file_and_line(
         ("1,2,inf\n", r"line 1: rating 'inf' is no finite number"),
         ("1\t5\t3\n", r"line 1: item 5 is beyond the table, whose rows are 0 to 4"),
         ("x 2 3\n", r"line 1: user 'x' is no whole number"),
+        ("9223372036854775808 2 3\n", r"line 1: user 9223372036854775808 is above 4294967295"),
     ],
 )
 def test_a_malformed_rating_is_named_by_file_and_line(
@@ -227,6 +230,25 @@ def test_ratings_and_edges_come_from_files(tmp_path: Path) -> None:
     assert (data.users, data.items, len(data.ratings), len(data.held_out)) == (7, 5, 36, 4)
     edges = EdgesData([str(path)], terminals=[0, 6])
     assert (edges.nodes, len(edges.edges)) == (7, 40)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "line"),
+    [
+        ("svm", {}, "1 1000000:0.5"),
+        ("completion", {}, "0 1000000 3"),
+        ("cuts", {"terminals": [0, 1]}, "0 1000000 3"),
+    ],
+)
+def test_a_number_too_large_for_a_table_is_refused(
+    name: str, options: Any, line: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    path = tmp_path / "data.txt"
+    path.write_text(f"{line}\n" * 2)
+    module, data = PROBLEMS[name]
+    monkeypatch.setattr(os, "sysconf", lambda _: 1024)  # a machine of 1 MiB
+    with pytest.raises(UserError, match=r"1,000,00\d rows.* GiB.* number them from 0"):
+        module().know(data.func(str(path), **options))
 
 
 # ---- options ------------------------------------------------------------------------------------

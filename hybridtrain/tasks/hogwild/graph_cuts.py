@@ -46,6 +46,7 @@ class GraphCuts(InPlaceModule):
 
     def know(self, data: EdgesData) -> None:
         self.nodes, self.terminals = data.nodes, list(data.terminals)
+        self.check_size(self.nodes, len(self.terminals))
 
     def configure_model(self) -> None:
         """As many rows as the graph has nodes."""

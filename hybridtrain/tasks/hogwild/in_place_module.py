@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words.vectors_module import are_compiled, data_of
+from hybridtrain.tasks.words.vectors_module import are_compiled, check_memory, data_of
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -61,6 +61,17 @@ class InPlaceModule(pl.LightningModule):
         self.know(data_of(self, self.reads))
         self.steps_compiled = are_compiled(self.compiled, self.trainer)
         self.automatic_optimization = not self.steps_compiled
+
+    def check_size(self, rows: int, width: int) -> None:
+        """A table of so many float32 fits; one number in the data may ask for too large a one.
+
+        Raises:
+            UserError: if it does not.
+        """
+        advice = "number them from 0 without gaps, or give fewer workers"
+        what = f"tables of {rows:,} rows, one more than the largest number in the data,"
+        workers = self._trainer.world_size if self._trainer is not None else 1
+        check_memory(4 * rows * width, workers, what, advice)
 
     @property
     def rate_now(self) -> float:

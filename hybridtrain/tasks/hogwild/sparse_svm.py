@@ -58,6 +58,7 @@ class SparseSvm(InPlaceModule):
     def know(self, data: ExamplesData) -> None:
         self._examples, self._test = data.examples, data.test
         self.n_features, self.n_examples = data.examples.n_features, len(data.examples)
+        self.check_size(self.n_features, 1)
         self._shrink = self.mu / data.examples.degrees().float()
 
     def configure_model(self) -> None:

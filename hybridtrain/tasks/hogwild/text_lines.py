@@ -18,6 +18,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.util.packed_files import unpacked
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_MOST = 1 << 32  # numbers of rows are kept in 32 bits
 
 
 def numbered_lines(files: str | Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -83,13 +84,15 @@ def number(text: str, where: str, what: str) -> float:
 
 
 def index(text: str, where: str, what: str, limit: int | None = None) -> int:
-    """Raises ``UserError`` if that is no whole number from 0 up to ``limit``."""
+    """Raises ``UserError`` if that is no whole number from 0 to below ``limit`` or 2³²."""
     try:
         value = int(text)
     except ValueError:
         value = -1
     if value < 0:
         raise UserError(f"{where}: {what} {text!r} is no whole number of at least 0")
+    if value >= _MOST:
+        raise UserError(f"{where}: {what} {text} is above {_MOST - 1}; number them from 0")
     if limit is not None and value >= limit:
         raise UserError(
             f"{where}: {what} {value} is beyond the table, whose rows are 0 to {limit - 1}; give "

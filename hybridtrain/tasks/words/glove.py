@@ -108,10 +108,14 @@ class GloVe(WordVectors):
         return len(batch[0])
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        """A stretch of entries; returns the sum of their losses."""
+        """A stretch of entries; returns the sum of their losses to torch, or else their mean."""
         n = len(batch[0])
-        loss = torch.tensor(self._step(*batch)) if self.steps_compiled else self.loss(*batch)
-        self.tell(loss.detach() / n, n, "entries/s")
+        if self.steps_compiled:
+            mean = loss = torch.tensor(self._step(*batch) / n)  # which progress shows
+        else:
+            loss = self.loss(*batch)
+            mean = loss.detach() / n
+        self.tell(mean, n, "entries/s")
         return loss
 
     def _step(self, rows: Tensor, columns: Tensor, counts: Tensor) -> float:

@@ -40,7 +40,10 @@ def shares_parameters(trainer: Any) -> bool:
     return bool(trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu")
 
 
-def check_memory(n_bytes: int, workers: int, what: str) -> None:
+_SMALLER = "give a smaller model.dim, a larger data.min_count, data.max_words, or fewer workers"
+
+
+def check_memory(n_bytes: int, workers: int, what: str, advice: str = _SMALLER) -> None:
     """The tables fit into this machine, once shared and once in each worker as they are made.
 
     Raises:
@@ -50,8 +53,7 @@ def check_memory(n_bytes: int, workers: int, what: str) -> None:
     if n_bytes * (workers + 1) > there:
         raise UserError(
             f"{what} are {n_bytes / 2**30:.1f} GiB, which {workers} workers and the server need "
-            f"once each, and this machine has {there / 2**30:.1f}; give a smaller model.dim, a "
-            "larger data.min_count, data.max_words, or fewer workers"
+            f"once each, and this machine has {there / 2**30:.1f}; {advice}"
         )
 
 

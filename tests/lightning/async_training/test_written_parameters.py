@@ -107,6 +107,34 @@ def test_training_ends_after_max_steps_and_goes_on_from_a_checkpoint(tmp_path: P
     assert done.table.weight.unique().tolist() == [3.0]
 
 
+class Chooses(Steps):
+    """Steps by itself, or has an optimizer, as a module of ours does by the strategy."""
+
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not own
+        self.own = own
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) if self.own else self.table(batch[0]).sum()
+
+    def configure_optimizers(self) -> Any:
+        return None if self.own else torch.optim.Adagrad(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("own", "strategy"), [(True, "hybrid"), (False, "hogwild")])
+def test_a_checkpoint_of_steps_without_optimizer_goes_on_with_one_and_back(
+    own: bool, strategy: str, tmp_path: Path
+) -> None:
+    """The optimizer begins anew; moments that nobody needs are left."""
+    first, trainer = fit("hogwild", 1, 4, Chooses(own), DATA, max_epochs=1)
+    trainer.save_checkpoint(path := str(tmp_path / "one.ckpt"))
+    assert bool(torch.load(path)["optimizer_states"][0]) != own
+    then, trainer = fit(strategy, 1, 4, Chooses(not own), DATA, ckpt_path=path, max_epochs=2)
+    assert (trainer.current_epoch, trainer.global_step) == (2, 6)  # Lightning counts these apart
+    assert 0.0 < distance(first, then) < 1.0, "it began where the other one was"
+
+
 @pytest.mark.parametrize("on_failure", ["restart", "continue"])
 def test_a_mini_batch_of_a_lost_worker_is_done_again(on_failure: str, tmp_path: Path) -> None:
     module = Counts(mark=tmp_path / "died")

@@ -56,6 +56,15 @@ def a_module(**options: Any) -> GloVe:
     return module.double()
 
 
+def test_a_compiled_step_shows_the_loss_of_an_entry_that_is_logged(monkeypatch: Any) -> None:
+    module, told = a_module(), []
+    monkeypatch.setattr(module, "tell", lambda loss, *_: told.append(float(loss)))
+    rows, counts = torch.arange(6, dtype=torch.int32), torch.full((6,), 30.0)
+    summed = float(module.loss(rows, rows, counts).detach())
+    shown = module.training_step((rows, rows, counts), 0)
+    assert told == [float(shown)] == [pytest.approx(summed / 6)]
+
+
 def test_compiled_steps_are_those_of_torchs_adagrad() -> None:
     torch.manual_seed(0)
     module, random = a_module(rate=0.5, x_max=4.0), np.random.default_rng(0)
