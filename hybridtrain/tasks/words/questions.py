@@ -81,6 +81,9 @@ class KnownWords:
         """Compare with what people have said in a file: ``word word score`` in each line.
 
         Lines whose third field is no number are passed over, as are those that begin with ``#``.
+
+        Raises:
+            UserError: if no line has a score.
         """
         ours, theirs, unknown = [], [], 0
         for one, other, score in _scored(Path(path)):
@@ -90,28 +93,40 @@ class KnownWords:
                 continue
             ours.append(float(self.units[row] @ self.units[column]))
             theirs.append(score)
+        if not ours and not unknown:
+            raise UserError(f"{path} has no line with two words and a score: tiger cat 7.35")
         return Similarity(rank_correlation(ours, theirs), len(ours), unknown)
 
     def analogies(self, path: str | Path) -> list[Analogies]:
         """Answer the questions of a file: ``a b c d`` in each line, ``: section`` above some.
 
         Right is what is nearest to b − a + c among all words but these, if that is d.
+
+        Raises:
+            UserError: if a line has not four words, or there is none.
         """
         found: list[Analogies] = []
         section, unknown = "", 0
         rows: list[list[int]] = []
-        for words in [*_lines(Path(path)), [":"]]:
+        for number, words in [*_lines(Path(path)), (0, [":"])]:
             if words[0] == ":":
                 if rows or unknown:
                     right = self._right(np.array(rows, dtype=np.int64).reshape(-1, 4))
                     found.append(Analogies(section, len(rows), right, unknown))
                 section, rows, unknown = " ".join(words[1:]), [], 0
                 continue
+            if len(words) != 4:
+                raise UserError(
+                    f"{path}, line {number}: {len(words)} words; an analogy has four: "
+                    "man king woman queen"
+                )
             numbers = list(map(self._find, words))
-            if len(numbers) != 4 or min(numbers) < 0:
+            if min(numbers) < 0:
                 unknown += 1
             else:
                 rows.append(numbers)
+        if not found:
+            raise UserError(f"{path} has no line with four words: man king woman queen")
         return found
 
     def _right(self, rows: np.ndarray[tuple[int, int], np.dtype[np.int64]]) -> int:
@@ -143,17 +158,18 @@ def _terms(question: str, known: dict[str, int]) -> Iterator[tuple[float, str]]:
         yield sign, word
 
 
-def _lines(path: Path) -> Iterator[list[str]]:
+def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Numbers from 1, and words; not of those that are empty or a comment."""
     if not path.is_file():
         raise UserError(f"there is no file {path}")
     with path.open(encoding="utf-8", errors="replace") as file:
-        for line in file:
+        for number, line in enumerate(file, 1):
             if (words := line.split()) and not line.startswith("#"):
-                yield words
+                yield number, words
 
 
 def _scored(path: Path) -> Iterator[tuple[str, str, float]]:
-    for words in _lines(path):
+    for _, words in _lines(path):
         try:
             yield words[0], words[1], float(words[2].replace(",", "."))
         except (IndexError, ValueError):

@@ -69,6 +69,24 @@ def test_neighbours_and_sums() -> None:
         known.most_similar("+")
 
 
+@pytest.mark.parametrize(
+    ("question", "content", "said"),
+    [
+        ("analogies", "", "has no line with four words"),
+        ("analogies", ": royal\nking man queen\n", "file, line 2: 3 words; an analogy has four"),
+        ("similarity", "", "has no line with two words and a score"),
+        ("similarity", "first second\nking queen\n", "has no line with two words and a score"),
+    ],
+)
+def test_files_without_questions_are_named(
+    question: str, content: str, said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text(content)
+    known = KnownWords(["king", "queen"], np.eye(2, dtype=np.float32))
+    with pytest.raises(UserError, match=said):
+        getattr(known, question)(tmp_path / "file")
+
+
 def test_analogies_and_similarities_of_files(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
     write_vectors(tmp_path / "v.bin", WORDS, VECTORS)
     asked = tmp_path / "asked.txt"
