@@ -68,6 +68,10 @@ class OwnSteps:
         """Whether this worker is to wait until the server has heard what was told before."""
         return len(self._untold) >= _MOST
 
+    def forget(self) -> None:
+        """This worker has failed: the server counts what stands in shared memory, once."""
+        self._untold = []
+
     def tell(self, draws: tuple[Draw, ...]) -> tuple[Push, PendingPush]:
         """All at once: what is to be said, and what becomes of the answer."""
         *former, last = self._untold

@@ -44,6 +44,8 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
     client = context.client
     advise(error)
     client.heartbeat.fail()
+    if client.own is not None:
+        client.own.forget()
     try:
         client.line.send(Failed.of(error, client.heartbeat.failed_in, waits=True))
         with suppress(StopRequested, UserError):  # a step that is under way may be broken off

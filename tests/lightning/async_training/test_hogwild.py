@@ -101,14 +101,25 @@ class KilledUntold(Count):
         own = self.trainer.strategy.client.own
         if len(own._untold) == 5 and not self.mark.exists():
             self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.end()
+
+    def end(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
+class FailedUntold(KilledUntold):
+    """Its code raises instead: the worker says so, and what it had not told of is known then."""
+
+    def end(self) -> None:
+        raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("make", [KilledUntold, FailedUntold])
 def test_steps_that_a_lost_worker_has_made_and_not_told_of_count(
-    monkeypatch: Any, tmp_path: Path
+    make: type[KilledUntold], monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("hybridtrain.worker.own_steps._TELL_S", 1e9)
-    module = KilledUntold(tmp_path / "died")
+    module = make(tmp_path / "died")
     module.counts = torch.nn.Parameter(torch.zeros(240))
     strategy = HybridStrategy("hogwild", on_failure="restart")
     _, trainer = fit(strategy, 1, 2, module, TensorDataset(torch.arange(240)), max_epochs=1)
