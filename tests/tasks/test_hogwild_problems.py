@@ -16,15 +16,15 @@ import torch
 
 import hybridtrain  # noqa: F401  (registers the strategies)
 from hybridtrain.errors import UserError
+from hybridtrain.tasks import shared_tables
 from hybridtrain.tasks.hogwild.graph_cuts import EdgesData, GraphCuts, on_simplex
 from hybridtrain.tasks.hogwild.labelled_examples import parse_example, read_examples
 from hybridtrain.tasks.hogwild.matrix_completion import MatrixCompletion, RatingsData
 from hybridtrain.tasks.hogwild.sparse_svm import ExamplesData, SparseSvm
 from hybridtrain.tasks.hogwild.triples import read_triples
-from hybridtrain.tasks.words import vectors_module
+from hybridtrain.tasks.shared_tables import data_of
 from hybridtrain.tasks.words.glove import Cooccurrences, GloVe
 from hybridtrain.tasks.words.text_data import TextData
-from hybridtrain.tasks.words.vectors_module import data_of
 from hybridtrain.tasks.words.word2vec import Word2Vec
 
 PROBLEMS: dict[str, tuple[Any, Any]] = {
@@ -257,7 +257,7 @@ def test_a_number_too_large_for_a_table_is_refused(
 def test_without_numba_steps_go_through_torch_and_compiled_ones_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(vectors_module, "is_installed", lambda: False)
+    monkeypatch.setattr(shared_tables, "is_installed", lambda: False)
     module, data = SparseSvm(optimizer=partial(torch.optim.SGD, lr=5.0)), PROBLEMS["svm"][1]()
     fit(module, data, "auto", 1, epochs=1)
     assert not module.steps_compiled and float(module.weights.weight.abs().sum()) > 0

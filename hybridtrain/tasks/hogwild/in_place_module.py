@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
-from torch import Tensor, nn
-from torch.optim import SGD, Optimizer
+from torch import Tensor
+from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words.vectors_module import are_compiled, check_memory, data_of
-
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
+from hybridtrain.tasks.shared_tables import MakeOptimizer, are_compiled, check_size, data_of
 
 
-class InPlaceModule(pl.LightningModule):
+class InPlaceModule(pl.LightningModule, ABC):
     """Stepped example by example in a compiled function where workers share parameters.
 
     Everywhere else the mean loss of a mini-batch goes through torch, with sparse gradients and the
@@ -71,7 +69,7 @@ class InPlaceModule(pl.LightningModule):
         advice = "number them from 0 without gaps, or give fewer workers"
         what = f"tables of {rows:,} rows, one more than the largest number in the data,"
         workers = self._trainer.world_size if self._trainer is not None else 1
-        check_memory(4 * rows * width, workers, what, advice)
+        check_size(4 * rows * width, workers, what, advice)
 
     @property
     def rate_now(self) -> float:
@@ -92,17 +90,17 @@ class InPlaceModule(pl.LightningModule):
         self.step_examples(batch)
         return None
 
+    @abstractmethod
     def know(self, data: Any) -> None:
         """These are the data, which say how large tables are."""
-        raise NotImplementedError
 
+    @abstractmethod
     def loss(self, batch: Any) -> Tensor:
         """Mean over the examples, with their part of what keeps parameters small."""
-        raise NotImplementedError
 
+    @abstractmethod
     def step_examples(self, batch: Any) -> None:
         """Step the parameters in place, one example after the other."""
-        raise NotImplementedError
 
 
 def array(tensor: Tensor) -> Any:

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, MakeOptimizer, array
+from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, array
 from hybridtrain.tasks.hogwild.labelled_examples import as_it_is
 from hybridtrain.tasks.hogwild.triples import Batch, Triples, read_triples
+from hybridtrain.tasks.shared_tables import MakeOptimizer
 
 
 class MatrixCompletion(InPlaceModule):

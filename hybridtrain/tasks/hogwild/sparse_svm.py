@@ -18,13 +18,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, MakeOptimizer, array
+from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, array
 from hybridtrain.tasks.hogwild.labelled_examples import (
     Examples,
     as_it_is,
     planted_examples,
     read_examples,
 )
+from hybridtrain.tasks.shared_tables import MakeOptimizer
 
 
 class SparseSvm(InPlaceModule):

@@ -23,11 +23,12 @@ from torch.optim import Adagrad
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
+from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
 from hybridtrain.tasks.words.cooccurrences import Entries, count_cooccurrences
 from hybridtrain.tasks.words.encoded_text import only
 from hybridtrain.tasks.words.text_data import TextData, check_length
 from hybridtrain.tasks.words.vector_files import Vectors
-from hybridtrain.tasks.words.vectors_module import MakeOptimizer, WordVectors, check_memory
+from hybridtrain.tasks.words.vectors_module import WordVectors
 
 _SQUARES = "squares"  # how the sums of squares are named in checkpoints
 _COMPILED, _TORCH, _LEAST = 100_000, 2_000, 200  # entries of a mini-batch
@@ -78,7 +79,7 @@ class GloVe(WordVectors):
         kinds = 2 if self.steps_compiled else 1
         workers = self._trainer.world_size if self._trainer is not None else 1
         n_bytes = 8 * n * (self.dim + 1) * kinds
-        check_memory(n_bytes, workers, f"vectors of {n:,} words and {self.dim} dimensions")
+        check_size(n_bytes, workers, f"vectors of {n:,} words and {self.dim} dimensions")
         for width in (self.dim, self.dim, 1, 1):
             self.tables.append(table := nn.Embedding(n, width, sparse=True))
             nn.init.uniform_(table.weight, -0.5 / self.dim, 0.5 / self.dim)

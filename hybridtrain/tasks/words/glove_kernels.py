@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridtrain.tasks.words.compiled import compiled
+from hybridtrain.tasks.compiled import compiled
 
 _LEAST = 1e-10  # as torch's Adagrad has it
 

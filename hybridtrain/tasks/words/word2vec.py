@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain.errors import UserError
+from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
 from hybridtrain.tasks.words import training_pairs as pairs
 from hybridtrain.tasks.words.huffman import Paths, huffman
 from hybridtrain.tasks.words.vector_files import Vectors
-from hybridtrain.tasks.words.vectors_module import MakeOptimizer, WordVectors, check_memory
+from hybridtrain.tasks.words.vectors_module import WordVectors
 from hybridtrain.tasks.words.vocabulary import Floats, Ints, alias_table
 
 ARCHITECTURES, OUTPUTS = ("skip_gram", "cbow"), ("negative", "hierarchical")
@@ -87,7 +88,7 @@ class Word2Vec(WordVectors):
             return
         n = len(self.vocabulary)
         workers = self._trainer.world_size if self._trainer is not None else 1
-        check_memory(8 * n * self.dim, workers, f"vectors of {n:,} words and {self.dim} dimensions")
+        check_size(8 * n * self.dim, workers, f"vectors of {n:,} words and {self.dim} dimensions")
         self.inputs = nn.Embedding(n, self.dim, sparse=True)
         # As gensim: with half of it, as in the authors' program, 5 epochs end 1 % higher.
         nn.init.uniform_(self.inputs.weight, -1.0 / self.dim, 1.0 / self.dim)

@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words import compiled, vectors_module
+from hybridtrain.tasks import compiled, shared_tables
 from hybridtrain.tasks.words import word2vec_kernels as kernels
 from hybridtrain.tasks.words.encoded_text import EncodedText
 from hybridtrain.tasks.words.huffman import huffman
@@ -180,7 +180,7 @@ def test_a_checkpoint_has_the_words_and_goes_on(text: Path, tmp_path: Path) -> N
 
 
 def test_without_numba_everything_goes_through_torch(text: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(vectors_module, "is_installed", lambda: False)
+    monkeypatch.setattr(shared_tables, "is_installed", lambda: False)
     module = Word2Vec(16, optimizer=partial(torch.optim.Adagrad, lr=0.2))
     train(module, text, "hogwild", 2)
     assert not module.steps_compiled
