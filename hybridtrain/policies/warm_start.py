@@ -59,7 +59,8 @@ class WarmStart:
 
     def begin(self, n_workers: int) -> Needs:
         self._open, self._made, self._free, self._held = False, 0, set(), set()
-        return replace(self.policy.begin(n_workers), asks=True)
+        # Worker 0's updates are counted here, so each is heard of before the next is made.
+        return replace(self.policy.begin(n_workers), asks=True, free=False)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

@@ -45,7 +45,9 @@ def test_phases_are_means_of_all_workers() -> None:
     assert (told["forward"], told["wait"], told["loop"]) == ("20", "4", "0")
 
 
-@pytest.mark.parametrize("given", ["data=all", "workers=two", "worker=2"])
+@pytest.mark.parametrize(
+    "given", ["data=all", "workers=two", "worker=2", "seconds=x", "strategies=hybrid,hibrid"]
+)
 def test_what_makes_no_sense_is_refused(given: str) -> None:
     with pytest.raises(UserError):
         step_costs.run([given])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from hybridtrain.exchanges import combine, make_exchange
 from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
 from hybridtrain.protocol.spans import Spans
 from hybridtrain.server.batch_queue import BatchQueue
@@ -49,7 +52,7 @@ def test_the_total_is_that_of_all_workers_and_the_server() -> None:
     assert made.total == 100 and made.covered(2) == 3
 
 
-def test_a_step_is_as_old_as_the_others_have_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_as_old_as_the_others_have_made_it() -> None:
     made = made_steps(2)
     made.begin(5)
     first, second = OwnSteps(0, made), OwnSteps(1, made)
@@ -85,6 +88,18 @@ def test_it_is_told_of_now_and_then(
     assert own.may_wait and not own.must_tell
     monkeypatch.setattr(own_steps, "_TELL_S", 0.0)
     assert not own.may_wait
+
+
+@pytest.mark.parametrize(
+    ("policy", "first"),
+    [("hogwild", True), ("async", True), ({"name": "async", "warm_start": 5}, False)],
+)
+def test_who_counts_what_is_pushed_hears_of_each_step_before_it_is_made(
+    policy: Any, first: bool
+) -> None:
+    """Or worker 0 would make more updates alone than were wanted."""
+    wants = combine(make_policy(policy), make_exchange("in_place"), 2)
+    assert wants.steps_unasked == first
 
 
 # ---- drawing ------------------------------------------------------------------------------------

@@ -176,30 +176,24 @@ def test_faults_on_purpose_come_between_steps_that_are_made_unasked(
 
 
 class Two(Count):
-    """Killed when it has made a step with mini-batches of two loaders, before it tells of it."""
+    """Has mini-batches of two loaders."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return super().training_step(torch.cat([batch["a"], batch["b"] + 60]), batch_idx)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         own = self.trainer.strategy.client.own  # type: ignore[attr-defined]
-        make = own.make
-
-        def killed(*args: Any) -> Any:
-            make(*args)
-            (self.path / "died").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-        if batch_idx == 10 and not (self.path / "died").exists():
-            own.make = killed
+        assert not own.untold, "a step was made unasked"
 
 
-def test_steps_with_mini_batches_of_two_loaders_are_asked_for(tmp_path: Path) -> None:
+def test_steps_with_mini_batches_of_two_loaders_are_asked_for(
+    monkeypatch: Any, tmp_path: Path
+) -> None:
     """Else nobody would know which of these have been made, should the worker be lost."""
+    monkeypatch.setattr("hybridtrain.worker.own_steps._TELL_S", 1e9)
     module = Two(120, tmp_path)
     loaders = CombinedLoader({key: DataLoader(Indices(60), 2) for key in "ab"}, "max_size")
-    strategy = HybridStrategy("hogwild", on_failure="restart")
-    make_trainer(strategy, 1, max_epochs=1).fit(module, loaders)
+    make_trainer("hogwild", 1, max_epochs=1).fit(module, loaders)
     assert set(module.counts.tolist()) == {0.25}
 
 
