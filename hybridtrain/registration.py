@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
-from hybridtrain.schemes import SCHEMES
+from hybridtrain.schemes import parts_of
 
 _LIGHTNING = "pytorch_lightning"
 
@@ -57,8 +56,7 @@ def _register() -> None:
 
     for name, description in DESCRIPTIONS.items():
         if name not in StrategyRegistry:
-            parts: dict[str, Any] = SCHEMES.get(name, {"policy": name})
-            StrategyRegistry.register(name, HybridStrategy, description, **parts)
+            StrategyRegistry.register(name, HybridStrategy, description, **parts_of(name))
 
 
 class _Watch(MetaPathFinder):

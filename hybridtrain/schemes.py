@@ -32,3 +32,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "update": "delayed_nesterov",
     },
 }
+
+
+def parts_of(name: str) -> dict[str, Any]:
+    """What ``HybridStrategy`` takes for it: of a scheme, or of a policy by its name."""
+    return SCHEMES.get(name, {"policy": name})

@@ -37,6 +37,7 @@ from hybridtrain import StepProfiler
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.errors import UserError
 from hybridtrain.profiling.phases import MEANINGS, Phase
+from hybridtrain.registration import DESCRIPTIONS
 from hybridtrain.util.arguments import command, options
 from hybridtrain.worlds.local.channel import Channel
 
@@ -60,8 +61,17 @@ def switches_of(process: int) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
 
 
+class Clock(pl.Callback):
+    """Reads the clock at the end of each mini-batch, as users do."""
+
+    at_s = 0.0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.at_s = time.perf_counter()
+
+
 class Costs(pl.Callback):
-    """Counts in every worker, between two of its steps; reads the clock, as users do."""
+    """Counts in every worker, from the beginning of one step to that of another."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.n, self.counts = folder, 0, Counter[str]()
@@ -92,13 +102,12 @@ class Costs(pl.Callback):
             self.ended = time.perf_counter()
 
     def _seen(self) -> dict[str, float]:
-        own, server = times_of(os.getpid()), times_of(os.getppid())
+        own, (server_s, _) = times_of(os.getpid()), times_of(os.getppid())
         return {
             "wall": time.perf_counter(),
             "cpu": own[0],
             "queued": own[1],
-            "server_cpu": server[0],
-            "server_queued": server[1],
+            "server_cpu": server_s,
             "sleeps": switches_of(os.getpid()),
             "server_sleeps": switches_of(os.getppid()),
             **{name: self.counts[name] for name in ("sent", "received")},
@@ -115,13 +124,13 @@ def trained(name: str, workers: int, seconds: float, samples: bool, profiled: bo
     """What was counted, or the profile, of all workers."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        costs = Costs(place)
+        callbacks: list[pl.Callback] = [] if profiled else [Costs(place)]
         trainer = pl.Trainer(
             strategy=strategy_named(name),
             accelerator="cpu",
             devices=workers,
             max_epochs=1,
-            callbacks=[] if profiled else [costs],
+            callbacks=[*callbacks, Clock()] if samples else callbacks,
             profiler=StepProfiler(place, quiet=True) if profiled else None,
             logger=False,
             enable_checkpointing=False,
@@ -166,14 +175,19 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def run(arguments: Sequence[str]) -> None:
     given = {"strategies": STRATEGIES, "workers": "2", "seconds": "3", "data": "batches", "doc": ""}
     given |= options(arguments, KNOWN)
-    if given["data"] not in ("samples", "batches") or not given["workers"].isdecimal():
-        raise UserError("give data=samples or data=batches, and a number of workers: workers=2")
+    names, numbers = given["strategies"].split(","), (given["workers"], given["seconds"])
+    if given["data"] not in ("samples", "batches") or not all(map(str.isdecimal, numbers)):
+        raise UserError("give data=samples or data=batches, and whole numbers: workers=2 seconds=3")
+    if unknown := set(names) - DESCRIPTIONS.keys():
+        raise UserError(f"{min(unknown)} was given; known are {', '.join(DESCRIPTIONS)}")
+    if not Path("/proc/self/schedstat").exists():
+        raise UserError("this system does not say what a process has waited for; use Linux")
     warnings.simplefilter("ignore")
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     hush_lightning()
     torch.set_num_threads(1)
     ways = [("single", 1), ("hybrid", 1)]
-    ways += [(name, int(given["workers"])) for name in given["strategies"].split(",")]
+    ways += [(name, int(given["workers"])) for name in names]
     first, second = [], []
     for name, workers in ways:
         label = "one device" if name == "single" else f"`{name}`, {workers}"

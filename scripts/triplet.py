@@ -27,7 +27,7 @@ from rich.table import Table
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.schemes import SCHEMES
+from hybridtrain.schemes import parts_of
 from hybridtrain.tasks.triplet import TripletData, TripletModule
 from hybridtrain.updates.sparse.row_optimizers import RowAdam, SparseMomentum
 from hybridtrain.util.arguments import command
@@ -68,13 +68,12 @@ def trained(
     make: Callable[..., torch.optim.Optimizer], strategy: str, workers: int, epochs: int
 ) -> list[tuple[float, int, float]]:
     """One run; what was validated on the way."""
-    parts = SCHEMES.get(strategy, {"policy": strategy})
     data, curve = TripletData(), Curve()  # workers that run freely meet at ends of epochs alone
     quarter = len(data.train) // data.batch_size // 4 // workers  # of an epoch, for each worker
     pl.seed_everything(0, verbose=False)
     trainer = pl.Trainer(
         accelerator="cpu", devices=workers, logger=False,
-        strategy=HybridStrategy(**parts, threads_per_worker=1),
+        strategy=HybridStrategy(**parts_of(strategy), threads_per_worker=1),
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0, callbacks=[curve], max_epochs=4 * epochs,
         limit_train_batches=quarter,

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.models import MODELS, Trained, loader
 from hybridtrain import HybridStrategy
-from hybridtrain.schemes import SCHEMES
+from hybridtrain.schemes import parts_of
 
 _FILE = "took.json"
 
@@ -42,6 +42,10 @@ class Timer(pl.Callback):
     def on_train_batch_start(self, *_: Any) -> None:
         """Look at the clock. At the end of a step a callback could look at parameters: ours would
         wait there for what it otherwise does not need yet."""
+        self.look()
+
+    def look(self) -> None:
+        """One more step has begun, or ended."""
         self.count += 1
         self.ended = time.perf_counter()
         if self.count == self.first:
@@ -60,11 +64,7 @@ class UsersTimer(Timer):
         """Nothing."""
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Look at the clock."""
-        self.count += 1
-        self.ended = time.perf_counter()
-        if self.count == self.first:
-            self.began = self.ended
+        self.look()
 
 
 def note(step_s: float) -> None:
@@ -123,7 +123,7 @@ def strategy_named(name: str) -> Any:
             return SingleDeviceStrategy("cpu")
         case "ddp":
             return DDPStrategy(start_method="fork", process_group_backend="gloo")
-    return HybridStrategy(**SCHEMES.get(name, {"policy": name}), threads_per_worker=1)
+    return HybridStrategy(**parts_of(name), threads_per_worker=1)
 
 
 class Steps(Protocol):

@@ -1,11 +1,15 @@
 """The worker's optimizer where workers write the shared parameters themselves, without a lock.
 
 The first gradient of a parameter goes to the server; from then on the optimizer's state lies where
-all workers see it (:mod:`hybridtrain.updates.shared_state`), and what a worker asks for is only its
-number in the order of all steps: the push carries no gradient. Then the user's own optimizer steps,
+all workers see it (:mod:`hybridtrain.updates.shared_state`), and the user's own optimizer steps,
 here, on views of what all share, while others may do the same. Nothing is copied and nobody waits;
-now and then an element loses one of two steps that were made at the same moment. The parent sees
-which step was made last: what a lost worker has counted and not made is done again.
+now and then an element loses one of two steps that were made at the same moment.
+
+The number of a step in the order of all, which an optimizer may need, is what all have counted in
+shared memory, and the server is told later (:mod:`hybridtrain.worker.own_steps`). Where that does
+not say it (several optimizers, parameters without a gradient) or no step may be too many
+(``max_steps``), the worker asks the server first, with a push that carries no gradient. Either way
+the parent sees how many mini-batches are behind a worker's steps: the others are done again.
 """
 
 from __future__ import annotations
@@ -50,17 +54,17 @@ class InPlace:
         self._state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         self._views: dict[tuple[int, str], torch.Tensor] = {}
         self._numbered: dict[int, torch.nn.Parameter] = {}  # of this step
-        self._unasked = False  # a step whose number is known here is made before it is counted
+        self._goes_first = False  # a step whose number is known here is made before it is told
         self._is_old = False  # what is lent: the next release says what is new
 
     def step_unasked(self) -> None:
         """From now on, where the number of the step is known here."""
-        self._unasked = True
+        self._goes_first = True
         self._client.draw_at_once(_AT_ONCE)
 
     def ask(self) -> None:
         """From now on: there is another optimizer, whose steps are counted as well."""
-        self._unasked = False
+        self._goes_first = False
 
     def can_step(self, numbers: Sequence[int], parameters: Sequence[torch.nn.Parameter]) -> bool:
         """Whether all that the gradients need is here, and they are finite."""
@@ -84,7 +88,7 @@ class InPlace:
     def unasked(self) -> Callable[[], object] | None:
         """What makes the step without asking, if that can be done."""
         own, offset = self._client.own, self._lent.offset
-        must_ask = not self._unasked or self._is_old or self._client.is_mixed() or self.absent()
+        must_ask = not self._goes_first or self._is_old or self._client.is_mixed() or self.absent()
         if must_ask or own is None or offset is None:
             return None
         return lambda: self._step(offset + own.made.total)
