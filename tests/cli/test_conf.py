@@ -19,7 +19,8 @@ from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.exchanges import exchange_of, make_exchange
 from hybridtrain.policies import POLICIES, make_policy
-from hybridtrain.registration import DESCRIPTIONS, SCHEMES
+from hybridtrain.registration import DESCRIPTIONS
+from hybridtrain.schemes import SCHEMES
 from hybridtrain.updates.named import update_of
 
 CHOICES = [(group, name) for group, names in groups().items() for name in names if name != "own"]

@@ -13,7 +13,7 @@ import torch
 
 from hybridtrain.policies import make_policy
 from hybridtrain.policies.registry import POLICIES
-from hybridtrain.registration import SCHEMES
+from hybridtrain.schemes import SCHEMES
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.kernels import kernel_for
 from tests.picking import by_default
