@@ -3,8 +3,8 @@
     python scripts/laws.py [updates=10000] [only=elastic,late] [plot=laws.png]
 
 Prints for each law what was computed, what came of it, what it has to be, and whether it is; the
-papers are named in scripts/theory.py (waiting and staleness), local_theory.py (workers that train
-on their own) and late_theory.py (late gradients). Takes five minutes of one core; more updates are
+papers are named in scripts/theory: waiting.py (waiting and staleness), local.py (workers that train
+on their own) and late.py (late gradients). Takes five minutes of one core; more updates are
 slower and more exact. Ends with status 1 if a law does not hold.
 """
 
@@ -18,12 +18,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import late_theory as late
-import local_theory as local
-import theory as waiting
 from rich.console import Console
 from rich.table import Table
-from theory import About, Law
+from theory import late, local, waiting
+from theory.law import About, Law
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.arguments import command, options

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import pytorch_lightning as pl
 import torch
-from benchmarks.loops import strategy_named
+from benchmarks.jobs.loops import strategy_named, trainer
+from benchmarks.jobs.models import MODELS, Trained, loader
 from benchmarks.machine import in_short, machine
-from benchmarks.models import MODELS, Trained, loader
 
 from hybridtrain import StepProfiler
 from hybridtrain.cli.quiet import hush_lightning
@@ -125,21 +125,12 @@ def trained(name: str, workers: int, seconds: float, samples: bool, profiled: bo
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         callbacks: list[pl.Callback] = [] if profiled else [Costs(place)]
-        trainer = pl.Trainer(
-            strategy=strategy_named(name),
-            accelerator="cpu",
-            devices=workers,
-            max_epochs=1,
-            callbacks=[*callbacks, Clock()] if samples else callbacks,
-            profiler=StepProfiler(place, quiet=True) if profiled else None,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        callbacks += [Clock()] if samples else []
+        profiler = StepProfiler(place, quiet=True) if profiled else None
+        fitting = trainer(strategy_named(name), workers, *callbacks, profiler=profiler)
         steps = MODELS[MODEL].steps(seconds, FIRST + 50)
         data = loader(MODEL, steps, workers, samples)
-        trainer.fit(Trained(MODEL, True if samples else None), data)
+        fitting.fit(Trained(MODEL, True if samples else None), data)
         if profiled:
             return json.loads((place / "profile.json").read_text())
         return [json.loads(each.read_text()) for each in sorted(place.glob("*.json"))]

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import in_short, machine
-from benchmarks.straggler import Measured, Work, measure
+from benchmarks.parts.straggler import Measured, Work, measure
 from hydra.errors import HydraException
 
 from hybridtrain.cli.explain import explain

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -11,14 +12,29 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """GPUs are hidden, unless ``-m`` asks for tests on them.
+
+    A first backward on the CPU starts a thread of Autograd's for each GPU. The stand-in starts its
+    own, and torch would wait for ever for the right number of them (in about every fourth process).
+    """
+    if not asks_for_gpus(config):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What needs a GPU runs where ``-m`` asks for it by name; ``-m slow`` alone does not."""
-    asked: str = config.getoption("markexpr") or ""
-    if "gpu" in asked:
+    if asks_for_gpus(config):
         return
     without = [item for item in items if item.get_closest_marker("gpu") is None]
     config.hook.pytest_deselected(items=[item for item in items if item not in without])
     items[:] = without
+
+
+def asks_for_gpus(config: pytest.Config) -> bool:
+    """``-m gpu``, and not ``-m "not gpu"``."""
+    asked: str = config.getoption("markexpr") or ""
+    return re.search(r"(?<!not )\bgpu\b", asked) is not None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-import functools
 from pathlib import Path
 
+from tests.support.source_trees import calls, nodes
 from tests.test_architecture import FILES, PACKAGE
 
 # Where bytes become objects by way of pickle, and who has made these bytes.
@@ -26,27 +26,14 @@ MODULES = {"shelve", "marshal", "dill", "cloudpickle", "joblib", "dbm"}
 PLACES = {"gettempdir", "mktemp", "tempnam"}  # names that somebody else may foresee
 
 
-@functools.cache
-def nodes(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-
-
-def calls(path: Path) -> list[ast.Call]:
-    return [n for n in nodes(path) if isinstance(n, ast.Call)]
-
-
-def name_of(call: ast.Call) -> str:
-    return ast.unparse(call.func)
-
-
-def unpickles(call: ast.Call) -> bool:
+def unpickles(call: ast.Call, name: str) -> bool:
     """Whether code may come of it. ``torch.load`` must say that it may not, or else it may."""
-    if name_of(call) == "torch.load":
+    if name == "torch.load":
         plain = [k for k in call.keywords if k.arg == "weights_only"]
         return not plain or ast.unparse(plain[0].value) != "True"
-    if name_of(call).endswith(("np.load", "numpy.load")):
+    if name.endswith(("np.load", "numpy.load")):
         return any(k.arg == "allow_pickle" for k in call.keywords)
-    return name_of(call) in {"pickle.load", "pickle.loads", "pickle.Unpickler", "_Unpickler"}
+    return name in {"pickle.load", "pickle.loads", "pickle.Unpickler", "_Unpickler"}
 
 
 def names(path: Path) -> str:
@@ -54,12 +41,13 @@ def names(path: Path) -> str:
 
 
 def test_pickles_are_read_only_from_processes_of_the_same_run() -> None:
-    assert {names(f) for f in FILES if any(map(unpickles, calls(f)))} == set(PICKLES)
+    found = {names(f) for f in FILES if any(unpickles(*call) for call in calls(f).items())}
+    assert found == set(PICKLES)
 
 
 def test_no_text_is_executed_and_yaml_makes_no_objects() -> None:
     for file in FILES:
-        found = {name_of(call) for call in calls(file)}
+        found = set(calls(file).values())
         assert not found & NEVER, file
         assert not {x for x in found if x.startswith("yaml.")} - {"yaml.safe_load"}, file
 
@@ -75,7 +63,7 @@ def test_no_other_serialiser_is_imported() -> None:
 
 def test_temporary_names_cannot_be_foreseen() -> None:
     for file in FILES:
-        found = {name_of(call).rpartition(".")[2] for call in calls(file)}
+        found = {name.rpartition(".")[2] for name in calls(file).values()}
         assert not found & PLACES, file
         constants = [n.value for n in nodes(file) if _is_text(n)]
         assert not [x for x in constants if str(x).startswith(("/tmp", "/var/tmp", "/dev/shm/"))]
@@ -89,7 +77,7 @@ def test_no_socket_has_an_address() -> None:
     """Sockets come in inherited pairs; nobody binds, connects or listens."""
     made = {"socket.socket", "socket.create_server", "socket.create_connection", "Listener"}
     for file in FILES:
-        found = {name_of(call) for call in calls(file)}
+        found = set(calls(file).values())
         assert not found & made, file
         ends = {x.rpartition(".")[2] for x in found if "sock" in x}
         assert not ends & {"bind", "connect", "listen", "accept"}, file

@@ -1,11 +1,10 @@
 """Which checkpoint stands for a run, and which figures.
 
-A run is told by one model: the one of the best checkpoint, by ``task.monitor``; without a monitor,
-or where no checkpoint was written, as it was when training ended. Its test is of that model. What
-was validated is so, too: the metrics of the validation that came last when that checkpoint was
-written, which :class:`hybridtrain.cli.telemetry.monitor.RunMonitor` leaves in every checkpoint;
-where there is none, those of the last validation. Metrics of training are those that were logged
-last.
+All figures of a run are of one model. It is that of the best checkpoint by ``task.monitor``.
+Without a monitor, or without a checkpoint, it is the model at the end of training. It is tested.
+Validation metrics are those of the last validation before that checkpoint was written;
+:class:`hybridtrain.cli.telemetry.monitor.RunMonitor` stores them in every checkpoint. Where it has
+not, they are those of the last validation. Training metrics are the last that were logged.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 
 from hybridtrain.cli.telemetry.monitor import VALIDATED, RunMonitor
+from hybridtrain.lightning.run_context import checkpoints_of
 
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:
     """Its path, if a file is there: of callbacks that watch a metric, or else of any."""
-    found = [x for x in trainer.checkpoint_callbacks if isinstance(x, ModelCheckpoint)]
-    paths = [x.best_model_path for x in sorted(found, key=lambda x: x.monitor is None)]
+    found = sorted(checkpoints_of(trainer), key=lambda x: x.monitor is None)
+    paths = [x.best_model_path for x in found]
     return next((path for path in paths if path and Path(path).is_file()), None)
 
 
@@ -58,8 +57,8 @@ def _scores(trainer: pl.Trainer, best: str) -> dict[str, float]:
     """What the callback that has chosen it knows."""
     return {
         each.monitor: float(each.best_model_score)
-        for each in trainer.checkpoint_callbacks
-        if isinstance(each, ModelCheckpoint) and each.best_model_path == best
+        for each in checkpoints_of(trainer)
+        if each.best_model_path == best
         if each.monitor is not None and each.best_model_score is not None
     }
 

@@ -1,12 +1,12 @@
-"""One run in a directory at a time: who comes second is told so, before anything is written.
+"""One run in a directory at a time: a second one gets an error before it writes anything.
 
-Theory of operation. A run locks (``flock``) the file ``.lock`` in its directory, in which it says
-who it is, and removes it at its end. The system frees the lock with the last process that holds
-it: so nothing has to be tidied up after a run that was killed, and the file that is left of it is
-no claim. Holders are the run's own process and its workers, which are forked from it and end with
-it: as long as one of them still writes a checkpoint, the directory is in use. What they start in
-turn holds nothing: programs do not inherit the descriptor, and processes forked by a worker close
-it. Nothing heavy is imported here, because a run claims its directory first of all.
+Theory of operation. A run locks (``flock``) the file ``.lock`` in its directory, writes into it who
+it is, and removes it at its end. The system frees the lock when the last process that holds it has
+ended. So a killed run needs no cleaning up: a file without a lock claims nothing. The run's own
+process and its workers hold the lock, so the directory stays in use while one of them still writes
+a checkpoint. Processes that these start do not hold it: programs do not inherit the descriptor, and
+processes forked by a worker close it. A run claims its directory before all else, so nothing heavy
+is imported here.
 
 Hydra writes a run's configuration into its directory before it calls the run. ``Claiming`` is a
 callback of Hydra's that comes before that.
@@ -48,7 +48,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Who has locked a directory, as far as it has said so."""
+    """The process that has locked a directory, as far as the file says."""
 
     pid: int = 0
     host: str = ""

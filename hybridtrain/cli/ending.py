@@ -1,4 +1,4 @@
-"""Signals and left-over processes: however a run ends, the shell's status and nothing left."""
+"""How a command ends: exit status after a signal, and no process left behind."""
 
 from __future__ import annotations
 

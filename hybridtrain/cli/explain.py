@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import traceback
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from hydra.core.override_parser.types import Override
@@ -105,8 +106,18 @@ def values(item: Override) -> list[str]:
 
 
 def base_config(parsed: Sequence[Override]) -> DictConfig:
-    """The configuration with the choices of groups made and no single value changed."""
-    return hydra_config.compose_config(_chosen(parsed))
+    """The configuration with the choices of groups made and no single value changed; read-only.
+
+    It is kept: composing it takes 0.15 s, and the jobs of a sweep mostly have the same.
+    """
+    return _composed(tuple(_chosen(parsed)), hydra_config.search_path())
+
+
+@lru_cache(maxsize=16)
+def _composed(choices: tuple[str, ...], search_path: tuple[str, ...]) -> DictConfig:
+    base = hydra_config.compose_config(choices)
+    OmegaConf.set_readonly(base, True)
+    return base
 
 
 def _chosen(parsed: Sequence[Override]) -> list[str]:

@@ -59,10 +59,9 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(overrides))
 
 
-def groups(root: Path | None = None) -> dict[str, list[str]]:
+def groups() -> dict[str, list[str]]:
     """The choices of each group, from the files of the configuration folder."""
-    root = root or conf_dir()
-    folders = sorted(x for x in root.iterdir() if x.is_dir() and x.name != "hydra")
+    folders = sorted(x for x in conf_dir().iterdir() if x.is_dir() and x.name != "hydra")
     return {x.name: sorted(y.stem for y in x.glob("*.yaml")) for x in folders}
 
 
@@ -84,6 +83,13 @@ def compose_config(overrides: Sequence[str] = (), with_hydra: bool = False) -> D
     """
     with composer():
         return compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=with_hydra)
+
+
+def search_path() -> tuple[str, ...]:
+    """Where Hydra looks for the configuration at present."""
+    loader = GlobalHydra.instance().hydra and GlobalHydra.instance().config_loader()
+    found = loader.get_search_path().get_path() if loader else []
+    return (str(conf_dir()), *(str(each.path) for each in found))
 
 
 def complete_overrides(overrides: Sequence[str]) -> list[str]:

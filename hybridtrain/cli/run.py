@@ -43,6 +43,7 @@ from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
+from hybridtrain.util.files import short
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
 
@@ -81,7 +82,7 @@ def execute(cfg: DictConfig) -> CommandOutcome:
         outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
     if box:
         outcome = _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
-    return replace(outcome, directory=summary.short(cfg.run_dir))
+    return replace(outcome, directory=short(cfg.run_dir))
 
 
 def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) -> Parts:

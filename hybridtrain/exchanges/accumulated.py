@@ -18,7 +18,8 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
 from hybridtrain.exchanges.exchange import RESIDUALS, Await, Leaving, Local, Offer, Parameters
-from hybridtrain.util.named_choice import BriefRepr, positive
+from hybridtrain.util.named_choice import BriefRepr
+from hybridtrain.util.number_checks import positive
 
 
 @dataclass(repr=False)

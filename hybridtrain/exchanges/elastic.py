@@ -19,7 +19,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Local, Offer, Parameters
-from hybridtrain.util.named_choice import positive
+from hybridtrain.util.number_checks import positive
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.named_choice import positive
+from hybridtrain.util.number_checks import is_number, positive
 
 
 def fragments_of(tensors: Sequence[torch.Tensor], number: int) -> list[list[int]]:
@@ -63,8 +63,7 @@ def check_fragments(every: int, number: int, overlap: int, mix: float) -> None:
             f"{apart - 1}, for the next fragment travels after every / fragments = {every} / "
             f"{number} steps"
         )
-    real = isinstance(mix, int | float) and not isinstance(mix, bool)
-    if not real or not 0 <= mix <= 1:
+    if not is_number(mix) or not 0 <= mix <= 1:
         raise UserError(
             f"exchange.mix={mix!r} was given; it must be from 0 (take over the masters) to 1 (keep "
             "one's own)"

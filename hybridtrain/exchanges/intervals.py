@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Local
-from hybridtrain.util.named_choice import hint, positive
+from hybridtrain.util.named_choice import hint
+from hybridtrain.util.number_checks import positive
 
 FIRST_DECAY = "first_decay"
 At = int | Literal["first_decay"]

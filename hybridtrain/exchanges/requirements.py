@@ -27,7 +27,7 @@ class Requirements:
     ``private_state``: workers that write to the masters each have optimizer state of their own.
     ``gathers``: mini-batches that make an update, as a rule; ``later``: after which update another
     number does, and which. ``asks``: workers ask before their first mini-batch. ``free``: nobody is
-    made to wait.
+    made to wait. ``everyone``: an update is one gradient of each worker, and nothing else.
     """
 
     whole_rounds: bool = True
@@ -42,6 +42,7 @@ class Requirements:
     later: tuple[int, int] | None = None
     asks: bool = False
     free: bool = False
+    everyone: bool = False
 
     @property
     def steps_in_worker(self) -> bool:
@@ -124,6 +125,7 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
         later=None if later is None else (later[0], later[1] * steps),
         asks=needs.asks,
         free=needs.free,
+        everyone=needs.everyone and n_workers > 1 and exchange.parameters == "read",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.number_checks import is_number
 from hybridtrain.worker.device import KINDS
 
 _ASKED = re.compile(r"Tried to allocate ([\d.]+ \w+)")
@@ -29,8 +30,7 @@ class DeviceMemory:
         """Checked."""
         if fraction is None:
             return cls()
-        number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-        if not number or not 0 < fraction <= 1:
+        if not is_number(fraction) or not 0 < fraction <= 1:
             raise UserError(
                 f"device_memory_fraction={fraction!r} was given; it must be a number above 0 and "
                 "up to 1 (the share of its device that each worker may take), or null: an equal "

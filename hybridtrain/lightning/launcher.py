@@ -154,11 +154,8 @@ def surroundings(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
 @contextmanager
 def pages_of(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
     """For a run in which a worker may be replaced by one that draws alike."""
-    whole_rounds, restarts = (
-        strategy.requirements.whole_rounds,
-        strategy.on_failure.choice == "restart",
-    )
-    if not (whole_rounds and restarts and trainer.state.fn == "fit"):
+    restarts = strategy.on_failure.choice == "restart"
+    if not (strategy.requirements.whole_rounds and restarts and trainer.state.fn == "fit"):
         yield
         return
     strategy.rng_mailbox = pages = RngMailbox(strategy.world_size)
@@ -175,7 +172,23 @@ def world_of(strategy: RunContext, server: Server, start_method: str, threads: i
     judge, size, grace_s = Judge(strategy.on_failure), strategy.world_size, strategy.stop_grace_s
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
     places = [devices[number % len(devices)] for number in range(size)]
-    return ProcessWorld(server, size, start_method, threads, grace_s, judge, watchdog, places)
+    return ProcessWorld(
+        server,
+        size,
+        start_method,
+        threads,
+        grace_s,
+        judge,
+        watchdog,
+        places,
+        may_meet(strategy),
+    )
+
+
+def may_meet(strategy: RunContext) -> bool:
+    """Whether workers may make rounds among themselves, which nobody else sees."""
+    seen = strategy.recording is not None or strategy.faults.in_updates
+    return strategy.requirements.everyone and not seen
 
 
 def check_all(strategy: RunContext, trainer: pl.Trainer) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import Strategy
 
 from hybridtrain.exchanges import Exchange, Requirements
@@ -225,3 +226,8 @@ def context_of(trainer: Any) -> WorkerContext:
 def context_if_ours(trainer: Any) -> WorkerContext | None:
     """The same for parts that are used under other strategies, too: ``None`` there."""
     return context_of(trainer) if hasattr(trainer.strategy, "requirements") else None
+
+
+def checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
+    """Those that meet the others to decide."""
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]

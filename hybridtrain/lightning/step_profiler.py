@@ -30,6 +30,7 @@ from hybridtrain.profiling.phases import phase_of, short_name
 from hybridtrain.profiling.profile_report import Report
 from hybridtrain.profiling.server_profile import ServerWatch
 from hybridtrain.profiling.time_spans import LIMIT
+from hybridtrain.util.number_checks import positive
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.cleanup import removed_in_the_end
 
@@ -55,9 +56,7 @@ class StepProfiler(Profiler):
         self, dirpath: str | Path | None = None, limit: int = LIMIT, quiet: bool = False
     ) -> None:
         super().__init__(dirpath=dirpath)
-        if not isinstance(limit, int) or limit < 1:
-            raise UserError(f"limit={limit!r} was given; it must be a whole number from 1 on")
-        self.limit, self.quiet = limit, quiet
+        self.limit, self.quiet = positive("limit", limit), quiet
         self._parts: str | None = None  # where workers leave what they have measured
         self._track: Track | None = None
         self._kinds: dict[str, int | None] = {}
@@ -142,7 +141,7 @@ class StepProfiler(Profiler):
         timed(self._track, trainer.fit_loop.epoch_loop.val_loop, "run", Phase.VALIDATION)
         self._follow_releases(self._track, client)
         context = context_of(trainer)
-        follow(context, "on_train_start", lambda: self._watch_session(context.session))
+        follow(context, "on_train_start", lambda: self._watch_session(context.session, client))
 
     def _follow_releases(self, track: Track, client: Client) -> None:
         """Sending is measured apart from waiting for the answer."""
@@ -154,7 +153,7 @@ class StepProfiler(Profiler):
 
         follow(client, "await_release", note)
 
-    def _watch_session(self, session: Any) -> None:
+    def _watch_session(self, session: Any, client: Client) -> None:
         """There are parameters and optimizers; others may come to replace these."""
         track = self._track
         if track is None or session is None:
@@ -162,6 +161,8 @@ class StepProfiler(Profiler):
         timed(track, session.replica, "collect", Phase.PUSH, "collect gradients")
         timed(track, session.replica, "writes", Phase.PUSH, "look for written parameters")
         timed(track, session.replica, "refresh", Phase.PULL)
+        if client.maker is not None:
+            timed(track, client.maker, "_step", Phase.UPDATE, "update for all")
         timed(track, session.guard, "accepts", Phase.PUSH, "are gradients finite")
         self._watch_steps(track, session)
         follow(session, "_hand_over", lambda: self._watch_steps(track, session))

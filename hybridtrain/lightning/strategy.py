@@ -56,7 +56,7 @@ from hybridtrain.policies import make_policy
 from hybridtrain.recovery.failure_policy import OnFailure
 from hybridtrain.updates.named import update_of
 from hybridtrain.updates.staleness import make_correction
-from hybridtrain.util.named_choice import positive
+from hybridtrain.util.number_checks import positive
 from hybridtrain.worker.client import Client
 
 

@@ -1,8 +1,7 @@
-"""How much memory there is to be had.
+"""How much memory is free.
 
-Linux promises more memory than it has, and kills somebody when the promise falls due: reserving
-pages of a shared file that is too big does not fail, it ends in the out-of-memory killer. So one
-has to ask first.
+Linux overcommits memory. Reserving pages of a shared file that is too large does not fail; the
+out-of-memory killer ends a process instead. So the free memory is read first.
 """
 
 from __future__ import annotations

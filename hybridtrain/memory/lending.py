@@ -50,6 +50,25 @@ class SharedState:
     offset: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LentState:
+    """The state of a flat pass: where each tensor lies, and each count group's (its group, places
+    of its parameters in the optimizer, figures, whether anything is kept).
+
+    ``kept`` has room for the masters and for each of the others, in that order.
+    """
+
+    flats: dict[str, Place]
+    count_groups: tuple[tuple[int, tuple[int, ...], dict[str, Place], bool], ...]
+    kept: tuple[Place, ...]
+
+    @property
+    def arenas(self) -> set[int]:
+        """The numbers of those that all of it lies in."""
+        figures = [place for _, _, mine, _ in self.count_groups for place in mine.values()]
+        return {place.arena for place in (*self.flats.values(), *figures, *self.kept)}
+
+
 class MadeSteps:
     """How many steps have been made, of which workers make some without asking anybody.
 
@@ -117,10 +136,14 @@ class MadeSteps:
 
 @dataclass(frozen=True, slots=True)
 class GetState:
-    """Request: the state of optimizer ``optimizer`` (``SharedState``), or arena ``arena``."""
+    """Request: the state of optimizer ``optimizer`` (``SharedState``), or arena ``arena``.
+
+    ``flat``: where the flat pass has it (``Lent``).
+    """
 
     optimizer: int = 0
     arena: int | None = None
+    flat: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +156,13 @@ class StepNumber:
 
     generation: int
     steps: int | dict[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Where an optimizer's state lies; ``None``: it is not for workers."""
+
+    state: LentState | None
 
 
 class SharedArenas:
@@ -153,6 +183,13 @@ class SharedArenas:
         place = self._known.get(tensor.data_ptr())
         same = place is not None and place.dtype == tensor.dtype
         return place if same and place is not None and place.shape == tensor.shape else None
+
+    def placed(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+        """Where each lies, once those that are not lent yet have been copied."""
+        known = [self.place_of(tensor) for tensor in tensors]
+        missing = [tensor for tensor, place in zip(tensors, known, strict=True) if place is None]
+        fresh = iter(self.put(missing) if missing else [])
+        return [next(fresh) if place is None else place for place in known]
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
         """Copy these to where they can be lent.

@@ -45,14 +45,22 @@ def fill(path: str, content: Any) -> bytes:
             return b""
         except (OSError, RuntimeError):  # of the memory, or of who has asked, there is no more
             pass
+    return as_bytes(content)
+
+
+def as_bytes(content: Any) -> bytes:
+    """What ``torch.save`` makes of it."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
 def read(path: str, rest: bytes = b"") -> Any:
-    """What :func:`fill` has put into a file of another process, or has returned as bytes."""
+    """What :func:`fill` has put into a file of another process, or has returned as bytes.
+
+    Tensors come to host memory: the other process's device is not this one's.
+    """
     # From the parent or another worker of this run, so not a stranger's pickle.
     if rest:
-        return torch.load(io.BytesIO(rest), weights_only=False)
-    return torch.load(path, weights_only=False, mmap=True)
+        return torch.load(io.BytesIO(rest), map_location="cpu", weights_only=False)
+    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)

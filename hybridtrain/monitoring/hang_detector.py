@@ -8,8 +8,8 @@ which come at least once a second, so the numbers are coarse: nobody is in a hur
 How long a stretch may be is learnt, worker by worker and kind by kind, from the longest so far.
 What has not been seen before (the first step, which compiles; the first validation; the first
 checkpoint) gets the time in which torch's own process groups would give up. A number given by the
-user is taken at its word, but for what comes before a worker's first step is over; and what it does
-for the first time may take some seconds in any case, as modules are imported then.
+user is used as it is, except before the end of a worker's first step; and what a worker does for
+the first time may always take some seconds, as modules are imported then.
 
 A pause of the watching process itself (Ctrl-Z, a container that is frozen, a machine that swaps)
 is nobody's fault: a look counts for little more than the interval between looks. Nor is a machine
@@ -25,6 +25,7 @@ from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
+from hybridtrain.util.number_checks import is_number
 
 _FACTOR = 20.0  # times the longest stretch of that kind
 _QUICK_S, _PATIENT_S = 300.0, 1800.0
@@ -51,8 +52,7 @@ class HangTimeout:
         """
         if value is None or value == "auto":
             return None if value is None else cls()
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < float("inf"):
+        if not is_number(value) or not 0 < value < float("inf"):
             raise UserError(
                 f"hang_timeout_s={value!r} was given; it must be auto, a number of seconds above "
                 "0, or null (a worker that hangs is waited for)"

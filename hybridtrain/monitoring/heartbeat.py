@@ -60,7 +60,7 @@ class Heartbeat:
     """One page, seen from either side.
 
     Args:
-        fd: of a file made by :func:`pulse_file`; the pulse owns it. ``None``: nobody watches.
+        fd: of a file made by :func:`heartbeat_file`; this object owns it. ``None``: nobody watches.
     """
 
     def __init__(self, fd: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Whether a run stands still: all who are left wait, and nobody will come. No processes here.
+"""Whether a run is deadlocked: every worker waits, and nothing can arrive. No processes here.
 
 The last resort. The server refuses what it sees to be stuck
 (:meth:`hybridtrain.server.server.Server._free_the_stuck`), and a worker that hangs is killed; while

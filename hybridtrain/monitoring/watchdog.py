@@ -3,8 +3,8 @@
 Theory of operation. :class:`hybridtrain.monitoring.hang_detector.HangDetector` says who shows no
 sign of life for long. Then the worker is asked for its stacks, by a signal that :mod:`faulthandler`
 answers, and the watchdog goes on looking: what has come is read at a later look, so nobody waits
-here. The first time it is a warning; the second time the worker is killed, and its obituary says
-why.
+here. The first time it is a warning; the second time the worker is killed, and the error that is
+raised says why.
 
 A worker in which somebody stands with a debugger is waited for: one with a tracer (gdb, strace), or
 with the frames of a Python debugger in its stacks.

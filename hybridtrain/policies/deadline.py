@@ -1,4 +1,4 @@
-"""Backup workers without a number: who comes later than usual is late.
+"""Backup workers without a number: contributions that take longer than usual are dropped.
 
 Chen et al. 2016 (arXiv:1604.00981) fix how many of the workers are waited for. Here the workers'
 own times say: a round ends when the median of past service times, and c times their median absolute

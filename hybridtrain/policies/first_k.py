@@ -36,6 +36,7 @@ from hybridtrain.protocol.facts import (
     Release,
     Waiting,
 )
+from hybridtrain.util.number_checks import positive
 
 Late = Literal["drop", "use"]
 
@@ -144,8 +145,7 @@ class Softsync:
     _rule: FirstK = field(default_factory=FirstK, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if type(self.n) is not int or self.n < 1:
-            raise UserError(f"n={self.n!r} was given; it must be a whole number from 1 on")
+        positive("n", self.n)
 
     def begin(self, n_workers: int) -> Needs:
         if self.n > n_workers:

@@ -1,4 +1,4 @@
-"""Whoever comes shortly behind another goes on from the same parameters.
+"""Workers that push within one window of time go on from the same parameters.
 
 Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 2024 (arXiv:2401.09135), whose
 scheduler waits for a grace period: contributions of that time are applied one behind the other, and
@@ -32,7 +32,7 @@ from hybridtrain.util.named_choice import BriefRepr
 
 @dataclass(repr=False)
 class Grace(BriefRepr):
-    """Apply each contribution by itself; release together who has come within the window.
+    """Apply each contribution by itself; release all workers of a window together.
 
     Args:
         window_s: seconds behind the first of them; ``inf``: until all have come.

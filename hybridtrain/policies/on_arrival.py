@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from hybridtrain.errors import UserError
 from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import Apply, Drop, Fact, Joined, Order, Pushed, Release
+from hybridtrain.util.number_checks import whole
 
 
 @dataclass
@@ -55,11 +55,7 @@ class NotTooLate:
     _read: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # at which update
 
     def __post_init__(self) -> None:
-        if type(self.max_staleness) is not int or self.max_staleness < 0:
-            raise UserError(
-                f"max_staleness={self.max_staleness!r} was given; it must be a whole number from 0 "
-                "on, or null (nothing is too late)"
-            )
+        whole("max_staleness", self.max_staleness, 0, ", or null (nothing is too late)")
 
     def begin(self, n_workers: int) -> Needs:
         self._updates, self._read = 0, {}

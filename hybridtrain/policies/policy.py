@@ -17,7 +17,9 @@ class Needs:
     ``whole_rounds``: nobody computes while an update is applied, and all workers step equally
     often. ``turns``: one worker computes at a time; it asks before it begins a mini-batch
     (``Ready``). ``asks``: each does so before its first one only. ``free``: whoever pushes is
-    released at once, and what was pushed is an update. ``holds``: contributions may
+    released at once, and what was pushed is an update. ``everyone``: an update is of one
+    contribution of each worker, and nothing is remembered from one to the next, so a round to which
+    all have come need not be told of. ``holds``: contributions may
     be put aside (``Accumulate``), which takes one more row of gradients. ``drops_late``: what was
     begun before the last update will be dropped.
     ``watches_loss``: pushes are to tell the loss.
@@ -34,6 +36,7 @@ class Needs:
     later: tuple[int, int] | None = None
     asks: bool = False
     free: bool = False
+    everyone: bool = False
 
 
 @runtime_checkable

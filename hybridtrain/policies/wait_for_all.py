@@ -28,7 +28,7 @@ class WaitForAll:
 
     def begin(self, n_workers: int) -> Needs:
         self._expected, self._pushed = set(), set()
-        return Needs(whole_rounds=True, gathers=n_workers)
+        return Needs(whole_rounds=True, gathers=n_workers, everyone=True)
 
     def on(self, fact: Fact) -> Sequence[Order]:
         match fact:

@@ -1,7 +1,7 @@
-"""One worker first: the others begin when the worst is over.
+"""Warm start: one worker alone makes the first updates.
 
 Dean et al., *Large Scale Distributed Deep Networks*, NIPS 2012, section 4.1: training is stable if
-it is begun with a single replica, and the others are let loose later.
+it is begun with a single replica, and the others begin later.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from hybridtrain.errors import UserError
 from hybridtrain.policies.policy import Needs, Policy
 from hybridtrain.protocol.facts import (
     Apply,
@@ -23,6 +22,7 @@ from hybridtrain.protocol.facts import (
     Release,
     Waiting,
 )
+from hybridtrain.util.number_checks import whole
 
 FIRST = 0  # the worker that begins
 
@@ -51,11 +51,8 @@ class WarmStart:
     _held: set[int] = field(default_factory=set, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if type(self.updates) is not int or self.updates < 1:
-            raise UserError(
-                f"warm_start={self.updates!r} was given; it must be a whole number from 1 on: the "
-                "updates that worker 0 makes alone; or null (all begin at once)"
-            )
+        also = ": the updates that worker 0 makes alone; or null (all begin at once)"
+        whole("warm_start", self.updates, 1, also)
 
     def begin(self, n_workers: int) -> Needs:
         self._open, self._made, self._free, self._held = False, 0, set(), set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,6 +17,7 @@ from rich.text import Text
 from hybridtrain.profiling.chrome_trace import write_trace
 from hybridtrain.profiling.phases import ENCLOSING, MEANINGS, Phase
 from hybridtrain.profiling.time_spans import Track, cost_of_span_ns
+from hybridtrain.util.files import short
 
 FIGURES, TIMELINE = "profile.json", "timeline.json"
 _EXCHANGE = (Phase.PUSH, Phase.WAIT, Phase.PULL)
@@ -171,15 +171,9 @@ class Report:
             lines.append(f"nothing is known of worker {', '.join(map(str, missing))}")
         shows = "every step" if self.every == 1 else thinned
         if folder is not None:
-            where = _short(folder / TIMELINE)
+            where = short(folder / TIMELINE)
             lines.append(f"{where} shows {shows};\nopen it at https://ui.perfetto.dev")
         return "\n".join(lines)
-
-
-def _short(path: Path) -> str:
-    """As seen from the working directory, where it lies below it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative
 
 
 def _table(first: str, *others: str) -> Table:

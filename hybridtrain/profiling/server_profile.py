@@ -44,8 +44,9 @@ class ServerWatch:
             if kind is None:
                 kind = kinds[what] = track.kind_of(what.__name__.lower(), Phase.SERVE)
             track.note = getattr(event, "worker", -1)
-            if statistics.version != track.step:
+            if behind := statistics.version - track.step:
                 track.next_step(statistics.version)
+                track.n_steps += max(0, behind - 1)  # of which nothing was heard
             track.begin(kind)
             try:
                 return original(event)
@@ -57,6 +58,7 @@ class ServerWatch:
     def _adopted(self) -> None:
         """Training begins: there is a store, and there are optimizers."""
         self.track.restart()
+        self.track.step = self._server.statistics.version
         optimizers, store = self._server.optimizers, self._server.store
         for method in ("step", "hold"):
             timed(self.track, optimizers, method, Phase.UPDATE, "update")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory.layout import Layout
-from hybridtrain.memory.lending import GetState, SharedState, StepNumber
+from hybridtrain.memory.lending import GetState, Lent, SharedState, StepNumber
 from hybridtrain.memory.sparse_rows import Packed
 from hybridtrain.protocol.notices import (
     Back,
@@ -121,24 +121,36 @@ class DrawnBatch(NamedTuple):
 class Push:
     """My contribution lies in my row; step optimizer number ``optimizer``.
 
-    ``weight`` is what the gradient counts for, in samples (0 abstains), ``samples`` how many are
-    behind it, if that is another number; ``absent`` the numbers of the parameters that got no
-    gradient; ``groups`` the hyper-parameters of each parameter group that have changed since the
-    worker's last push; ``averaged``: the gradient is already the mean of all (perhaps changed
-    since, by everybody alike), so one row stands for all; ``writes``: parameters that user code has
-    changed itself since the last release; ``fault``: why there is no contribution, where there
-    should have been one; ``veto``: because of it, the whole step is to be left out; ``covers``: the
-    mini-batches from the shared queue that are done with this push; ``packed``: the sparse
-    gradients among those in the row; ``own``: there is none in it, I shall step myself.
-    ``members`` are the slot numbers of each group, only when they have changed; then ``groups`` is
-    whole. ``loss`` is that of the evaluation which gave the gradient, for optimizers and policies
-    that compare losses; ``repeatable``: I can evaluate again. ``state``: what user code has made of
-    the optimizer's state, by slot number, as ``torch.save`` writes it. ``fetch``: I want the newest
-    parameters with my release. ``encoded``: so many bytes at the front of my row are my
-    contribution, encoded as the exchange has it. ``draws``: answer these with my release, too.
-    ``later``: I do not wait for my release, and compute until I need it. ``age``: I have made the
-    step myself, so many steps of others after I had read the parameters; ``former``: steps of that
-    kind that I have made before this one, and not told of.
+    What is handed over:
+
+    - ``weight``: what the contribution counts for, in samples (0 abstains); ``samples``: how many
+      are behind it, if that is another number.
+    - ``absent``: the numbers of the parameters without a gradient; ``packed``: the sparse ones.
+    - ``averaged``: the gradient is already the mean of all, so one row stands for all.
+    - ``encoded``: so many bytes at the front of the row are the contribution, as its codec has it.
+    - ``writes``: parameters that user code has changed itself since the last release.
+    - ``covers``: the mini-batches from the shared queue that are done with this push.
+    - ``loss``: of the evaluation, for optimizers and policies that compare losses;
+      ``repeatable``: the worker can evaluate again.
+    - ``fault``: why there is no contribution where there should be one; ``veto``: because of it,
+      the whole step is left out.
+
+    Changes of the optimizer since the last push:
+
+    - ``groups``: hyper-parameters of each group that have changed; ``members``: the slot numbers
+      of each group, only when they have changed; then ``groups`` is whole.
+    - ``state``: the state by slot number, if user code has changed it, as ``torch.save`` writes it.
+
+    The answer:
+
+    - ``fetch``: the worker wants the newest parameters with its release; ``draws``: and answers
+      to these; ``later``: it does not wait for the release, and computes until it needs it.
+
+    Steps that the worker makes itself, on shared parameters:
+
+    - ``own``: the row holds nothing, the worker steps; ``age``: it has stepped, so many steps of
+      others after it had read the parameters; ``former``: its earlier steps of that kind of which
+      the server has not been told.
     """
 
     optimizer: int
@@ -268,7 +280,15 @@ class Described:
     said: Mapping[str, Any]
 
 
-Note = Paused | Resumed | Stopped | Described | Progress | Saved
+@dataclass(frozen=True, slots=True)
+class Changed:
+    """Hyper-parameters that have changed, group by group, in rounds that only workers know of."""
+
+    optimizer: int
+    groups: tuple[dict[str, Any], ...]
+
+
+Note = Paused | Resumed | Stopped | Described | Changed | Progress | Saved
 NOTES: tuple[type[Note], ...] = get_args(Note)
 
 # ---- replies ------------------------------------------------------------------------------------
@@ -362,6 +382,7 @@ class Refused:
 
 Answer = (
     Shared
+    | Lent
     | Done
     | Averaged
     | Released

@@ -1,4 +1,6 @@
-"""What workers hear unasked when one of them is gone or comes back, or all are to end."""
+"""Notices: what the server sends to workers without a request.
+
+A worker has left or is back, the run is to stop, or a restarted worker asks where training is."""
 
 from __future__ import annotations
 
@@ -38,14 +40,14 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class SavePermission:
-    """You have stopped, and do (or need not do) what one has to do for all: save."""
+    """Answer to a worker that has stopped: write the last checkpoint (``saves``), or do not."""
 
     saves: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The heir has written the last checkpoint (``well``), or there is none to be written."""
+    """The last checkpoint has been written (``well``), or none is to be written."""
 
     well: bool
 

@@ -54,6 +54,11 @@ class Admitted:
 
 
 @dataclass(frozen=True, slots=True)
+class Looked:
+    """Some time has passed: what workers have done among themselves may be counted."""
+
+
+@dataclass(frozen=True, slots=True)
 class TimerExpired:
     """It is at least as late as the server's ``wake_at_s``."""
 
@@ -71,5 +76,13 @@ class BrokenOff:
 
 
 Event = (
-    Received | Completed | Removed | Restarted | Admitted | TimerExpired | UpdateEnded | BrokenOff
+    Received
+    | Completed
+    | Removed
+    | Restarted
+    | Admitted
+    | Looked
+    | TimerExpired
+    | UpdateEnded
+    | BrokenOff
 )

@@ -47,6 +47,13 @@ class GradientRows:
         self.store = store
         self._samples = [[_sample(row[d]) for d in sorted(row, key=str)] for row in store.gradients]
 
+    @classmethod
+    def of(cls, store: Store | None, known: GradientRows | None) -> GradientRows | None:
+        """Those of a store, which are the ``known`` ones unless there is another store now."""
+        if store is None or (known is not None and known.store is store):
+            return known
+        return cls(store)
+
     def print(self, worker: int, start: int) -> int:
         """The checksum so far, continued over the row."""
         for sample in self._samples[worker]:

@@ -102,8 +102,7 @@ class Record:
 
     @property
     def header(self) -> dict[str, Any]:
-        header: dict[str, Any] = self.told["header"]
-        return header
+        return self.told["header"]
 
     @property
     def strategy(self) -> dict[str, str]:

@@ -146,7 +146,8 @@ class RecordingServer(Server):
         if isinstance(request, Push):
             together = (*request.former, request)  # one message, several mini-batches
             own_s, samples = own_s / len(together), sum(map(samples_of, together))
-        seen = checksum_of(request, worker, self._seen())
+        self._rows = GradientRows.of(self.store, self._rows)
+        seen = checksum_of(request, worker, self._rows)
         self._writer.event(type(request).__name__, worker, seen, now_s, own_s, samples)
 
     def _happened(self, event: Event, now_s: float) -> None:
@@ -174,12 +175,6 @@ class RecordingServer(Server):
         if fresh := {name: each for name, each in said.items() if name not in self._told}:
             self._told.update(fresh)
             self._writer.tell(fresh)
-
-    def _seen(self) -> GradientRows | None:
-        store = self.store
-        if store is not None and (self._rows is None or self._rows.store is not store):
-            self._rows = GradientRows(store)
-        return self._rows
 
     def _answered(self, replies: Replies) -> None:
         if not replies:

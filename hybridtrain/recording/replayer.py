@@ -163,9 +163,7 @@ class Replayer:
         kind = kind_of(Received(event.worker, word))
         if kind != event.kind:
             raise _Parted(f"{self._named(event)}: in the replay the worker's next is a {kind}")
-        store = self._server.store
-        if store is not None and (self._rows is None or self._rows.store is not store):
-            self._rows = GradientRows(store)
+        self._rows = GradientRows.of(self._server.store, self._rows)
         if checksum_of(word, event.worker, self._rows, self._record.version) != event.print:
             what = "its gradient, or what goes with it," if event.kind == "Push" else "what it says"
             raise _Parted(f"{self._named(event)}: in the replay {what} has other bits")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.number_checks import whole
 
 CHOICES = ("stop", "continue", "restart")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
@@ -39,9 +40,9 @@ class OnFailure:
         """
         if choice not in CHOICES:
             raise UserError(f"on_failure={choice!r} was given; it must be {', '.join(CHOICES)}")
-        _whole("min_workers", min_workers, 1)
+        whole("min_workers", min_workers, 1)
         if max_restarts is not None:
-            _whole("max_restarts", max_restarts, 0, "or null (any number)")
+            whole("max_restarts", max_restarts, 0, " or null (any number)")
         if choice == "restart" and max_restarts == 0:
             raise UserError(
                 "on_failure=restart was given with max_restarts=0, which allows none; give at "
@@ -148,9 +149,3 @@ class Judge:
         self._recent[worker] += 1
         self.restarts += 1
         return Replace(delay_s, self.restarts)
-
-
-def _whole(name: str, value: Any, least: int, also: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        allowed = f"a whole number from {least} on {also}".rstrip()
-        raise UserError(f"{name}={value!r} was given; it must be {allowed}")

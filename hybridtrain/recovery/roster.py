@@ -1,4 +1,4 @@
-"""Who is there, who comes back, who says where training is, and who saves: decided without I/O.
+"""Which workers train, are restarted, report progress and save: decided without I/O.
 
 Theory of operation. The world tells what has happened (a worker waits, has failed, its process has
 ended, a signal has come, it is so late) and does what it is told in return. What is to be known
@@ -14,7 +14,7 @@ all are away, one begins where training was some time ago (``kept``), and answer
 soon as it waits in its step, for whatever: it may wait for them.
 A process that the system refuses to start is tried again, and its worker is called anew then.
 
-An announced restart happens, or is called off aloud: training is over, or the run ends.
+An announced restart happens, or the user is told why not: training is over, or the run ends.
 
 At the end of a run everybody is asked to stop. Who has stopped waits; the first of them (nobody
 waits for one that has come back and not come to its step) writes the last checkpoint, the next one

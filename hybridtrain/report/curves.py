@@ -16,7 +16,8 @@ from hybridtrain.report.charts import (
 from hybridtrain.report.history import HISTORY_FILE
 from hybridtrain.report.looks import Shown, legend_of
 from hybridtrain.report.page import Part, figure, figures, heading, paragraph
-from hybridtrain.report.runs import Run, is_number, waiting_percent
+from hybridtrain.report.runs import Run, waiting_percent
+from hybridtrain.util.number_checks import is_number
 
 MOST_POINTS = 200  # of a line
 MOST_BARS = 24

@@ -1,4 +1,4 @@
-"""Who is who on a page about runs: a name and a look for each."""
+"""The name, colour and dashes of each run on a page."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import shortened
 from hybridtrain.report.history import HISTORY_FILE, RunCurve, read_history
+from hybridtrain.util.number_checks import is_number
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
 CONFIG_FILE, OVERRIDES_FILE = ".hydra/config.yaml", ".hydra/overrides.yaml"
@@ -85,11 +86,6 @@ class Run:
     @property
     def ended_well(self) -> bool:
         return self.exit == 0
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a number; true and false are none here."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:

@@ -46,6 +46,10 @@ class HandedOver:
             self._statistics.saved_bytes += n_bytes - push.encoded
             self._decode(worker, push, members, store)
 
+    def count(self, n: int) -> None:
+        """So many whole gradients were handed over for the only optimizer."""
+        self._statistics.sent_bytes += n * sum(whole for _, whole in self._whole.values())
+
     @torch.no_grad()
     def _decode(self, worker: int, push: Push, members: Members, store: Store) -> None:
         assert self._codec is not None and push.encoded is not None, "it is encoded"

@@ -1,12 +1,12 @@
-"""Workers that come and go: who is there, who is gone, and who is to come back.
+"""Membership: which workers are there, which are gone, and which will be restarted.
 
-Theory of operation. Who is gone for good has left the policy, the meetings and the queue, and the
-others are told (``Gone``), because somebody has to do what it would have done.
+Theory of operation. A worker that is gone for good is removed from the policy, the meetings and the
+queue. The others are told (``Gone``), because they do what it has left.
 
-Who is to come back is missing. In lock-step its place is kept: the policy still waits for it, so
-no update is made without it, and those who wait for their release, or for a mean, stand at the
-step that it has left undone, where the new process begins. Where workers run freely nobody waits
-for it. When and from where it comes back is for the world to say.
+A worker that will be restarted is missing. In lock-step its place is kept: the policy waits for it,
+so no update is made without it. The others wait for their release, or for a mean, at the step that
+it has not done, and the new process begins with that step. Where workers run freely, nobody waits
+for it. The world says when it is back and where it begins.
 """
 
 from __future__ import annotations

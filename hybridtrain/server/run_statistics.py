@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hybridtrain.policies.step_counts import StepCounts
+from hybridtrain.protocol.shared_round import MadeRounds
 
 
 @dataclass(slots=True)
@@ -126,6 +127,26 @@ class RunStatistics:
             self.ages[age] += 1
         self.version += 1
         self._training_s = self._now_s()
+
+    def made_together(self, made: MadeRounds) -> None:
+        """Rounds in which every worker has had its part, of the version before."""
+        now = made.at_s - self._started_at_s
+        shares = zip(self._accounts, made.samples, made.waited_s, made.awaited_s, strict=True)
+        for worker, (account, samples, waited_s, awaited_s) in enumerate(shares):
+            if account.released_at_s is not None:
+                account.computing_s += max(0.0, now - account.released_at_s - waited_s)
+                account.released_at_s = now
+            account.waiting_s += waited_s
+            account.awaited_s += awaited_s
+            account.samples += samples
+            account.pushes += made.n
+            account.read_version += made.n
+            for _ in range(made.n):
+                self.clocks.tick(worker)
+        self.samples += sum(made.samples)
+        self.ages[0] += made.n * self.n_workers
+        self.version += made.n
+        self._training_s = max(self._training_s, now)
 
     def released(self, worker: int, reads: bool = True) -> None:
         """The worker goes on, perhaps in the middle of its work.

@@ -1,4 +1,4 @@
-"""The one who decides.
+"""The server: takes events, returns replies, owns the master parameters.
 
 Theory of operation. The server is an actor: ``on(event)`` takes one event (a request of a worker,
 say) and returns the replies that follow from it, to this worker and to others. Nothing else changes
@@ -22,11 +22,12 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, combine, exchange_of
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.memory import Store
-from hybridtrain.memory.lending import GetState
+from hybridtrain.memory.lending import GetState, Lent
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import (
     Average,
     Begin,
+    Changed,
     Draw,
     Gather,
     Install,
@@ -67,6 +68,7 @@ from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.server.setup import Setup
 from hybridtrain.server.shared_parameters import lend, no_snapshot
 from hybridtrain.server.stop_requests import StopRequests
+from hybridtrain.server.workers_rounds import WorkersRounds
 from hybridtrain.updates import OptimizerFailed, Optimizers
 from hybridtrain.updates.staleness import Correction
 from hybridtrain.updates.staleness.late_gradients import LateGradients
@@ -106,6 +108,7 @@ class Server:
         self._meeting: Barrier[Request] = Barrier(set(self._members))
         self._pool, late = Pool(threads), LateGradients(correction, self.statistics.age)
         self._queue = BatchQueue(self._members)
+        handed_over = HandedOver(codec_of(exchange), self.statistics)
         self._rounds = Rounds(
             policy,
             self.requirements,
@@ -113,8 +116,9 @@ class Server:
             self._queue,
             members,
             self._pool,
-            HandedOver(codec_of(exchange), self.statistics),
+            handed_over,
         )
+        self._workers_rounds = WorkersRounds(self.statistics, handed_over)
         self.membership = Membership(
             members, self._meeting, self._queue, self._rounds, self.statistics
         )
@@ -137,6 +141,9 @@ class Server:
 
     def on(self, event: Event) -> Replies:
         """It has happened; what follows for whom."""
+        if isinstance(event, Removed | BrokenOff):
+            self._workers_rounds.take_over()
+        self._workers_rounds.look()
         if isinstance(event, Received):
             return self._received(event.worker, event.message)
         match event:
@@ -182,6 +189,9 @@ class Server:
                 return [(worker, Released(self._rounds.version))]
             case Snapshot():
                 return self._snapshot(worker, message)
+            case GetState(number, flat=True):
+                state = self._workers_rounds.lend(self.store, self.optimizers, number)
+                return [(worker, Lent(state))]
             case GetState():
                 return [(worker, lend(self.store, self.optimizers, message))]
             case ReadStats():
@@ -190,6 +200,8 @@ class Server:
                 self.statistics.pause()
             case Resumed():
                 self.statistics.resume()
+            case Changed(number, groups):
+                self.optimizers.hear(worker, Push(number, 0.0, groups=groups))
             case Stopped():
                 return self._wishes.answer() + self._stop_waiting_for(worker)
         return []

@@ -9,7 +9,9 @@ from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.memory.lending import GetState, SharedState
 from hybridtrain.protocol.messages import Share, Shared
+from hybridtrain.protocol.shared_round import SharedRound
 from hybridtrain.updates import Optimizers
+from hybridtrain.updates.flat.lent_state import may_be_lent
 
 
 def shared_store(shares: Mapping[int, Share], n_workers: int, requirements: Requirements) -> Store:
@@ -38,7 +40,14 @@ def made_store(
     """As the server and every worker make it, over one arena."""
     wants = requirements
     copies, holds, shared = wants.has_copies, wants.holds, wants.in_place
-    return Store(layout, n_workers, copies, arena, averaging, holds, shared)
+    meets = wants.everyone and not averaging and may_be_lent(layout)
+    words = SharedRound.n_words(n_workers) if meets else 0
+    return Store(layout, n_workers, copies, arena, averaging, holds, shared, words)
+
+
+def round_of(store: Store) -> SharedRound | None:
+    """Where workers may meet, if they may."""
+    return SharedRound(store.round, store.n_workers, store.arena.fd) if store.round else None
 
 
 def lend(store: Store | None, optimizers: Optimizers, request: GetState) -> SharedState | Shared:

@@ -46,8 +46,7 @@ class ClustersModule(pl.LightningModule):
 
     def forward(self, points: Tensor) -> Tensor:
         """Logits (B, classes) of points (B, D)."""
-        logits: Tensor = self.net(points)
-        return logits
+        return self.net(points)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean cross entropy of the mini-batch."""

@@ -55,8 +55,7 @@ class DigitsModule(pl.LightningModule):
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, 10) of images (B, 1, 8, 8)."""
-        logits: Tensor = self.net(images)
-        return logits
+        return self.net(images)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean cross entropy of the mini-batch."""

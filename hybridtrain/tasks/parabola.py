@@ -50,8 +50,7 @@ class ParabolaModule(pl.LightningModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """y (B, 1) for x (B, 1)."""
-        y: Tensor = self.net(x)
-        return y
+        return self.net(x)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean squared error of this worker's share."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,6 +27,11 @@ def shares_parameters(trainer: Any) -> bool:
     return bool(trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu")
 
 
+def machine_bytes() -> int:
+    """How much memory this machine has, free or not."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 _SMALLER = "give a smaller model.dim, a larger data.min_count, data.max_words, or fewer workers"
 
 
@@ -35,7 +41,7 @@ def check_size(n_bytes: int, workers: int, what: str, advice: str = _SMALLER) ->
     Raises:
         UserError: if not even into an empty one.
     """
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = machine_bytes()
     if n_bytes * (workers + 1) > there:
         raise UserError(
             f"{what} are {n_bytes / 2**30:.1f} GiB, which {workers} workers and the server need "
@@ -78,3 +84,51 @@ def data_of(module: pl.LightningModule, kind: str) -> Any:
             f"data={kind}"
         )
     return data
+
+
+class CompiledSteps(pl.LightningModule, ABC):
+    """Stepped in a compiled function where workers share parameters; elsewhere through torch.
+
+    Args:
+        compiled: ``True``, ``False``, or ``"auto"``: where workers share parameters (``hogwild``,
+            or one process on a CPU) and numba is installed.
+        make_optimizer: of steps through torch.
+    """
+
+    reads = ""  # the kind of data that it is made for
+
+    def __init__(self, compiled: bool | str, make_optimizer: MakeOptimizer) -> None:
+        super().__init__()
+        if compiled not in (True, False, "auto"):
+            raise UserError(f"model.compiled={compiled} was given; it must be auto, true or false")
+        self.compiled, self.make_optimizer = compiled, make_optimizer
+        self.steps_compiled = False
+
+    @property
+    def workers(self) -> int:
+        """How many train; 1 before there is a trainer."""
+        return self._trainer.world_size if self._trainer is not None else 1
+
+    def setup(self, stage: str) -> None:
+        """Look at the data, and choose how to step.
+
+        Raises:
+            UserError: if compiled steps were asked for and cannot be made.
+        """
+        self.know(data_of(self, self.reads))
+        self.steps_compiled = are_compiled(self.compiled, self.trainer)
+        self.automatic_optimization = not self.steps_compiled
+
+    def configure_optimizers(self) -> Any:
+        """None where steps are compiled; else one with its schedule."""
+        return (
+            None if self.steps_compiled else self.scheduled(self.make_optimizer(self.parameters()))
+        )
+
+    @abstractmethod
+    def know(self, data: Any) -> None:
+        """These are the data, which say how large tables are."""
+
+    @abstractmethod
+    def scheduled(self, optimizer: Optimizer) -> Any:
+        """An optimizer as Lightning wants it, with the schedule of its rate."""

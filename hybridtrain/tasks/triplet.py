@@ -10,20 +10,20 @@ Legend: V words, D numbers of each, B samples of a mini-batch, T triplets that h
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.errors import UserError
+from hybridtrain.tasks.shared_tables import MakeOptimizer, machine_bytes
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Batch = Sequence[Tensor]
 Triplets = tuple[Tensor, Tensor, Tensor]  # words (T,) each: anchors, positives, negatives
 BANDS = ("common", "middle", "rare")  # a third of the words each, by how often they occur
@@ -124,7 +124,7 @@ def triplet_loss(embed: Callable[[Tensor], Tensor], triplets: Triplets, margin: 
 
 def check_size(vocabulary: int, dim: int) -> None:
     """Raises ``UserError`` if the table is larger than this machine, which torch would try."""
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    there = machine_bytes()
     if (needed := 2 * 4 * vocabulary * dim) > there:
         raise UserError(
             f"model.vocabulary={vocabulary} with model.dim={dim} are {needed / 2**31:,.1f} GiB, "
@@ -182,7 +182,7 @@ class TripletData(pl.LightningDataModule):
         anchors = torch.multinomial(weights, samples, replacement=True, generator=generator)
         positives = self._partners(anchors, weights, generator)
         self.train = TensorDataset(anchors, positives, self.classes[anchors])
-        print_once(f"{samples} samples of {vocabulary} words in {classes} classes were made.")
+        rank_zero_info(f"{samples} samples of {vocabulary} words in {classes} classes were made.")
 
     def _partners(self, anchors: Tensor, weights: Tensor, generator: torch.Generator) -> Tensor:
         """For each word another one of its class, common ones more often."""
@@ -216,10 +216,3 @@ class TripletData(pl.LightningDataModule):
         words = seen.nonzero().flatten()
         bands = words * len(BANDS) // self.vocabulary
         return DataLoader(TensorDataset(words, self.classes[words], bands), batch_size=4096)
-
-
-def print_once(line: str) -> None:
-    """Say where the data come from; in one process."""
-    from pytorch_lightning.utilities import rank_zero_info
-
-    rank_zero_info(line)

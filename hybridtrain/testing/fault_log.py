@@ -21,7 +21,7 @@ _COUNTERS = struct.Struct("<qq")  # a worker's steps and its process
 
 
 class FaultLog:
-    """What has happened so far, where the parent and all lives of all workers see it.
+    """What has happened so far, in memory that the parent and all processes of all workers share.
 
     A worker is about to die when it writes, so it does not send a message. Made by the parent;
     a copy that is sent to another process looks at the same memory.

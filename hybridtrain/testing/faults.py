@@ -20,6 +20,7 @@ from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.named_choice import hint
+from hybridtrain.util.number_checks import is_number
 
 PHASES = ("compute", "push", "update", "pull", "validation", "checkpoint", "teardown")
 _IN_WORKERS = tuple(phase for phase in PHASES if phase != "update")
@@ -129,7 +130,7 @@ def _check_strength(fault: Fault) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def read_faults(given: Any) -> tuple[Fault, ...]:

@@ -1,4 +1,4 @@
-"""An optimizer's state on its way home."""
+"""An optimizer's state, as the server hands it out for a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What ``state_dict()`` holds, but named so that it outlives a change of the groups.
+    """What ``state_dict()`` holds, by slot number, so that it stays valid when the groups change.
 
     ``parameters`` is keyed by slot numbers; ``others`` is the rest of ``state`` (keys that are no
     parameters); ``groups`` are the hyper-parameters; ``own`` is what the optimizer's class adds.

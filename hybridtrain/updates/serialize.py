@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.memory.scratch_file import as_bytes
 
 # What torch, a scheduler or a wrapper puts on an instance: rebuilt or meaningless elsewhere.
 _NOT_CARRIED = frozenset(
@@ -64,7 +65,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, torch.Tensor):
             if id(obj) in self._number_of:
                 return "parameter", self._number_of[id(obj)]
-            return "tensor", _tensor_bytes(obj)
+            return "tensor", as_bytes(obj.detach().clone())
         if isinstance(obj, type) and issubclass(obj, torch.optim.Optimizer):
             return "class", (obj.__module__, obj.__qualname__)
         return None
@@ -105,9 +106,3 @@ class _Unpickler(pickle.Unpickler):
 def _subclasses(kind: type) -> list[type]:
     found: list[type] = list(kind.__subclasses__())
     return found + [deeper for child in found for deeper in _subclasses(child)]
-
-
-def _tensor_bytes(tensor: torch.Tensor) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(tensor.detach().clone(), buffer)
-    return buffer.getvalue()

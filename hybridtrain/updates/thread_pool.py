@@ -1,4 +1,4 @@
-"""The server's hands: threads that share the chunks of an update.
+"""The server's threads, which share the chunks of an update.
 
 Torch releases the interpreter lock inside its kernels, so Python threads are enough. Torch's own
 OpenMP threads are not used: the pools of several processes on one core spin against each other.

@@ -13,7 +13,7 @@ import ast
 import inspect
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -69,12 +69,8 @@ class CodeReader:
     def functions_of(self, kind: type) -> Iterator[FunctionType]:
         """All that users have written of a class and those above it."""
         for each in kind.__mro__:
-            for value in () if self.is_library(each) else vars(each).values():
-                parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
-                for part in parts:
-                    function = getattr(part, "__func__", part)
-                    if isinstance(function, FunctionType):
-                        yield function
+            if not self.is_library(each):
+                yield from functions_in(vars(each).values())
 
     def is_library(self, value: object) -> bool:
         """Whether a class, function or module comes from one."""
@@ -154,6 +150,16 @@ class CodeReader:
             case ModuleType():
                 return self.is_library(value)
         return not self.leads(value)
+
+
+def functions_in(values: Iterable[object]) -> Iterator[FunctionType]:
+    """The functions among them, those behind properties, class and static methods included."""
+    for value in values:
+        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        for part in parts:
+            function = getattr(part, "__func__", part)
+            if isinstance(function, FunctionType):
+                yield function
 
 
 def source_of(function: FunctionType) -> ast.AST | None:

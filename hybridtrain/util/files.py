@@ -40,6 +40,12 @@ def interrupted_in(folder: Path) -> Path:
     return (folder.parent if beside else folder / "interrupted") / "interrupted.ckpt"
 
 
+def short(path: str | Path) -> str:
+    """The path as seen from the working directory, where it lies below it."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
 def write_whole(path: Path, content: bytes | memoryview) -> None:
     """The file is there with all its content, or not at all, also if the machine loses power.
 

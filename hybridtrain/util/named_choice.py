@@ -78,14 +78,3 @@ class BriefRepr:
         }
         said = ", ".join(f"{name}={value!r}" for name, value in given.items())
         return f"{type(self).__name__}({said})"
-
-
-def positive(name: str, value: int) -> int:
-    """The value, if it is a whole number from 1 on.
-
-    Raises:
-        UserError: if not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UserError(f"{name}={value!r} was given; it must be a whole number from 1 on")
-    return value

@@ -1,4 +1,4 @@
-"""Who trains beside this worker, as it has heard of them."""
+"""Which workers train beside this one, as far as it has been told."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ class Crew:
         self.left = False  # whether they left something of the shared queue
         self.away: set[int] = set()  # who will come back
         self.lost_at = 0  # updates when the last of them was lost
+        self.joins = False  # training has begun long ago, without this worker
         self.on_change: Callable[[], object] = lambda: None  # somebody has gone, or is back
 
     @property
@@ -31,6 +32,11 @@ class Crew:
         """The workers that are there, or about to come back."""
         gone = {each.worker for each in self.gone}
         return tuple(worker for worker in range(self.n_workers) if worker not in gone)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all who have begun are there."""
+        return not (self.gone or self.away or self.solo or self.joins)
 
     @property
     def rank(self) -> int:

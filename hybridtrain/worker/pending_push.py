@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridtrain.protocol.messages import Draw, Released
+from hybridtrain.protocol.messages import Draw, Push, Released
 
 Taking = Callable[[Released], object]
 Undoing = Callable[[], object]
@@ -17,7 +17,8 @@ class PendingPush:
 
     ``draws``: what is drawn from the shared queue with it; ``covers``: how many mini-batches are
     done with it. ``later``: the worker computes on, and nobody looks for the release before it is
-    needed; ``lost``: there will be none. ``made``: the worker has made its steps already.
+    needed; ``lost``: there will be none. ``made``: the worker has made its steps already. ``met``:
+    the push itself, which was not sent, as all meet in shared memory.
     """
 
     then: Taking
@@ -27,6 +28,7 @@ class PendingPush:
     lost: bool = False
     covers: int = 0
     made: bool = False
+    met: Push | None = None
 
     def settle(self, wait: Callable[[Taking, PendingPush], object]) -> None:
         """``wait`` for the release; without one, what was done last is undone first."""

@@ -15,7 +15,6 @@ Legend: N parameters, P elements of one dtype's buffer, W workers.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +25,7 @@ from hybridtrain.memory import Packed, Store, pack
 from hybridtrain.memory.layout import Slot
 from hybridtrain.protocol.messages import Writes
 from hybridtrain.worker.device import KINDS, Incoming, Lane, Outgoing, Streams, part_bytes
+from hybridtrain.worker.page_locking import PageLocked
 from hybridtrain.worker.replica import (
     HostReplica,
     Replica,
@@ -70,7 +70,7 @@ class CudaReplica:
     ) -> None:
         self._parameters, self.streams = list(parameters), streams
         slots = store.layout.slots
-        self._locked = _lock(streams, store, worker)
+        self._locked = PageLocked(streams, store, worker)
         self._rows = [store.gradient(worker, slot) for slot in slots]  # host, page-locked
         sources = [store.parameter(worker, slot) for slot in slots]  # host, page-locked
         self.incoming = Incoming(streams, self._parameters, sources)
@@ -252,38 +252,13 @@ class CudaReplica:
         self.incoming.settle()
         self._outgoing.close()
         self._settle_gradients()
-        for region in self._locked:
-            self.streams.unlock(region)
-        self._locked = []
+        self._locked.release()
         self._outgoing.release()
 
 
 def _stop_in_masters(slot: Slot) -> float:
     """Where it ends in the float32 masters; never, if it is of another dtype."""
     return slot.offset + slot.numel if slot.dtype == torch.float32 else math.inf
-
-
-def _lock(streams: Streams, store: Store, worker: int) -> list[torch.Tensor]:
-    """Page-lock what crosses the bus, in whole pages; without it copies are slower, not wrong."""
-    locked, refused, reason = [], 0, ""
-    regions = [store.region_of_gradients(worker), store.region_of_parameters(worker)]
-    if store.averaging:
-        regions.append(store.region_of_means())
-    for start, stop in regions:
-        region = store.arena.tensor(start, stop - start, torch.uint8)
-        if problem := streams.lock(region):
-            refused, reason = refused + region.nbytes, problem
-        else:
-            locked.append(region)
-    if refused:
-        warnings.warn(
-            f"{refused / 2**20:,.0f} MiB of host memory could not be page-locked for worker "
-            f"{worker} ({reason}), so copies to and from its device hold it up and take several "
-            "times as long; raise the limit of locked memory (ulimit -l), or use fewer workers or "
-            "a smaller model",
-            stacklevel=2,
-        )
-    return locked
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Parameters in a worker's own memory, which its own optimizer moves.
 
-Nothing here depends on the device: what is handed over and what is taken back are plain copies
-between the parameters' device and shared memory, made once per exchange.
+Whatever the device, what is handed over and what is taken back are plain copies between it and
+shared memory, made once per exchange. Page-locked memory makes them several times as fast.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import torch
 
 from hybridtrain.memory import Packed, Store
 from hybridtrain.protocol.messages import Writes
+from hybridtrain.worker.device import KINDS
+from hybridtrain.worker.page_locking import PageLocked
 
 
 class OwnReplica:
@@ -34,6 +36,9 @@ class OwnReplica:
         self._keeps = keeps
         self._kept: dict[int, torch.Tensor] = {}  # by number, while the module has the masters
         self._parameters = list(parameters)
+        device = self._parameters[0].device
+        apart = device.type in KINDS
+        self._locked = PageLocked(KINDS[device.type](device), store, worker) if apart else None
         slots = store.layout.slots
         self._rows = [store.gradient(worker, slot) for slot in slots]
         self._front = store.front(worker)
@@ -131,4 +136,6 @@ class OwnReplica:
         }
 
     def close(self) -> None:
-        """Nothing is held."""
+        """The memory is as it was."""
+        if self._locked is not None:
+            self._locked.release()

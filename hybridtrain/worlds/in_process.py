@@ -79,10 +79,8 @@ class ThreadWorld:
         """These are to be run; nobody runs yet. Each begins in a process like this one now."""
         for number, (worker, body) in enumerate(zip(self._workers, bodies, strict=True)):
             client = Client(number, len(self._workers), worker.line)
-            worker.body, worker.contents = (
-                _on_a_thread(body, client, worker, self._threads),
-                (self._look()),
-            )
+            worker.body = _on_a_thread(body, client, worker, self._threads)
+            worker.contents = self._look()
 
     def next(self, number: int) -> Word:
         """Let the worker go on until it says something, or has ended.
@@ -100,8 +98,7 @@ class ThreadWorld:
                 return said
             case Asked(_Waits()):
                 raise Stuck
-        word: Word = said.question
-        return word
+        return said.question
 
     def answer(self, replies: Replies) -> None:
         """What the server has answered."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from benchmarks.frame import Frame, Options, tell
 from benchmarks.machine import in_short, machine
-from benchmarks.parts import PARTS
+from benchmarks.plan import PARTS
 from benchmarks.results import Result, read
 from benchmarks.rows import Row, Skipped
 from benchmarks.runs import Runner

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import in_short
-from benchmarks.parts import PARTS
+from benchmarks.plan import PARTS
 from benchmarks.rows import Row, Skipped, row_of
 from benchmarks.shown import table
 from hybridtrain.errors import UserError

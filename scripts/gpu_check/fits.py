@@ -72,8 +72,26 @@ class Half(Net):
         return self.net(x.bfloat16())
 
 
+class Unlucky(Net):
+    """Something happens to worker 1, once, in its third step."""
+
+    def __init__(self, what: Callable[[torch.device], Any]) -> None:
+        super().__init__()
+        self.what, self.happened = what, torch.zeros(1).share_memory_()  # of all workers
+
+    def on_after_backward(self) -> None:
+        """Of the step."""
+        if self.global_rank == 1 and self.global_step == 2 and not self.happened:
+            self.happened.fill_(1)
+            self.what(self.device)
+
+
 def fit(
-    module: pl.LightningModule, device: str, strategy: dict[str, Any] | None = None, **options: Any
+    module: pl.LightningModule,
+    device: str,
+    strategy: dict[str, Any] | None = None,
+    steps: int | None = 8,
+    **options: Any,
 ) -> pl.Trainer:
     """Two workers on the one device; the parameters must be finite in the end."""
     draw = torch.Generator().manual_seed(1)
@@ -87,10 +105,16 @@ def fit(
         **{"enable_checkpointing": False} | quiet | options,
     )
     trainer.fit(module, DataLoader(TensorDataset(x, x.square().sum(1, keepdim=True)), 8))
-    assert trainer.global_step == 8, f"{trainer.global_step} steps, not 8"
+    assert steps in (None, trainer.global_step), f"{trainer.global_step} steps, not {steps}"
     assert all(p.isfinite().all() for p in module.parameters()), "parameters are not finite"
     assert all(p.device.type == "cpu" for p in module.parameters()), "parameters are not at home"
+    assert not is_initialized(device), "the device is initialised in the calling process"
     return trainer
+
+
+def is_initialized(device: str) -> bool:
+    """Whether forked workers could no longer use it."""
+    return device != "cpu" and bool(torch.get_device_module(device).is_initialized())
 
 
 def gap(one: nn.Module, other: nn.Module) -> float:
@@ -104,7 +128,6 @@ def monitored(device: str) -> str:
     for _ in range(2):
         callback = ModelCheckpoint("checkpoints", monitor="loss")
         fit(Net(), device, enable_checkpointing=True, callbacks=[callback])
-        assert not torch.cuda.is_initialized(), "CUDA is initialised in the calling process"
         assert callback.best_model_score is not None, "no score came home"
     return "two fits, CUDA not initialised in the calling process"
 
@@ -168,6 +191,65 @@ def asked_before(device: str) -> str:
     return f"is_available() said {there} before fit"
 
 
+def narrow(device: str) -> str:
+    """Gradients that travel as bf16."""
+    plain, module = Net(), Net()
+    fit(plain, device)
+    fit(module, device, {"transport_dtype": "bf16"})
+    return _near(plain, module, "bf16 transport", 1e-2)
+
+
+def own_parameters(device: str, scheme: dict[str, Any]) -> str:
+    """Workers with an Adam of their own, whose states are saved in a checkpoint."""
+    here, there = (Net(make=partial(torch.optim.Adam, lr=1e-3)) for _ in range(2))
+    for module, where in ((here, "cpu"), (there, device)):
+        saving = {"enable_checkpointing": True, "callbacks": [ModelCheckpoint("checkpoints")]}
+        fit(module, where, scheme, **saving)
+    return _near(here, there, "the CPU", 1e-3)
+
+
+def free(device: str) -> str:
+    """Nobody waits for anybody; two fits."""
+    for _ in range(2):
+        fit(Net(), device, {"policy": "async"}, steps=16)
+    return "two fits of 16 updates"
+
+
+def full(device: str) -> str:
+    """A worker that is out of memory goes on without a mini-batch."""
+    if device == "cpu":
+        return "left out on a CPU"
+    module = Unlucky(lambda place: None)
+    module.training_step = partial(_ask_for_too_much, module)  # type: ignore[method-assign]
+    trainer = fit(module, device, {"on_oom": "drop"})
+    left_out = trainer.strategy.run_stats()["left_out"]  # type: ignore[attr-defined]
+    assert left_out == {"oom": [0, 1]}, f"left out: {left_out}"
+    return "one mini-batch was left out"
+
+
+def _ask_for_too_much(module: Unlucky, batch: Any, batch_idx: int) -> torch.Tensor:
+    if module.global_rank == 1 and not module.happened:
+        module.happened.fill_(1)
+        torch.empty(2**45, dtype=torch.uint8, device=module.device)
+    return Net.training_step(module, batch, batch_idx)
+
+
+def failed(device: str, choice: str) -> str:
+    """A device that has failed for good ends its worker, and nobody else."""
+    module = Unlucky(_break)
+    trainer = fit(module, device, {"on_failure": choice}, steps=None)
+    samples = trainer.strategy.run_stats()["samples"]  # type: ignore[attr-defined]
+    assert samples == 2 * 64, f"{samples} samples counted, not 128"
+    return f"{trainer.global_step} updates, each sample counted once"
+
+
+def _break(device: torch.device) -> None:
+    """An index that is not there: on a GPU an assertion that no later call gets over."""
+    if fails := getattr(torch.get_device_module(device), "fail", None):
+        fails()  # of the tests' stand-in
+    print(torch.zeros(4, device=device)[torch.tensor([1 << 20], device=device)].cpu())
+
+
 FITS: dict[str, Fit] = {
     "ModelCheckpoint(monitor)": monitored,
     "is_available() before": asked_before,
@@ -175,6 +257,13 @@ FITS: dict[str, Fit] = {
     "half precision, fused SGD": fused_half,
     "LSTM": recurrent,
     "bf16 model": half_model,
+    "bf16 transport": narrow,
+    "async": free,
+    "local SGD": partial(own_parameters, scheme={"exchange": {"name": "movement", "every": 3}}),
+    "EASGD": partial(own_parameters, scheme={"exchange": {"name": "elastic", "every": 3}}),
+    "out of memory": full,
+    "a failed device, continue": partial(failed, choice="continue"),
+    "a failed device, restart": partial(failed, choice="restart"),
     "torch.compile": compiled,
 }
 

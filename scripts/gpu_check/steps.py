@@ -12,9 +12,9 @@ FIRST, LAST = 3, 6  # steps that are looked at
 
 
 def measured(way: str, size: str, samples: int = 8, **arguments: Any) -> Found:
-    """One of ``benchmarks.gpu_loops``."""
-    from benchmarks import gpu_loops
-    from benchmarks.gpu_models import SIZES, TINY
+    """One of ``benchmarks.jobs.gpu_loops``."""
+    from benchmarks.jobs import gpu_loops
+    from benchmarks.jobs.gpu_models import SIZES, TINY
 
     from hybridtrain.errors import UserError
 
@@ -32,7 +32,7 @@ def measured(way: str, size: str, samples: int = 8, **arguments: Any) -> Found:
 
 def difference(workers: int, options: dict[str, Any], accelerator: str = "cuda") -> Found:
     """Whether so many workers train to what one process does."""
-    from benchmarks import gpu_loops
+    from benchmarks.jobs import gpu_loops
 
     from hybridtrain.errors import UserError
 
@@ -45,8 +45,8 @@ def difference(workers: int, options: dict[str, Any], accelerator: str = "cuda")
 
 def profiled(size: str, options: dict[str, Any], accelerator: str = "cuda") -> Found:
     """Kernels and copies on the device, and what Python waits for, of three steps."""
-    from benchmarks import gpu_loops
-    from benchmarks.gpu_models import SIZES, TINY, Homeless
+    from benchmarks.jobs import gpu_loops
+    from benchmarks.jobs.gpu_models import SIZES, TINY, Homeless
 
     def fused(parameters: Any) -> Any:
         import torch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -23,14 +22,8 @@ markers =
 _NOTHING_TO_RUN = 5  # pytest's exit code
 
 
-def run(
-    files: Sequence[str], only: str = "", most_failures: int = 20, sees_gpus: bool = True
-) -> Found:
-    """Those of the files that can be imported here; ``only``: what their marks must be.
-
-    ``sees_gpus=False``: the stand-in for a device must be the only one. Beside an H100 its second
-    test did not end (torch 2.11; the cause is not known).
-    """
+def run(files: Sequence[str], only: str = "", most_failures: int = 20) -> Found:
+    """Those of the files that can be imported here; ``only``: what their marks must be."""
     missing = {file: lacks(file) for file in files}
     left_out = [f"{file} (no {name})" for file, name in missing.items() if name]
     rest = [str(ROOT / file) for file in files if not missing[file]]
@@ -42,8 +35,7 @@ def run(
     command += ["--rootdir", str(ROOT), "--import-mode=importlib", "-p", "no:cacheprovider"]
     command += ["--basetemp", str(Path("tmp").absolute()), "--junitxml", str(results)]
     command += ["--maxfail", str(most_failures), *(("-m", only) if only else ()), *rest]
-    hidden = {} if sees_gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    code = subprocess.run(command, check=False, env={**os.environ, **hidden}).returncode
+    code = subprocess.run(command, check=False).returncode
     text, right = counted(results, code)
     return Found("; ".join([text, *(f"left out: {each}" for each in left_out)]), right)
 

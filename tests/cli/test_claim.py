@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -21,7 +21,7 @@ from hybridtrain.cli import claim
 from hybridtrain.errors import UserError
 from tests.cli.conftest import Command, in_use
 from tests.cli.tiny import TINY
-from tests.cli.zygote import Zygote
+from tests.cli.zygote import Zygote, wait_for
 
 RUN = [*TINY, "logger=csv", "trainer.log_every_n_steps=1", "test=false"]
 
@@ -114,20 +114,30 @@ def test_a_directory_is_one_process_at_a_time_and_free_when_that_is_killed(here:
     assert list(here.iterdir()) == [], "nothing is left"
 
 
+def attempt_and_leave(directory: Path, go: Path, tried: Path, number: int) -> NoReturn:
+    """Nobody leaves before all four have tried, as the claim of one that has left is over."""
+    status = 1
+    try:
+        while not go.exists():
+            pass
+        found = claim.attempt(directory, "resume=here")
+        (tried / str(number)).touch()
+        wait_for(lambda: len(list(tried.iterdir())) == 4, lambda: "not all have tried", 30)
+        claim.release_all()
+        status = 0 if found is None else 2
+    finally:
+        os._exit(status)
+
+
 def test_of_many_that_claim_at_once_one_succeeds(here: Path) -> None:
-    for _ in range(5):
-        (here / "go").unlink(missing_ok=True)
+    for turn in range(5):
         claimants = []
-        for _ in range(4):
+        (tried := Path(f"tried-{turn}")).mkdir()
+        for number in range(4):
             if (pid := os.fork()) == 0:
-                while not (here / "go").exists():
-                    pass
-                found = claim.attempt(here, "resume=here")
-                time.sleep(0.1)  # until all have tried
-                claim.release_all()
-                os._exit(0 if found is None else 2)
+                attempt_and_leave(here, Path(f"go-{turn}"), tried, number)
             claimants.append(pid)
-        (here / "go").touch()
+        Path(f"go-{turn}").touch()
         ends = sorted(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in claimants)
         assert ends == [0, 2, 2, 2]
 

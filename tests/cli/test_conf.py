@@ -11,10 +11,18 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from hydra import initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.cli.hydra_config import complete_overrides, compose_config, conf_dir, groups
+from hybridtrain.cli.explain import base_config
+from hybridtrain.cli.hydra_config import (
+    VERSION_BASE,
+    complete_overrides,
+    compose_config,
+    conf_dir,
+    groups,
+)
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.exchanges import exchange_of, make_exchange
@@ -80,6 +88,15 @@ def test_every_policy_that_needs_no_parameters_is_a_name_for_lightnings_trainer(
         assert type(trainer.strategy.policy) is type(make_policy(parts["policy"]))
         expected = exchange_of(make_policy(parts["policy"]), parts.get("exchange"))
         assert trainer.strategy.exchange == expected
+
+
+def test_what_is_kept_of_a_configuration_is_that_of_its_search_path(tmp_path: Path) -> None:
+    here = base_config([])
+    assert base_config([]) is here and "optimizer" in here
+    (tmp_path / "config.yaml").write_text("other: 1\n")
+    with initialize_config_dir(str(tmp_path), version_base=VERSION_BASE):
+        assert base_config([]) == {"other": 1}
+    assert base_config([]) is here
 
 
 def plain(value: Any) -> Any:

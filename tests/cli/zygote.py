@@ -44,7 +44,8 @@ class Zygote:
     def start(self, folder: Path, *arguments: str) -> Run:
         """The command line, run in ``folder``, with a directory of its own for temporary files."""
         shared = {path.name for path in SHARED_MEMORY.iterdir()}
-        pid = self.ask({"arguments": arguments, "folder": str(folder), "temporary": self.temporary})
+        request = {"arguments": arguments, "folder": str(folder.absolute())}
+        pid = self.ask(request | {"temporary": self.temporary})
         return Run(self, pid, folder, shared)
 
     def ask(self, request: dict[str, Any]) -> int:
@@ -123,7 +124,8 @@ class Run:
 
     def _left(self) -> list[str]:
         processes = [f"process {pid} {_command(pid)}" for pid in self.processes()]
-        files = [str(path) for path in Path(self._zygote.temporary).rglob("*")]
+        walk = os.walk(self._zygote.temporary)  # which passes over what goes away meanwhile
+        files = [str(Path(folder, name)) for folder, one, two in walk for name in (*one, *two)]
         from trials.apart import unheld  # which the process that forks cannot find, and need not
 
         segments = unheld(self._shared)

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from local_theory import pulled
+from theory.local import pulled
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
-from tests.exchanges.test_own_parameters import Quadratic, adam, momentum, world
+from tests.exchanges.test_own_parameters import Two, adam, momentum, world
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -27,7 +27,7 @@ def nesterov(parameters: Any) -> torch.optim.Optimizer:
 class Pulling:
     """Algorithm 1 of Zhang et al. 2015, written down again: one step of one worker at a time."""
 
-    def __init__(self, task: Quadratic, workers: int, make: Any, every: int, alpha: float) -> None:
+    def __init__(self, task: Two, workers: int, make: Any, every: int, alpha: float) -> None:
         self.task, self.every, self.alpha = task, every, alpha
         self.centre = task.parameters()
         self.own = [[torch.nn.Parameter(c.clone()) for c in self.centre] for _ in range(workers)]
@@ -57,7 +57,7 @@ class Pulling:
 @pytest.mark.parametrize("make", [sgd, nesterov, adam])
 @pytest.mark.parametrize(("workers", "every"), [(1, 1), (2, 3), (4, 2)])
 def test_one_by_one_it_is_the_algorithm_of_the_paper(workers: int, every: int, make: Any) -> None:
-    task, alpha = Quadratic(workers), 0.9 / workers
+    task, alpha = Two(workers), 0.9 / workers
     made = world(task, workers, make, {"name": "elastic", "every": every}, policy="async")
     made.run(until_s=12.5)  # all make 12 steps, one behind the other
     expected = Pulling(task, workers, make, every, alpha)
@@ -72,7 +72,7 @@ def test_one_by_one_it_is_the_algorithm_of_the_paper(workers: int, every: int, m
 
 @pytest.mark.parametrize(("workers", "every"), [(1, 2), (3, 1), (3, 4)])
 def test_all_at_once_it_is_the_synchronous_form(workers: int, every: int) -> None:
-    task, alpha = Quadratic(workers), 0.2
+    task, alpha = Two(workers), 0.2
     exchange = {"name": "elastic", "every": every, "alpha": alpha}
     made = world(task, workers, momentum, exchange)
     made.run(updates=5)
@@ -88,7 +88,7 @@ def test_all_at_once_it_is_the_synchronous_form(workers: int, every: int) -> Non
 
 
 def test_without_a_force_the_centre_stays_and_each_is_alone() -> None:
-    task = Quadratic(2)
+    task = Two(2)
     made = world(task, 2, momentum, {"name": "elastic", "every": 2, "alpha": 0.0}, policy="async")
     made.run(until_s=10.5)
     assert all(map(torch.equal, made.parameters(), task.parameters()))
@@ -108,7 +108,7 @@ def test_forces_only_move_workers_and_centre_towards_each_other() -> None:
     def still(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.0)
 
-    made = world(Quadratic(3), 3, still, {"name": "elastic", "every": 1}, policy="async")
+    made = world(Two(3), 3, still, {"name": "elastic", "every": 1}, policy="async")
     assert made._replicas is not None
     workers = made._replicas._workers
     for number, worker in enumerate(workers):
@@ -161,7 +161,7 @@ def test_forces_cannot_be_put_aside() -> None:
 def test_who_takes_the_place_of_a_worker_that_died_begins_at_the_centre() -> None:
     script = Script((Dies(7.5, 1), Joins(30.5, 1)))
     made = world(
-        Quadratic(2),
+        Two(2),
         2,
         momentum,
         {"name": "elastic", "every": 2},

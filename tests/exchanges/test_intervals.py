@@ -12,7 +12,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine, make_exchange
 from hybridtrain.exchanges.intervals import interval
 from hybridtrain.policies import make_policy
-from tests.exchanges.test_own_parameters import Quadratic, momentum, world
+from tests.exchanges.test_own_parameters import Two, momentum, world
 
 
 def lengths(given: Any, rates: list[float]) -> list[int]:
@@ -49,7 +49,7 @@ def test_steps_by_speed_are_rounded_down_and_never_none() -> None:
 
 def test_before_the_switch_it_is_hybrid_and_then_local_sgd() -> None:
     """Momentum, too: it is linear in the gradients, so the mean of all workers' is hybrid's."""
-    task = Quadratic(3)
+    task = Two(3)
     later, hybrid = (
         world(task, 3, momentum, {"name": "movement", "every": {"then": 4, "at": 6}}),
         world(task, 3, momentum, "gradient"),
@@ -64,7 +64,7 @@ def test_before_the_switch_it_is_hybrid_and_then_local_sgd() -> None:
 
 
 def test_each_worker_has_its_own_number_of_steps() -> None:
-    made = world(Quadratic(2), 2, momentum, {"name": "movement", "every": [6, 2]}, policy="async")
+    made = world(Two(2), 2, momentum, {"name": "movement", "every": [6, 2]}, policy="async")
     made.run(until_s=12.5)
     assert made.server.statistics.stats()["updates"] == 12 // 6 + 12 // 2
     assert [made.server.statistics.stats()["samples_per_worker"]] == [[12, 12]]

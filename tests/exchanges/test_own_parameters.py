@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from theory.local import Bowls
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import LocalExchange, combine, make_exchange
@@ -21,20 +22,14 @@ from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 CONSTANT = ServiceTimes("constant")
 
 
-class Quadratic:
-    """f(w) = ½ Σ a (w - c)², where every worker has a ``c`` of its own."""
-
-    def __init__(self, workers: int) -> None:
-        drawn = torch.Generator().manual_seed(3)
-        self.start = torch.randn(5, dtype=torch.float64, generator=drawn)
-        self.scales = torch.rand(5, dtype=torch.float64, generator=drawn) + 0.5
-        self.centres = torch.randn(workers, 5, dtype=torch.float64, generator=drawn)
+class Two(Bowls):
+    """With one more, which pulls every worker the same way."""
 
     def parameters(self) -> list[torch.Tensor]:
-        return [self.start.clone(), torch.ones(1, dtype=torch.float64)]
+        return [*super().parameters(), torch.ones(1, dtype=torch.float64)]
 
     def gradient(self, worker: int, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [self.scales * (values[0] - self.centres[worker]), values[1].clone()]
+        return [*super().gradient(worker, values), values[1].clone()]
 
 
 def world(task: Any, workers: int, optimizer: Any, exchange: Any, **rest: Any) -> VirtualWorld:
@@ -62,7 +57,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 # ---- local SGD ----------------------------------------------------------------------------------
 
 
-def averaged_now_and_then(task: Quadratic, workers: int, make: Any, every: int, rounds: int) -> Any:
+def averaged_now_and_then(task: Two, workers: int, make: Any, every: int, rounds: int) -> Any:
     """Algorithm 1 of Stich 2019, written down again."""
     masters = task.parameters()
     own = [[torch.nn.Parameter(m.clone()) for m in masters] for _ in range(workers)]
@@ -86,7 +81,7 @@ def averaged_now_and_then(task: Quadratic, workers: int, make: Any, every: int, 
 @pytest.mark.parametrize("make", [momentum, adam])
 @pytest.mark.parametrize(("workers", "every"), [(1, 3), (2, 1), (3, 4)])
 def test_local_sgd_is_what_plain_torch_does(workers: int, every: int, make: Any) -> None:
-    task = Quadratic(workers)
+    task = Two(workers)
     made = world(task, workers, make, {"name": "movement", "every": every})
     made.run(updates=6)
     expected = averaged_now_and_then(task, workers, make, every, 6)
@@ -117,7 +112,7 @@ def test_one_step_of_plain_sgd_between_means_is_the_mean_gradient() -> None:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
 
-    task = Quadratic(4)
+    task = Two(4)
     local, hybrid = (
         world(task, 4, sgd, {"name": "movement", "every": 1}),
         world(task, 4, sgd, "gradient"),
@@ -130,7 +125,7 @@ def test_one_step_of_plain_sgd_between_means_is_the_mean_gradient() -> None:
 
 def test_an_outer_optimizer_with_momentum_is_diloco() -> None:
     """Douillard et al. 2023: the movement is the gradient of an outer Nesterov SGD."""
-    task, outer = Quadratic(2), {"lr": 0.7, "momentum": 0.9, "nesterov": True}
+    task, outer = Two(2), {"lr": 0.7, "momentum": 0.9, "nesterov": True}
     update = make_update({"name": "sgd", **outer})
     made = world(task, 2, adam, {"name": "movement", "every": 3}, update=update)
     made.run(updates=5)
@@ -157,7 +152,7 @@ def test_an_outer_optimizer_with_momentum_is_diloco() -> None:
 
 def test_a_quorum_of_all_is_diloco_and_one_of_some_waits_for_no_more() -> None:
     """What comes later counts in the next update, weighted by its samples."""
-    task, update = Quadratic(3), make_update({"name": "sgd", "lr": 0.7, "momentum": 0.9})
+    task, update = Two(3), make_update({"name": "sgd", "lr": 0.7, "momentum": 0.9})
     exchange = {"name": "movement", "every": 2}
     ends = []
     for policy in ("hybrid", {"name": "k_async", "k": 3}):
@@ -208,7 +203,12 @@ def test_downpour_is_the_algorithm_of_the_paper(
 
 
 def pushed_and_fetched(
-    task: Quadratic, workers: int, n_push: int, n_fetch: int, steps: int, overlapped: bool = False
+    task: Two,
+    workers: int,
+    n_push: int,
+    n_fetch: int,
+    steps: int,
+    overlapped: bool = False,
 ) -> Any:
     """All workers compute side by side, and reach the server in the order of their numbers.
 
@@ -246,7 +246,7 @@ def pushed_and_fetched(
 @pytest.mark.parametrize("fetch", [None, "overlapped"])
 @pytest.mark.parametrize(("n_push", "n_fetch"), [(1, 1), (3, 2), (2, 5)])
 def test_several_replicas_equal_plain_torch(n_push: int, n_fetch: int, fetch: str | None) -> None:
-    task = Quadratic(3)
+    task = Two(3)
     exchange = {"name": "accumulated", "n_push": n_push, "n_fetch": n_fetch, "fetch": fetch}
     made = world(task, 3, momentum, exchange, policy="async")
     made.run(until_s=12.5)
@@ -292,7 +292,7 @@ def test_who_does_not_fetch_computes_with_what_it_has_read() -> None:
 
 def test_the_update_of_the_masters_can_be_chosen() -> None:
     """Adagrad on the server, as in the paper, under any policy."""
-    task = Quadratic(1)
+    task = Two(1)
     update = make_update({"name": "adagrad", "lr": 0.3})
     made = world(task, 1, momentum, "gradient", policy="async", update=update)
     made.run(updates=7)

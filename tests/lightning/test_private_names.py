@@ -11,11 +11,12 @@ import ast
 import importlib
 import inspect
 import re
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.support.source_trees import nodes as nodes_of
 
 PACKAGE = Path(__file__).parents[2] / "hybridtrain"
 HOOKS = PACKAGE / "lightning" / "hooks"
@@ -147,11 +148,6 @@ def own_names(nodes: list[ast.AST]) -> set[str]:
             case ast.Assign(targets=targets):
                 found |= {each.id for each in targets if isinstance(each, ast.Name)}
     return found
-
-
-@cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text())))
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))

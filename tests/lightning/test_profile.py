@@ -62,7 +62,9 @@ def test_in_lock_step_the_others_wait_for_a_straggler(
         together = sum(seconds(worker, phase) for phase in worker["phases"])
         assert together == pytest.approx(worker["seconds"], rel=0.01)
         assert {"backward", "data", "push", "wait", "pull", "hooks"} <= worker["phases"].keys()
-    assert spans(found["server"][0])["update"] == 18
+    updates = [spans(each).get("update for all", 0) for each in (quick, slow)]
+    assert spans(found["server"][0])["update"] + sum(updates) == 18
+    assert updates[0] == 0 < updates[1], "the last one makes it"
     printed = capfd.readouterr().out
     assert "worker 1" in printed and "timeline.json shows every step" in printed
 

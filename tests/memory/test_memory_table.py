@@ -45,7 +45,7 @@ def allocated(served: Served) -> int:
     n_bytes += sum(arena.n_bytes for arena in served.store.lending.arenas.values())
     for update in served.server.optimizers.updates:
         if isinstance(update, FlatUpdate):
-            n_bytes += sum(flat.nbytes for flat in update._flats.values())
+            n_bytes += sum(flat.nbytes for flat in update.flats.values())
     return n_bytes
 
 

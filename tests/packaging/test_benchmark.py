@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import cli, exchange, frame, peers, results, rows, runs, shown
-from benchmarks.parts import PARTS
+from benchmarks import cli, frame, results, rows, runs, shown
+from benchmarks.jobs import exchange, peers
+from benchmarks.plan import PARTS
 
 from hybridtrain.errors import UserError
 

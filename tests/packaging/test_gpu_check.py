@@ -8,16 +8,21 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from benchmarks import frame, gpu, gpu_loops, gpu_models, rows, runs
+from benchmarks import frame, rows, runs
+from benchmarks.jobs import gpu_loops, gpu_models
+from benchmarks.parts import gpu
 from gpu_check import __main__ as main
-from gpu_check import bus, check, machine, plan, testing
+from gpu_check import bus, check, fits, machine, plan, testing
+from pytorch_lightning.accelerators import AcceleratorRegistry
 
+from hybridtrain.worker.device import KINDS
+from hybridtrain.worker.device.cuda import CudaStreams
 from tests.packaging.test_scripts import complete, executable, script
+from tests.standin.accelerator import StandInAccelerator
 from tests.standin.device import name_it
 from tests.standin.state import NAME, SETTINGS
 
@@ -197,23 +202,6 @@ def test_a_file_of_tests_whose_imports_are_missing_is_left_out(
     assert (found.text, found.right) == ("test_it.py (no no_such_package)", None)
 
 
-@pytest.mark.parametrize("sees", [True, False])
-def test_from_tests_on_the_stand_in_gpus_are_hidden(
-    sees: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given: list[str | None] = []
-
-    def run(command: list[str], check: bool, env: dict[str, str]) -> SimpleNamespace:
-        given.append(env.get("CUDA_VISIBLE_DEVICES"))
-        return SimpleNamespace(returncode=5)
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    monkeypatch.setattr(testing.subprocess, "run", run)
-    testing.run(["tests/util/test_files.py"], sees_gpus=sees)
-    assert given == ["1" if sees else ""]
-
-
 @pytest.mark.own_process
 def test_the_bus_is_measured_both_ways_with_and_without_page_locking() -> None:
     name_it()
@@ -286,6 +274,22 @@ def test_what_else_is_done_on_a_gpu_can_be_done_on_a_cpu(tmp_path: Path) -> None
         assert found.right == check.RIGHT, (found.found, found.lines)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", [name for name in fits.FITS if name != "torch.compile"])
+def test_fits_end_well_on_the_stand_in(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(KINDS, NAME, CudaStreams)
+    if NAME not in AcceleratorRegistry:
+        AcceleratorRegistry.register(NAME, StandInAccelerator)
+    name_it()
+    found = fits.run(NAME, only=(name,))
+    assert found.right, found.figures
+    assert list(found.figures) == [name]
+
+
 def test_every_contender_may_use_all_cores_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[Any] = []
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -297,12 +301,13 @@ def test_every_contender_may_use_all_cores_of_the_host(monkeypatch: pytest.Monke
     monkeypatch.setattr(gpu_loops, "fit", enough)
     monkeypatch.setattr(gpu_loops, "optional", enough)
     ours = partial(gpu_loops.hybrid, options={})
-    for way in (ours, gpu_loops.plain, gpu_loops.torchao, gpu_loops.deepspeed):
+    others = gpu_loops.plain, gpu_loops.ddp, gpu_loops.torchao, gpu_loops.deepspeed
+    for way in (ours, *others):
         with pytest.raises(EOFError):
             way(gpu_models.TINY, 2)
         assert os.environ["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    assert threads == [len(os.sched_getaffinity(0))] * 4
+    assert threads == [len(os.sched_getaffinity(0))] * 5
 
 
 class Returns(runs.Runner):

@@ -18,7 +18,7 @@ def test_what_a_worker_does_is_all_of_its_time(capsys: pytest.CaptureFixture[str
     assert len(rows) == 2
     for row in rows:
         assert row["cpu"] > 0 and row["cpu"] + row["queued"] < 1.2 * row["wall"]
-        assert row["sent"] == pytest.approx(1.0, abs=0.2) == row["received"]
+        assert row["sent"] < 0.5 and row["received"] < 0.5
     told = step_costs.counted(rows, alone=False)
     together, computing, queued, asleep = (float(each.replace(",", "")) for each in told[:4])
     assert computing + queued + asleep >= 0.98 * together

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from benchmarks import straggler as core
+from benchmarks.parts import straggler as core
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts/straggler.py"

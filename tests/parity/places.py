@@ -19,6 +19,16 @@ from tests.standin.state import N_DEVICES, NAME
 APART = NAME
 
 
+def sharing(options: Mapping[str, Any], n_devices: int) -> dict[str, Any]:
+    """The same arguments of a trainer, with all workers on one device if there are too few."""
+    new = dict(options)
+    alone = not isinstance(new["strategy"], str) or new["strategy"] == "auto"
+    if not alone and new["devices"] > n_devices:
+        new["strategy"] = HybridStrategy(new["strategy"], workers_per_device=new["devices"])
+        new["devices"] = 1
+    return new
+
+
 def on_the_stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
     """The same arguments of a trainer for the stand-in; for the rest of the process.
 
@@ -31,10 +41,8 @@ def on_the_stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
     new = dict(options) | {"accelerator": StandInAccelerator()}
     if options["strategy"] == "auto":
         new["strategy"] = SingleDeviceStrategy(torch.device(NAME, 0))
-    elif isinstance(options["strategy"], str):
-        share = 1 if options["devices"] <= N_DEVICES else options["devices"]
-        new["strategy"] = HybridStrategy(options["strategy"], workers_per_device=share)
-        new["devices"] //= share
+    else:
+        new = sharing(new, N_DEVICES)
     if (precision := options.get("precision")) in (
         "16-mixed",
         "bf16-mixed",

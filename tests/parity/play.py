@@ -19,7 +19,7 @@ import torch
 import hybridtrain  # noqa: F401  (registers the strategies)
 from tests.parity.case import Case
 from tests.parity.files import contents
-from tests.parity.places import APART, on_the_stand_in
+from tests.parity.places import APART, on_the_stand_in, sharing
 from tests.parity.record import MemoryLogger, Recorder, detached, flatten
 
 SEED = 7
@@ -84,7 +84,11 @@ def make_trainer(case: Case, run: Run, files: Path) -> pl.Trainer:
         options |= {"devices": 1, "strategy": "auto"}
     mine: Mapping[str, Any] = case.trainer(files)
     options |= dict(mine)
-    return pl.Trainer(**(on_the_stand_in(options) if run.where == APART else options))
+    if run.where == APART:
+        options = on_the_stand_in(options)
+    elif run.where == "cuda":
+        options = sharing(options, torch.cuda.device_count())
+    return pl.Trainer(**options)
 
 
 def quiet() -> None:

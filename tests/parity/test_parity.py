@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.parity.case import Case
 from tests.parity.cases import CASES
 from tests.parity.harness import STRATEGIES, Harness, Job
+from tests.parity.places import sharing
 
 # Besides the wide ones: one of each kind of thing that no wide case has.
 BY_DEFAULT = {
@@ -47,14 +49,58 @@ def _marks(case: Case, by_default: bool) -> list[pytest.MarkDecorator]:
 def test_the_strategy_gives_what_the_reference_gives(
     harness: Harness, case: Case, strategy: str, workers: int
 ) -> None:
-    if case.gpu and torch.cuda.device_count() < workers:
+    ours = Job(case, strategy, workers)
+    theirs = reference(case, workers, torch.cuda.device_count())
+    if theirs is None:
         pytest.skip(f"needs {workers} CUDA devices")
-    harness.check_end(Job(case, case.versus, workers))
-    harness.check_end(Job(case, strategy, workers))
-    verdict = harness.verdict(case, strategy, workers, case.versus)
+    harness.check_end(theirs)
+    harness.check_end(ours)
+    verdict = harness.verdict_on(ours, theirs)
     allowed = case.allowed(workers)
     assert verdict.compared > 0, "nothing was compared"
     assert verdict.grade <= allowed, (
         f"{case.id} under {strategy} with {workers} workers is not {allowed}, but "
-        f"{verdict.grade} against {case.versus}:\n{verdict.explain()}"
+        f"{verdict.grade} against {theirs.strategy}:\n{verdict.explain()}"
     )
+
+
+def reference(case: Case, workers: int, n_gpus: int) -> Job | None:
+    """What a run is compared with; ``None``: nothing that is here.
+
+    On too few GPUs, DDP cannot run, and our workers share one: a CPU rounds as it does only in
+    float32, and one worker alone is the reference for what no CPU can do.
+    """
+    if not case.gpu or n_gpus >= workers:
+        return Job(case, case.versus, workers)
+    if not n_gpus:
+        return None
+    if not case.on_cpu:
+        return Job(case, "union", workers)
+    exact = case.trainer(Path()).get("precision") == "32-true"
+    return Job(case, case.versus, workers, "cpu") if exact else None
+
+
+@pytest.mark.parametrize(
+    ("precision", "n_gpus", "expected"),
+    [
+        ("32-true", 0, None),
+        ("32-true", 1, ("ddp", "cpu")),
+        ("32-true", 2, ("ddp", "cuda")),
+        ("16-mixed", 1, ("union", "cuda")),
+        ("16-mixed", 3, ("ddp", "cuda")),
+        ("bf16-mixed", 1, None),
+    ],
+)
+def test_on_too_few_gpus_the_reference_is_another(
+    precision: str, n_gpus: int, expected: tuple[str, str] | None
+) -> None:
+    found = reference(CASES[f"precision/{precision} on CUDA"], 2, n_gpus)
+    assert (found and (found.strategy, found.place)) == expected
+
+
+def test_on_too_few_gpus_workers_share_one() -> None:
+    options = {"strategy": "hybrid", "devices": 3}
+    assert sharing(options, 3) == options
+    shared = sharing(options, 2)
+    assert shared["devices"] == 1 and shared["strategy"].workers_per_device == 3
+    assert sharing({"strategy": "auto", "devices": 1}, 1) == {"strategy": "auto", "devices": 1}

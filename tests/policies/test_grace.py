@@ -24,7 +24,7 @@ from hybridtrain.protocol.facts import (
     Waiting,
 )
 from hybridtrain.updates.named import make_update
-from tests.exchanges.test_own_parameters import Quadratic, adam, world
+from tests.exchanges.test_own_parameters import Two, adam, world
 
 
 def begun(policy: Policy, workers: int) -> Policy:
@@ -88,7 +88,7 @@ def test_a_window_that_is_none_is_refused(window: Any) -> None:
 
 def test_an_endless_window_and_delayed_nesterov_are_diloco() -> None:
     """Liu et al. 2024: N movements from one point are one Nesterov step with their mean."""
-    task, workers = Quadratic(3), 3
+    task, workers = Two(3), 3
     outer = {"lr": 0.7, "momentum": 0.9}
     grace: Sequence[Any] = (
         {"name": "grace", "window_s": inf},
@@ -131,7 +131,7 @@ def test_what_moves_nothing_makes_nobody_late() -> None:
 def test_with_a_bound_that_nobody_reaches_it_is_async() -> None:
     ends = []
     for policy in ("async", {"name": "async", "max_staleness": 3}):
-        made = world(Quadratic(4), 4, adam, "gradient", policy=policy)
+        made = world(Two(4), 4, adam, "gradient", policy=policy)
         made.run(updates=40)
         ends.append(made.parameters())
         assert max(made.server.statistics.ages) == 3
@@ -139,7 +139,7 @@ def test_with_a_bound_that_nobody_reaches_it_is_async() -> None:
 
 
 def test_staleness_stays_within_the_bound() -> None:
-    made = world(Quadratic(6), 6, adam, "gradient", policy={"name": "async", "max_staleness": 2})
+    made = world(Two(6), 6, adam, "gradient", policy={"name": "async", "max_staleness": 2})
     made.run(updates=40)
     assert max(made.server.statistics.ages) == 2
     assert sum(made.server.statistics.stats()["dropped"]) > 0

@@ -21,7 +21,7 @@ from hybridtrain.protocol.facts import (
     Release,
     Waiting,
 )
-from tests.exchanges.test_own_parameters import Quadratic, momentum, world
+from tests.exchanges.test_own_parameters import Two, momentum, world
 
 
 def begun(updates: int = 2, workers: int = 3) -> Any:
@@ -92,7 +92,7 @@ def test_bad_values_are_said(given: Any) -> None:
 @pytest.mark.parametrize("exchange", ["accumulated", "gradient"])
 def test_in_virtual_time_the_others_begin_with_what_the_first_has_made(exchange: str) -> None:
     """Worker 0 takes four seconds; then three updates a second, begun at one point."""
-    task, policy = Quadratic(3), {"name": "async", "warm_start": 4}
+    task, policy = Two(3), {"name": "async", "warm_start": 4}
     made = world(task, 3, momentum, exchange, policy=policy)
     made.run(updates=4 + 3)
     assert made.now_s == 5

@@ -1,4 +1,4 @@
-"""What theory knows of waiting and staleness holds in the simulator (scripts/theory.py).
+"""What theory knows of waiting and staleness holds in the simulator (scripts/theory).
 
 Small sizes here, so tolerances are about three standard errors; `scripts/laws.py` prints more exact
 figures, and `-m slow` checks them.
@@ -10,11 +10,11 @@ import runpy
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import local_theory as local
 import pytest
-import theory as laws
 import torch
-from theory import About, Law
+from theory import local
+from theory import waiting as laws
+from theory.law import About, AtMost, Law, Same
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies import OnArrival
@@ -114,11 +114,11 @@ def test_edges_and_variances_are_those_of_theory(law: Callable[[], list[Law]]) -
 
 
 def test_what_does_not_hold_is_said() -> None:
-    far = [laws.About("a", "b", 1.0, 1.03), laws.AtMost("a", "b", 1e-11), laws.Same("a", "b", 1, 2)]
+    far = [About("a", "b", 1.0, 1.03), AtMost("a", "b", 1e-11), Same("a", "b", 1, 2)]
     near = [
-        laws.About("a", "b", 1.0, 1.01),
-        laws.AtMost("a", "b", 1e-13),
-        laws.Same("a", "b", 1, 1),
+        About("a", "b", 1.0, 1.01),
+        AtMost("a", "b", 1e-13),
+        Same("a", "b", 1, 1),
     ]
     assert [law.holds for law in (*far, *near)] == [False] * 3 + [True] * 3
 

@@ -91,6 +91,8 @@ class Runtime:
 
     def cudaHostRegister(self, address: int, n_bytes: int, flags: int) -> int:
         locked = state().locked
+        if state().failed:
+            return 710  # cudaErrorAssert
         if address in locked:
             return 712  # cudaErrorHostMemoryAlreadyRegistered
         if sum(locked.values()) + n_bytes > SETTINGS.lockable_bytes:
@@ -99,6 +101,8 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        if state().failed:
+            return 710
         return 0 if state().locked.pop(address, None) is not None else 713
 
 
@@ -126,8 +130,19 @@ def manual_seed_all(seed: int) -> None:
             generator.manual_seed(seed)
 
 
+def fail() -> None:
+    """Whatever is asked of this process's devices from now on is an error, as after CUDA's own."""
+    state().failed = True
+
+
+def mem_get_info(device: Any = None) -> tuple[int, int]:
+    """Bytes that are free, as far as this process has used them, and all."""
+    lanes()
+    return SETTINGS.device_bytes - state().memory.n_bytes[index_of(device)], SETTINGS.device_bytes
+
+
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
-    """Noted, and nobody is held to it."""
+    """What this process may have of it."""
     state().fractions[index_of(device)] = fraction
 
 
@@ -167,6 +182,7 @@ class _Module:
     current_device, set_device = staticmethod(current_device), staticmethod(set_device)
     set_per_process_memory_fraction = staticmethod(set_per_process_memory_fraction)
     empty_cache, device = staticmethod(empty_cache), staticmethod(device)
+    mem_get_info, fail = staticmethod(mem_get_info), staticmethod(fail)
     is_initialized, _lazy_init = staticmethod(is_initialized), staticmethod(lazy_init)
     _is_in_bad_fork, cudart = staticmethod(is_in_bad_fork), Runtime
 

@@ -51,7 +51,10 @@ def _code(address: int | None, n: int) -> bytes:
 
 
 def start_threads() -> None:
-    """Whatever has been computed in this process, or in the one that it is a fork of."""
+    """Whatever has been computed in this process, or in the one that it is a fork of.
+
+    Not where some run already: torch waits until as many have ever started as there are devices.
+    """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     engine = getattr(library, f"{_ENGINE}18get_default_engineEv")
     engine.restype = ctypes.c_void_p

@@ -99,6 +99,7 @@ def launch(op: Any, args: Any, kwargs: Any) -> Any:
     args, kwargs = tree_map_only(
         (torch.Tensor, torch.device), lambda leaf: _to_host(leaf, aliases), (args, kwargs)
     )
+    args = _numbers_as_tensors(op, args)
     written = _written(op, args, kwargs, own)
     results: list[Any] = []
 
@@ -129,6 +130,15 @@ def _grow(tensor: torch.Tensor, alias: torch.Tensor) -> None:
     elif tensor.shape != alias.shape:
         tensor.resize_(alias.shape)
         on_host(tensor).copy_(alias)
+
+
+def _numbers_as_tensors(op: Any, args: Sequence[Any]) -> list[Any]:
+    """Torch shows a tensor that stands for a number as that number, and does not take it back."""
+    wanted = [argument.type.kind() == "TensorType" for argument in op._schema.arguments]
+    return [
+        torch.tensor(value) if wants and isinstance(value, int | float) else value
+        for value, wants in zip(args, wanted, strict=False)
+    ]
 
 
 def _to_host(leaf: Any, aliases: dict[int, torch.Tensor]) -> Any:

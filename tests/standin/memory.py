@@ -63,10 +63,12 @@ class Allocator:
     Args:
         release: called with a block that nobody holds any more; gives it back by ``recycle`` when
             the streams that were recorded are done with it.
+        limit: called with a device's number; how many bytes of it there may be in use.
     """
 
-    def __init__(self, release: Callable[[Block], None]) -> None:
-        self._release = release
+    def __init__(self, release: Callable[[Block], None], limit: Callable[[int], int]) -> None:
+        self._release, self._limit = release, limit
+        self.n_bytes: dict[int, int] = defaultdict(int)  # in use, of each device
         self._idle: dict[tuple[int, int, int], list[Block]] = defaultdict(list)
         self.used: dict[int, Block] = {}  # address -> block
         self._heads = _Heads()
@@ -86,6 +88,9 @@ class Allocator:
 
     def _block(self, n_bytes: int, place: tuple[int, int]) -> Block:
         rounded = -(-n_bytes // GRAIN) * GRAIN
+        if self.n_bytes[place[0]] + rounded > self._limit(place[0]):
+            asked = f"{rounded / 2**20:.2f} MiB"
+            raise torch.OutOfMemoryError(f"stand-in out of memory. Tried to allocate {asked}.")
         idle = self._idle[*place, rounded]
         if idle:
             block = idle.pop()
@@ -93,12 +98,14 @@ class Allocator:
             block = Block(*place, torch.empty(rounded, dtype=torch.uint8))
             block.spoil()
         self.used[block.address] = block
+        self.n_bytes[block.device] += rounded
         return block
 
     def collect(self) -> None:
         """See what nobody holds any more."""
         for block in self._heads.let_go():
             del self.used[block.address]
+            self.n_bytes[block.device] -= block.content.numel()
             self._release(block)
 
     def recycle(self, block: Block) -> None:

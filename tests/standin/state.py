@@ -49,7 +49,8 @@ class State:
     def __init__(self) -> None:
         self.process = os.getpid()
         self.lanes = Lanes(N_DEVICES, SETTINGS.seed, SETTINGS.eagerness)
-        self.memory = Allocator(self._release)
+        self.memory = Allocator(self._release, self.limit)
+        self.failed = False  # and it stays so, as after CUDA's "device-side assert"
         self.counts = Counts()
         self.locked: dict[int, int] = {}  # page-locked host memory: address -> bytes
         self.device = 0
@@ -58,6 +59,10 @@ class State:
             torch.Generator().manual_seed(SETTINGS.random_seed) for _ in range(N_DEVICES)
         ]
         self._freed: list[tuple[Block, list[Mark]]] = []
+
+    def limit(self, device: int) -> int:
+        """Bytes of a device that this process may have."""
+        return int(SETTINGS.device_bytes * self.fractions.get(device, 1.0))
 
     def _release(self, block: Block) -> None:
         """Given out again on its own stream: at once, or when what was recorded has been done."""
@@ -95,13 +100,15 @@ class State:
 class Settings:
     """Of processes to come: they inherit it.
 
-    ``lockable_bytes``: how much host memory can be page-locked. ``random_seed``: of the devices'
-    generators, as somebody may have said before they are there.
+    ``lockable_bytes``: how much host memory can be page-locked. ``device_bytes``: how much memory a
+    device has. ``random_seed``: of the devices' generators, as somebody may have said before they
+    are there.
     """
 
     seed: int = 0
     eagerness: float = 0.3
     lockable_bytes: float = float("inf")
+    device_bytes: int = 2**36
     random_seed: int = 0
 
 
@@ -117,13 +124,22 @@ def state() -> State:
 
 
 def lanes() -> Lanes:
-    """Of this process; what was freed until now is free."""
+    """Of this process; what was freed until now is free.
+
+    Raises:
+        RuntimeError: if its device has failed.
+    """
+    if state().failed:
+        raise RuntimeError("stand-in error: device-side assert triggered")
     state().look_at_freed()
     return state().lanes
 
 
 def lazy_init() -> None:
-    """Raises RuntimeError in a child of a process that had it initialised."""
+    """Raises RuntimeError in a child of a process that had it initialised, and beside a GPU.
+
+    The GPU's threads of Autograd would be counted among the stand-in's, and torch wait for ever.
+    """
     global _state
     if is_in_bad_fork():
         raise RuntimeError(
@@ -131,6 +147,8 @@ def lazy_init() -> None:
             "multiprocessing, you must use the 'spawn' start method"
         )
     if _state is None:
+        if torch.cuda.device_count():
+            raise RuntimeError("hide the GPUs from the stand-in: CUDA_VISIBLE_DEVICES=''")
         from tests.standin.registering import register
 
         _state = State()

@@ -9,11 +9,14 @@ import os
 import pickle
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from tests.conftest import asks_for_gpus
 from tests.standin import device
 from tests.standin.device import Event, Stream, stream
 from tests.standin.lanes import Race
@@ -267,6 +270,30 @@ def test_memory_is_used_again() -> None:
     assert y.data_ptr() == address and y.isnan().all()
 
 
+def test_there_is_no_more_memory_than_a_device_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SETTINGS, "device_bytes", 4096)
+    x = torch.empty(512, device=HERE)
+    assert torch.standin.mem_get_info(HERE) == (2048, 4096)
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        torch.empty(1024, device=HERE)
+    torch.empty(1024, device=THERE)
+    del x
+    torch.empty(1024, device=HERE)
+    device.set_per_process_memory_fraction(0.5, HERE)
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1024, device=HERE)
+
+
+def test_a_device_that_has_failed_says_so_for_ever(locked: torch.Tensor) -> None:
+    lock(locked)
+    x = torch.ones(2, device=HERE)
+    device.fail()
+    for asks in (x.cpu, x.tolist, lambda: x + 1, lambda: Event().record(), device.mem_get_info):
+        with pytest.raises(RuntimeError, match="device-side assert triggered"):
+            asks()
+    assert device.Runtime().cudaHostUnregister(locked.data_ptr()) == 710
+
+
 # ---- processes -----------------------------------------------------------------------------------
 
 
@@ -284,6 +311,22 @@ def in_child(body: object) -> int:
 def test_naming_it_initialises_nothing_and_a_fork_can() -> None:
     assert not torch.standin.is_initialized()
     assert in_child(lambda: torch.ones(1, device=HERE)) == 0
+
+
+def test_beside_a_gpu_it_refuses_instead_of_hanging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="hide the GPUs"):
+            torch.ones(1, device=HERE)
+
+
+@pytest.mark.parametrize(
+    ("asked", "seen"),
+    [("", False), ("slow", False), ("not gpu", False), ("gpu", True), ("gpu and not slow", True)],
+)
+def test_tests_see_gpus_only_where_they_are_asked_for(asked: str, seen: bool) -> None:
+    config: Any = SimpleNamespace(getoption=lambda name: asked)
+    assert asks_for_gpus(config) is seen
 
 
 def test_whoever_is_forked_afterwards_can_do_nothing_with_it() -> None:

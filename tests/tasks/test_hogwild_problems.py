@@ -276,7 +276,10 @@ def test_compiled_steps_are_refused_where_parameters_are_not_shared() -> None:
         (partial(SparseSvm, rate=0.0), "model.rate=0.0"),
         (partial(SparseSvm, decay=1.5), "model.decay=1.5"),
         (partial(SparseSvm, mu=-1.0), "model.mu=-1.0"),
-        (partial(SparseSvm, compiled="yes"), "model.compiled=yes: give auto, true or false"),
+        (
+            partial(SparseSvm, compiled="yes"),
+            "model.compiled=yes was given",
+        ),
         (partial(MatrixCompletion, dim=0), "model.dim=0"),
         (partial(ExamplesData, made=0), "data.made=0"),
         (partial(RatingsData, known=0.0), "data.known=0.0"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import late_theory as laws
 import pytest
 import torch
+from theory import late as laws
 
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.delay_tolerant import AdaDelay, AdaptiveRevision, AsyncAdaDA

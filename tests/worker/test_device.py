@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.worker.device import Incoming, Outgoing, outgoing
+from hybridtrain.worker.device import KINDS, Incoming, Outgoing, outgoing
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.replica_cuda import CudaReplica
+from hybridtrain.worker.replica_own import OwnReplica
 from tests.picking import by_default
 from tests.standin.device import name_it
 from tests.standin.state import NAME, SETTINGS, lazy_init, state
@@ -364,6 +365,20 @@ def test_what_crosses_the_bus_is_page_locked_once_and_let_go_at_the_end(private:
     exchange.close()
     assert locked == {}
     exchange.close()
+
+
+def test_workers_with_parameters_of_their_own_lock_what_they_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(KINDS, NAME, CudaStreams)
+    open_streams()
+    net = made_there(lambda: nn.Linear(4, 4))
+    store = Store(Layout.of(net.named_parameters()), 2, True)
+    replica = OwnReplica(list(net.parameters()), store, 1)
+    for flat in (*store.gradients[1].values(), *store.copies[1].values()):
+        assert state().is_locked(flat)
+    replica.close()
+    assert state().locked == {}
 
 
 def test_where_memory_cannot_be_page_locked_it_is_said_and_works_all_the_same() -> None:

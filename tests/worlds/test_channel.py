@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from hybridtrain.protocol.messages import Push
 from hybridtrain.worlds.local import host_pickle
-from hybridtrain.worlds.local.channel import Channel, ChannelClosed, channel_pair
+from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells, channel_pair
 
 
 @pytest.fixture
@@ -296,3 +297,31 @@ def test_only_messages_with_tensors_cost_a_pickler_that_looks_at_each(
     monkeypatch.setattr(host_pickle, "_Pickler", Counted)
     again = pickle.loads(host_pickle.pickled(message))
     assert type(again) is type(message) and bool(made) == anew
+
+
+@pytest.mark.skipif(not hasattr(os, "eventfd"), reason="bells are descriptors of Linux")
+def test_who_waits_beside_the_line_hears_of_both_and_of_each_once(
+    ends: tuple[Channel, Channel],
+) -> None:
+    mine, theirs = ends
+    mine.give_bells()
+    theirs.take_bells()
+    flags = os.EFD_NONBLOCK | os.EFD_CLOEXEC
+    bells = [os.eventfd(0, flags) for _ in range(3)]
+    waiting, other = SharedBells(theirs, 1, bells), SharedBells(mine, 0, bells)
+
+    def waits() -> bool:
+        """Whether it has waited for all of the time."""
+        begun = time.monotonic()
+        waiting.wait(0.05)
+        return time.monotonic() - begun >= 0.045
+
+    assert waits()
+    other.ring()
+    assert not waits() and waits()
+    mine.post("said")
+    assert not waits() and theirs.ready()
+    assert theirs.receive()[0] == "said" and waits()
+    assert [select.select([bell], [], [], 0)[0] for bell in bells] == [[], [], [bells[2]]]
+    for bell in bells:
+        os.close(bell)

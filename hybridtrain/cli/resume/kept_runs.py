@@ -101,19 +101,15 @@ def configuration(directory: Path) -> DictConfig:
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
-def newest_of_run(directory: Path, tell: bool = True) -> Path | None:
+def newest_of_run(directory: Path) -> Path | None:
     """The newest whole checkpoint of a run, wherever its callbacks keep them."""
     nodes = placed(portable(configuration(directory)), directory.absolute()).get("callbacks") or {}
     folders = {Path(x["dirpath"]) for x in nodes.values() if x and x.get("dirpath")}
-    return newest({*folders, directory.absolute() / "checkpoints"}, tell)
+    return newest({*folders, directory.absolute() / "checkpoints"})
 
 
-def newest(folders: Iterable[Path], tell: bool = True) -> Path | None:
-    """The newest whole checkpoint; what is newer and torn is named on standard error.
-
-    Args:
-        tell: whether to name them.
-    """
+def newest(folders: Iterable[Path]) -> Path | None:
+    """The newest whole checkpoint; what is newer and torn is named on standard error."""
     found = {
         path.resolve()
         for folder in folders
@@ -124,10 +120,6 @@ def newest(folders: Iterable[Path], tell: bool = True) -> Path | None:
         fault = fault_of(path)
         if fault is None:
             return path
-        if tell:
-            print(
-                f"hybridtrain: the checkpoint {path} is passed over: {fault}",
-                file=sys.stderr,
-                flush=True,
-            )
+        text = f"hybridtrain: the checkpoint {path} is passed over: {fault}"
+        print(text, file=sys.stderr, flush=True)
     return None

@@ -18,7 +18,6 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
@@ -130,8 +129,7 @@ def _gpu_present() -> bool:
 
 
 def _without_hydra(config: DictConfig) -> DictConfig:
-    cfg: Any = OmegaConf.masked_copy(config, [str(x) for x in config if x != "hydra"])
-    return cfg
+    return OmegaConf.masked_copy(config, [str(x) for x in config if x != "hydra"])
 
 
 def _job_return(job: DictConfig, outcome: CommandOutcome) -> JobReturn:

@@ -9,10 +9,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hybridtrain.cli.telemetry.summary import plain, short
+from hybridtrain.cli.telemetry.summary import plain
 from hybridtrain.report.comparison import PAGE, compare
 from hybridtrain.report.page import write
 from hybridtrain.report.runs import JOBS_FILE
+from hybridtrain.util.files import short
 
 if TYPE_CHECKING:
     from hybridtrain.cli.sweep.job_launcher import JobRow

@@ -105,12 +105,7 @@ class RunMonitor(pl.Callback):
             self._record(trainer, self.stats(trainer), metrics)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and log now and then."""
         if self._counts:

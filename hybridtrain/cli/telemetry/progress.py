@@ -72,12 +72,7 @@ class LiveProgress(RichProgressBar):
         self._rate = Rate()
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Remember the loss, then draw."""
         self._rate.see(outputs)
@@ -115,12 +110,7 @@ class PlainProgress(ProgressBar):
         self._enabled = True
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Print a line when it is time."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)

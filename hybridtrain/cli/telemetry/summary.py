@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shlex
 import sys
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from hybridtrain.cli.resume.kept_runs import SUMMARY_FILE
 from hybridtrain.cli.telemetry.monitor import STATS_FILE
 from hybridtrain.cli.telemetry.run_stats import RunStats
 from hybridtrain.monitoring.stragglers import Slow, slow_worker
-from hybridtrain.util.files import write_whole
+from hybridtrain.util.files import short, write_whole
 
 
 @dataclass(slots=True)
@@ -206,9 +205,3 @@ def _handed_over(summary: Summary) -> str:
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(seconds, 60)
     return f"{int(minutes)} min {rest:.0f} s" if minutes else f"{rest:.1f} s"
-
-
-def short(path: str | Path) -> str:
-    """The path as seen from the working directory, where it lies below it."""
-    relative = os.path.relpath(path)
-    return str(path) if relative.startswith("..") else relative

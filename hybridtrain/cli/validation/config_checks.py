@@ -16,6 +16,7 @@ from hybridtrain.cli.explain import base_config
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
 from hybridtrain.testing.faults import check_workers, read_faults
+from hybridtrain.util.number_checks import is_number
 
 ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
 PRECISIONS = (
@@ -114,7 +115,7 @@ def _typed(parsed: Sequence[Any], key: str) -> bool:
 
 
 def _check_type(key: str, old: Any, new: Any) -> None:
-    number = isinstance(new, int | float) and not isinstance(new, bool)
+    number = is_number(new)
     if key in FREE or key.endswith("._target_") or old is None or new is None:
         return
     match old:
@@ -145,8 +146,7 @@ def check_trainer(trainer: DictConfig) -> None:
         )
     for key, least in _LEAST.items():
         value = trainer.get(key)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and value >= least):
+        if value is not None and not (is_number(value) and value >= least):
             raise UserError(f"trainer.{key}={value}: give a number of at least {least}, or null")
 
 

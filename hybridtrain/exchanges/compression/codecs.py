@@ -9,7 +9,6 @@ Legend: n elements of a parameter, C chunks of c elements, k elements kept of ea
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -25,7 +24,8 @@ from hybridtrain.exchanges.compression.bit_packing import (
     unpack,
     unpack_places,
 )
-from hybridtrain.util.named_choice import choose, positive
+from hybridtrain.util.named_choice import choose
+from hybridtrain.util.number_checks import is_number, positive
 
 _SLAB = 256 * 1024  # elements that are worked on together: they stay in a core's cache
 _VALUE_BITS = (2, 4, 8, 32)
@@ -123,7 +123,7 @@ class TopK:
     error_decay: float | None = 0.95
 
     def __post_init__(self) -> None:
-        if not _is_number(self.density) or not 0 < self.density <= 1:
+        if not is_number(self.density) or not 0 < self.density <= 1:
             raise UserError(
                 f"exchange.compress.density={self.density!r} was given; it must be a number above "
                 "0 and up to 1: the share of the elements that is kept"
@@ -223,8 +223,7 @@ def make_codec(given: CodecSpec) -> Codec | None:
 
 def codec_of(exchange: object) -> Codec | None:
     """What encodes that which workers hand over, if anything does."""
-    codec: Codec | None = getattr(exchange, "compress", None)
-    return codec
+    return getattr(exchange, "compress", None)
 
 
 def _slabs(n: int, chunk: int) -> Iterator[tuple[slice, int]]:
@@ -256,15 +255,10 @@ def _as_numbers(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return raw.clone().view(dtype)
 
 
-def _is_number(value: Any) -> bool:
-    real = isinstance(value, int | float) and not isinstance(value, bool)
-    return real and math.isfinite(value)
-
-
 def _check_decay(value: Any, optional: bool) -> None:
     if value is None and optional:
         return
-    if not _is_number(value) or not 0 <= value <= 1:
+    if not is_number(value) or not 0 <= value <= 1:
         raise UserError(
             f"exchange.compress.error_decay={value!r} was given; it must be a number from 0 to 1"
             + (", or null (what is rounded off is lost)" if optional else "")

@@ -2,8 +2,8 @@
 
 Lightning asks every callback in every worker, and expects that all come to the same decisions. But
 workers that run freely see other steps, other losses and other clocks: one has reached ``max_time``
-where another waits for the end of the epoch already, and would begin the next one alone. So the
-wish to stop of one is that of all.
+where another waits for the end of the epoch already, and would begin the next one alone. So if one
+worker wants to stop, all stop.
 
 ``ModelCheckpoint`` even meets in the midst of its decisions (whether a file exists, whether a
 metric is among the best). What is in the files is what worker 0 had; so all take over what its
@@ -30,7 +30,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validates_this_epoch,
 )
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
-from hybridtrain.lightning.run_context import WorkerContext
+from hybridtrain.lightning.run_context import WorkerContext, checkpoints_of
 from hybridtrain.lightning.step.session import Session
 
 
@@ -92,7 +92,7 @@ class Validations:
 
 def know_the_files(trainer: Any, collectives: Collectives) -> None:
     """A meeting of all: the files are worker 0's, or those of the first who is there."""
-    callbacks = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    callbacks = checkpoints_of(trainer)
     module = trainer.lightning_module
     mine = [(standing_of(each, module), vars(_multiples(each))) for each in callbacks]
     for callback, known in zip(callbacks, collectives.broadcast(mine, 0), strict=True):

@@ -1,4 +1,4 @@
-"""The wish of one worker to stop training (``trainer.should_stop``) is that of all.
+"""If one worker stops training (``trainer.should_stop``), all stop.
 
 Lightning would end the epoch in that worker and go on in the others. Here the worker asks, at the
 end of its mini-batch, whether all want it. If they do, training ends there, as elsewhere. If not,

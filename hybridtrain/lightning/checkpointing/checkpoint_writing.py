@@ -31,7 +31,7 @@ from hybridtrain.lightning.hooks.callback_hooks import (
 )
 from hybridtrain.lightning.hooks.trainer_hooks import checkpoint_plugin
 from hybridtrain.lightning.results.full_disk import let_write
-from hybridtrain.lightning.run_context import context_of, strategy_of
+from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
 from hybridtrain.util.files import fault_of
 
 _COARSE_S = 2.0  # clocks of file systems
@@ -86,9 +86,7 @@ class CheckpointWriting:
         The best is then the best of those that are.
         """
         gone = {path for path in self.unsaved.lost if not Path(path).is_file()}
-        for callback in trainer.checkpoint_callbacks:
-            if not isinstance(callback, ModelCheckpoint):
-                continue
+        for callback in checkpoints_of(trainer):
             for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
                 if getattr(callback, name) in gone:
                     setattr(callback, name, "")
@@ -130,8 +128,8 @@ class CheckpointWriting:
 
     def prepare(self, trainer: Any) -> None:
         """Change callbacks that save; those from ``configure_callbacks`` come later than others."""
-        for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback not in self._prepared:
+        for callback in checkpoints_of(trainer):
+            if callback not in self._prepared:
                 self._prepared.append(callback)
                 self._prepare(callback, trainer)
 

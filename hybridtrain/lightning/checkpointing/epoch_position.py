@@ -30,8 +30,7 @@ class EpochPosition:
     @property
     def epoch(self) -> int:
         """The number of the epoch that is under way, or that comes next, as Lightning counts."""
-        processed: int = self._trainer.fit_loop.epoch_progress.current.processed
-        return processed
+        return self._trainer.fit_loop.epoch_progress.current.processed
 
     @property
     def is_closing(self) -> bool:

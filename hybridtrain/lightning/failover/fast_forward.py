@@ -1,4 +1,4 @@
-"""Where training is now, from where it was some steps ago. In lock-step that can be counted."""
+"""Brings a checkpoint of some steps ago up to now. In lock-step the steps since can be counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While worker 0 is gone, the first of the others logs, saves and reports.
+"""While worker 0 is gone, the one with the lowest number left logs, saves and reports.
 
 Lightning decides in many places, some of them only once, by whether the process is rank 0.
 """

@@ -39,6 +39,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.remote_state import without_fetching
+from hybridtrain.memory.scratch_file import as_bytes
 from hybridtrain.protocol.notices import Progress
 from hybridtrain.worker.client import Client
 
@@ -123,9 +124,7 @@ class RejoinState:
             "should_stop": trainer.should_stop,
             "unsaved": {k: v for k, v in module.named_buffers() if k not in state},
         }
-        content = io.BytesIO()
-        torch.save(checkpoint, content)
-        return content.getvalue()
+        return as_bytes(checkpoint)
 
 
 class Rejoin:

@@ -1,4 +1,4 @@
-"""What a worker does that has to end before its job is done."""
+"""The last actions of a worker that is stopped or has failed."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
     if client.own is not None:
         client.own.forget()
     try:
+        client.hand_in()
         client.line.send(Failed.of(error, client.heartbeat.failed_in, waits=True))
         with suppress(StopRequested, UserError):  # a step that is under way may be broken off
             client.settle()

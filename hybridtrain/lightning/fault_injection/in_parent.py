@@ -46,10 +46,15 @@ class Faults:
         """As the user gives them. Raises UserError."""
         return cls(read_faults(given))
 
+    @property
+    def in_updates(self) -> bool:
+        """Whether any is to come while the server updates."""
+        return any(fault.phase == "update" for fault in self.wanted)
+
     def check(self, requirements: Requirements, n_workers: int) -> None:
         """Before a process starts. Raises UserError."""
         check_workers(self.wanted, n_workers)
-        if requirements.in_place and any(fault.phase == "update" for fault in self.wanted):
+        if requirements.in_place and self.in_updates:
             raise UserError(
                 "faults: phase update was given, but under hogwild workers make their updates "
                 "themselves; use push (before it) or pull (in it), or strategy=async"
@@ -92,7 +97,7 @@ def interrupt_updates(server: Server, faults: Faults) -> None:
         faults: of the run that begins.
     """
     fault_log, wanted = faults.fault_log, faults.wanted
-    if fault_log is None or faults.rehearses or not any(f.phase == "update" for f in wanted):
+    if fault_log is None or faults.rehearses or not faults.in_updates:
         return
     rounds: Any = server._rounds
     schedules = [Schedule(wanted, worker, fault_log) for worker in range(fault_log.n_workers)]

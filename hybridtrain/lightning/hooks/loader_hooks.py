@@ -45,8 +45,7 @@ def rebuilt(dataloader: DataLoader[Any], like: DataLoader[Any], batches: Any) ->
     """A loader of the same class, with the arguments of ``like`` and these mini-batches."""
     args, kwargs = _get_dataloader_init_args_and_kwargs(like, dataloader.sampler)
     kwargs |= {"sampler": None, "batch_sampler": batches, "batch_size": 1, "drop_last": False}
-    made: DataLoader[Any] = _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)
-    return made
+    return _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)
 
 
 def noting_indices(batches: Any) -> Any:

@@ -34,8 +34,7 @@ _LOGGED_STEP = "_batches_that_stepped"
 
 def logged_step(trainer: Any) -> int:
     """The number that loggers give to a row: mini-batches with a step that this process has run."""
-    step: int = trainer.fit_loop.epoch_loop._batches_that_stepped
-    return step
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def set_logged_step(trainer: Any, step: int) -> None:
@@ -100,8 +99,7 @@ def replace_validation_check(trainer: Any, by: Callable[[Any], bool]) -> Callabl
 
 def validation_seconds(trainer: Any) -> float | None:
     """Of ``val_check_interval``, where it is a time."""
-    seconds: float | None = trainer._val_check_time_interval
-    return seconds
+    return trainer._val_check_time_interval
 
 
 def validate_from_beginning(trainer: Any) -> None:
@@ -137,8 +135,7 @@ def forget_loaders(loop: Any) -> None:
 
 def combination_of(combined: Any) -> str:
     """How it combines several loaders: the ``mode`` of a ``CombinedLoader``."""
-    mode: str = combined._mode
-    return mode
+    return combined._mode
 
 
 def training_fetcher(trainer: Any) -> Any:
@@ -153,8 +150,7 @@ def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
 
 def predictions(trainer: Any) -> list[Any]:
     """What ``trainer.predict`` has collected in this process."""
-    found: list[Any] = trainer.predict_loop._predictions
-    return found
+    return trainer.predict_loop._predictions
 
 
 def remeasure(trainer: Any) -> None:

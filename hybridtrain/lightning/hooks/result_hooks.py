@@ -21,8 +21,7 @@ _OF_METRIC = ("_computed", "_forward_cache", "_update_count", "_is_synced", "_ca
 
 def training_results(trainer: Any) -> dict[str, Any]:
     """What training has logged in this epoch, by name."""
-    results: dict[str, Any] = trainer.fit_loop.epoch_loop._results
-    return results
+    return trainer.fit_loop.epoch_loop._results
 
 
 def forget_batch(trainer: Any, and_its_size: bool = False) -> None:
@@ -59,8 +58,7 @@ def begin_anew(entry: Any) -> None:
 
 def callback_metrics(trainer: Any) -> dict[str, Any]:
     """As they were collected last; the trainer's own would collect them, a meeting of all."""
-    known: dict[str, Any] = trainer._logger_connector._callback_metrics
-    return known
+    return trainer._logger_connector._callback_metrics
 
 
 def shown_metrics(trainer: Any) -> dict[str, dict[str, Any]]:

@@ -35,8 +35,7 @@ def dumper(trainer: Any) -> Any:
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """What a checkpoint would hold now."""
-    checkpoint: dict[str, Any] = dumper(trainer).dump_checkpoint(False)
-    return checkpoint
+    return dumper(trainer).dump_checkpoint(False)
 
 
 def dump_at_once(trainer: Any) -> dict[str, Any]:

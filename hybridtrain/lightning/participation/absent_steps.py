@@ -1,19 +1,21 @@
 """A worker that has nothing to do in a step, or in an epoch, runs nothing of the user's.
 
-In lock-step the last global mini-batch of an epoch may be too small to give something to everybody.
-Who has nothing in it sits the step out: no ``training_step``, no hooks, no callbacks, so nothing of
-it is in logs, metrics, buffers or counters. The others do not wait for it: their round ends, and
-they meet (a reduced metric, a batch normalisation of all, a callback that saves), without it. Three
-times it waits for them, patiently: until their gradients are there, for what it has accumulated
-before belongs to the same update, and it steps the optimizer with that; until the update is made,
-from where on all look whether the epoch is over; and until their mini-batch has ended, where it
-learns what they have logged and decided.
+In lock-step the last global mini-batch of an epoch may be too small for all workers to have a part.
+A worker without one skips the step: no ``training_step``, no hooks, no callbacks, so nothing of it
+is in logs, metrics, buffers or counters. The others do not wait for it: their round ends without
+it, and so do their meetings (a reduced metric, a batch normalisation of all, a callback that
+saves). It waits for them three times, patiently:
+
+- until their gradients are there, because what it has accumulated before belongs to the same
+  update: it steps the optimizer with that;
+- until the update is made: from then on all look whether the epoch is over;
+- until their mini-batch has ended: then it takes over what they have logged and decided.
 
 Where workers run freely, a worker may find the queue empty as the epoch begins. Its epoch ends at
 once, by the path that it ends by elsewhere.
 
-Who has had nothing in a whole epoch does not know what modules log in it. At the epoch's end the
-others reduce that with everybody, so it gets the same entries, with the neutral element in each.
+A worker without data in a whole epoch does not know what modules log in it. At the epoch's end the
+others reduce these metrics with all workers, so it gets the same entries, with neutral values.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from hybridtrain.lightning.hooks.result_hooks import forget_batch
 from hybridtrain.lightning.participation.logged_metrics import (
     Entries,
     StepOutcome,
-    checkpoints_of,
     entries,
     steps_of,
     take_entries,
     take_steps,
 )
 from hybridtrain.lightning.participation.uncounted import DoesNotCount, Uncounted
+from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.monitoring.heartbeat import Doing
 from hybridtrain.worker.client import Client

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils._pytree import tree_map_only
 
 from hybridtrain.lightning.hooks.result_hooks import (
@@ -95,11 +94,6 @@ class StepOutcome:
         trainer.should_stop = self.should_stop
         for callback, state in zip(callbacks, self.standings, strict=True):
             give_state(callback, trainer.lightning_module, state)
-
-
-def checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
-    """Those that meet the others to decide."""
-    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def steps_of(loop: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,11 +1,11 @@
 """Evaluations in which not every worker has something to do, or as much as the others.
 
-Of an evaluation every worker takes part in that finds a sample in each of its loaders. The others
-rest: Lightning skips a loop that has no mini-batches, and they wait for its end patiently, without
-being missed in the meetings of the rest (a reduced metric, a callback's decision). Then they take
-over what the evaluation has brought about: metrics, the wish to stop, callbacks' states. Workers
-whose shares differ by one mini-batch wait for each other the same way, so that a reduction within a
-step is one of those who still have a step to make.
+A worker takes part in an evaluation if it has a sample in each of its loaders. The others rest:
+Lightning skips a loop without mini-batches, and they wait for its end. Meetings of the workers that
+take part (a reduced metric, a callback's decision) go on without them. Then they take over what the
+evaluation has changed: metrics, a request to stop, callbacks' states. Workers whose shares differ
+by one mini-batch wait for each other the same way, so that a reduction within a step is over the
+workers that still have a step to make.
 """
 
 from __future__ import annotations

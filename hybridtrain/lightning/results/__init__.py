@@ -1,1 +1,1 @@
-"""What comes home from the workers after ``fit``: metrics, callbacks, loggers."""
+"""What the calling process takes over from worker 0 after ``fit``: metrics, callbacks, loggers."""

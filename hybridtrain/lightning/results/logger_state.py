@@ -1,4 +1,4 @@
-"""Loggers on their way into workers and home again: what they have written stays.
+"""State of loggers, sent to workers and back, so that what they have written stays.
 
 On one device a logger lives through ``fit``, ``test`` and ``fit`` again, with the rows it has not
 written yet, the columns it knows, and whatever a user's own keeps in memory. Here each of these

@@ -1,4 +1,4 @@
-"""What comes home from the workers: after ``fit`` the calling process is as if it had trained.
+"""What workers return: after ``fit`` the calling process is as if it had trained itself.
 
 Lightning's own multi-process launchers bring back the weights, the metrics and one path. Here the
 loops' counters, the callbacks' states, what they, the module and the loggers have written down
@@ -34,13 +34,13 @@ from hybridtrain.lightning.results.callback_state import (
 from hybridtrain.lightning.results.configured_model import load_weights
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.memory.scratch_file import Scratch, fill
+from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill
 from hybridtrain.util.files import interrupted_in
 
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """Worker 0's luggage. Tensors travel as bytes of ``torch.save``.
+    """What worker 0 returns. Tensors travel as bytes of ``torch.save``.
 
     ``heavy``: weights, and what a checkpoint would say of optimizers and schedulers; empty where
     they lie in the calling process's scratch file.
@@ -73,7 +73,7 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
         returned=None if outputs is not None else returned,
         outputs=outputs,
         heavy=fill(room, {"weights": state_dict, "trained": trained}),
-        tensors=_save(metrics_of(trainer, collects=True)),
+        tensors=as_bytes(metrics_of(trainer, collects=True)),
         trainer_state=trainer.state,
         progress=_progress(trainer),
         callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
@@ -146,12 +146,6 @@ def _trained(trainer: Any) -> dict[str, Any]:
         "optimizer_states": [context.optimizer_state(o) for o in trainer.optimizers],
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
     }
-
-
-def _save(tensors: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(tensors, buffer)
-    return buffer.getvalue()
 
 
 def _load(payload: bytes) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from hybridtrain.util.code_reading import codes_of, filled_cells
+from hybridtrain.util.code_reading import codes_of, filled_cells, functions_in
 
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = (*_HOOKS, "configure_gradient_clipping", "optimizer_step")
@@ -53,12 +53,7 @@ def _functions(instance: object) -> Iterator[FunctionType]:
     for kind in type(instance).__mro__:
         if kind.__module__.partition(".")[0] not in FOREIGN:
             values += vars(kind).values()
-    for value in values:
-        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
-        for part in parts:
-            function = getattr(part, "__func__", part)  # static and class methods
-            if isinstance(function, FunctionType):
-                yield function
+    return functions_in(values)
 
 
 def _looks(function: FunctionType, seen: set[CodeType]) -> bool:

@@ -1,4 +1,4 @@
-"""The worker's optimizer as a remote control.
+"""The worker's side of an optimizer that steps in the server.
 
 The user's optimizer object stays where schedulers, monitors and hooks expect it, but its ``step``
 sends the gradient to the server, where the masters and the optimizer's state live.
@@ -6,7 +6,6 @@ sends the gradient to the server, where the masters and the optimizer's state li
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping
 from functools import partial
 from operator import is_
@@ -26,6 +25,7 @@ from hybridtrain.lightning.step.remote_state import RemoteState, moved, without_
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers
 from hybridtrain.lightning.step.trained_parameters import parameters_of, slot_numbers
 from hybridtrain.memory import Packed
+from hybridtrain.memory.scratch_file import as_bytes
 from hybridtrain.protocol.messages import Clip, Push, Released
 from hybridtrain.updates import Saved
 from hybridtrain.updates.groups import Groups, Members, members_of
@@ -341,9 +341,7 @@ class RemoteOptimizer:
         self._optimizer.state = self.state
         if self._whole_rounds and self._client.worker != 0:
             return None
-        buffer = io.BytesIO()
-        torch.save(states, buffer)
-        return buffer.getvalue()
+        return as_bytes(states)
 
     # ---- state ----------------------------------------------------------------------------------
 

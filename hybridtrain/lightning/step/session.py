@@ -114,6 +114,8 @@ class Session:
         made = open_replica(parameters, store, worker, self.final)
         if isinstance(made, CudaReplica):
             self._client.meanwhile = made.take_stepped
+        elif self.final and len(self._optimizers) == 1:
+            self._client.meet(store, lambda: [(s.optimizer, s.numbers) for s in self.steps])
         return made
 
     @torch.no_grad()

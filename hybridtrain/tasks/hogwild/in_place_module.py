@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from functools import partial
 from typing import Any
 
-import pytorch_lightning as pl
 from torch import Tensor
-from torch.optim import SGD
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.shared_tables import MakeOptimizer, are_compiled, check_size, data_of
+from hybridtrain.tasks.shared_tables import CompiledSteps, MakeOptimizer, check_size
 
 
-class InPlaceModule(pl.LightningModule, ABC):
+class InPlaceModule(CompiledSteps):
     """Stepped example by example in a compiled function where workers share parameters.
 
     Everywhere else the mean loss of a mini-batch goes through torch, with sparse gradients and the
@@ -24,12 +23,9 @@ class InPlaceModule(pl.LightningModule, ABC):
     Args:
         rate: learning rate of compiled steps, for one example.
         decay: every epoch has this share of the rate of the one before; also the optimizer's.
-        compiled: ``True``, ``False``, or ``"auto"``: where workers share parameters (``hogwild``,
-            or one process) and numba is installed.
+        compiled: see :class:`CompiledSteps`.
         optimizer: given the parameters, returns their optimizer; for steps through torch.
     """
-
-    reads = ""  # the kind of data that it is made for
 
     def __init__(
         self,
@@ -38,27 +34,13 @@ class InPlaceModule(pl.LightningModule, ABC):
         compiled: bool | str = "auto",
         optimizer: MakeOptimizer | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(compiled, optimizer or partial(SGD, lr=rate))
         if not rate > 0 or not 0 < decay <= 1:
             raise UserError(
                 f"model.rate={rate}, model.decay={decay}: give a rate above 0, and a decay above 0 "
                 "and up to 1"
             )
-        if compiled not in (True, False, "auto"):
-            raise UserError(f"model.compiled={compiled}: give auto, true or false")
-        self.rate, self.decay, self.compiled = rate, decay, compiled
-        self.make_optimizer = optimizer or partial(SGD, lr=rate)
-        self.steps_compiled = False
-
-    def setup(self, stage: str) -> None:
-        """Look at the data, and choose how to step.
-
-        Raises:
-            UserError: if compiled steps were asked for and cannot be made.
-        """
-        self.know(data_of(self, self.reads))
-        self.steps_compiled = are_compiled(self.compiled, self.trainer)
-        self.automatic_optimization = not self.steps_compiled
+        self.rate, self.decay = rate, decay
 
     def check_size(self, rows: int, width: int) -> None:
         """A table of so many float32 fits; one number in the data may ask for too large a one.
@@ -68,19 +50,15 @@ class InPlaceModule(pl.LightningModule, ABC):
         """
         advice = "number them from 0 without gaps, or give fewer workers"
         what = f"tables of {rows:,} rows, one more than the largest number in the data,"
-        workers = self._trainer.world_size if self._trainer is not None else 1
-        check_size(4 * rows * width, workers, what, advice)
+        check_size(4 * rows * width, self.workers, what, advice)
 
     @property
     def rate_now(self) -> float:
         """Of this epoch, for compiled steps."""
         return self.rate * self.decay**self.current_epoch
 
-    def configure_optimizers(self) -> Any:
-        """None where steps are compiled; else one whose rate falls from epoch to epoch."""
-        if self.steps_compiled:
-            return None
-        optimizer = self.make_optimizer(self.parameters())
+    def scheduled(self, optimizer: Optimizer) -> Any:
+        """Its rate falls from epoch to epoch."""
         return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, self.decay)}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
@@ -89,10 +67,6 @@ class InPlaceModule(pl.LightningModule, ABC):
             return self.loss(batch)
         self.step_examples(batch)
         return None
-
-    @abstractmethod
-    def know(self, data: Any) -> None:
-        """These are the data, which say how large tables are."""
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:

@@ -48,11 +48,10 @@ class Columns:
 
     Args:
         types: of each column.
-        directory: where the files go; None: a temporary one.
     """
 
-    def __init__(self, types: Mapping[str, Any], directory: str | None = None) -> None:
-        self._room = TemporaryDirectory(prefix="hybridtrain-", dir=directory)
+    def __init__(self, types: Mapping[str, Any]) -> None:
+        self._room = TemporaryDirectory(prefix="hybridtrain-")
         self._types = {name: np.dtype(kind) for name, kind in types.items()}
         self._files = {name: (Path(self._room.name) / name).open("wb") for name in types}
 

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
+from hybridtrain.tasks.words.encoded_text import Stretches
 from hybridtrain.tasks.words.vocabulary import Ints
 
 ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("count", "<f4")])
@@ -158,31 +158,11 @@ def _deal(
     return total
 
 
-class Entries(Dataset[tuple[Tensor, Tensor, Tensor]]):
-    """Stretches of a file of entries, all of the same length but for the last.
+class Entries(Stretches):
+    """Stretches of a file of entries."""
 
-    Args:
-        path: of the file.
-        length: entries in a stretch.
-    """
+    dtype = ENTRY
 
-    def __init__(self, path: Path, length: int) -> None:
-        self._path, self._length = path, length
-        self._entries: Any = np.memmap(path, dtype=ENTRY, mode="r")
-
-    def __len__(self) -> int:
-        return -(-len(self._entries) // self._length)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+    def of(self, index: int, numbers: Any) -> tuple[Tensor, ...]:
         """Rows and columns (n,) int32, counts (n,) float32."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"stretch {index} of {len(self)}")
-        part = self._entries[index * self._length : (index + 1) * self._length]
-        row, column, count = (torch.from_numpy(part[name].copy()) for name in ENTRY.names or ())
-        return row, column, count
-
-    def __getstate__(self) -> tuple[Path, int]:
-        return self._path, self._length
-
-    def __setstate__(self, state: tuple[Path, int]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+        return tuple(torch.from_numpy(numbers[name].copy()) for name in ENTRY.names or ())

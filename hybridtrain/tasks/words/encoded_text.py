@@ -5,13 +5,15 @@ Legend: N numbers: words, and an END behind every line.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain.tasks.words.vocabulary import Ints
 
@@ -45,27 +47,36 @@ def encode(
     return n_words
 
 
-class EncodedText(Dataset[tuple[int, Tensor]]):
-    """Stretches of an encoded text, all of the same length but for the last.
+class Stretches(Dataset[Any]):
+    """Stretches of a file of numbers, all of the same length but for the last.
 
     Args:
         path: of the file.
         length: numbers in a stretch.
     """
 
+    dtype: Any = np.int32
+
     def __init__(self, path: Path, length: int) -> None:
         self._path, self._length = path, length
-        self._numbers: Ints = np.memmap(path, dtype=np.int32, mode="r")
+        self._numbers: Any = np.memmap(path, dtype=self.dtype, mode="r")
 
     def __len__(self) -> int:
         return -(-len(self._numbers) // self._length)
 
-    def __getitem__(self, index: int) -> tuple[int, Tensor]:
-        """Which stretch, and its numbers (n,) int32."""
+    def __getitem__(self, index: int) -> Any:
+        """See :meth:`of`.
+
+        Raises:
+            IndexError: if there is no such stretch.
+        """
         if not 0 <= index < len(self):
             raise IndexError(f"stretch {index} of {len(self)}")
-        start = index * self._length
-        return index, torch.from_numpy(np.array(self._numbers[start : start + self._length]))
+        return self.of(index, self._numbers[index * self._length : (index + 1) * self._length])
+
+    @abstractmethod
+    def of(self, index: int, numbers: Any) -> Any:
+        """What training gets of these numbers, which lie in the file."""
 
     def __getstate__(self) -> tuple[Path, int]:
         return self._path, self._length
@@ -73,8 +84,22 @@ class EncodedText(Dataset[tuple[int, Tensor]]):
     def __setstate__(self, state: tuple[Path, int]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
+    def loader(self, num_workers: int) -> DataLoader[Any]:
+        """Of one stretch after the other, in another order each epoch."""
+        return DataLoader(
+            self, batch_size=1, shuffle=True, collate_fn=_only, num_workers=num_workers
+        )
 
-def only(stretches: Sequence[tuple[int, Tensor]]) -> tuple[int, Tensor]:
+
+class EncodedText(Stretches):
+    """Stretches of an encoded text."""
+
+    def of(self, index: int, numbers: Ints) -> tuple[int, Tensor]:
+        """Which stretch, and its numbers (n,) int32."""
+        return index, torch.from_numpy(numbers.copy())
+
+
+def _only(stretches: Sequence[Any]) -> Any:
     """The one stretch that is a mini-batch."""
     (stretch,) = stretches
     return stretch

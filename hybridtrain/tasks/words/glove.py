@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
 from hybridtrain.tasks.words.cooccurrences import Entries, count_cooccurrences
-from hybridtrain.tasks.words.encoded_text import only
 from hybridtrain.tasks.words.text_data import TextData, check_length
 from hybridtrain.tasks.words.vector_files import Vectors
 from hybridtrain.tasks.words.vectors_module import WordVectors
@@ -77,9 +76,8 @@ class GloVe(WordVectors):
             return
         n = len(self.vocabulary)
         kinds = 2 if self.steps_compiled else 1
-        workers = self._trainer.world_size if self._trainer is not None else 1
         n_bytes = 8 * n * (self.dim + 1) * kinds
-        check_size(n_bytes, workers, f"vectors of {n:,} words and {self.dim} dimensions")
+        check_size(n_bytes, self.workers, f"vectors of {n:,} words and {self.dim} dimensions")
         for width in (self.dim, self.dim, 1, 1):
             self.tables.append(table := nn.Embedding(n, width, sparse=True))
             nn.init.uniform_(table.weight, -0.5 / self.dim, 0.5 / self.dim)
@@ -125,8 +123,7 @@ class GloVe(WordVectors):
         tables = tuple(each.detach().numpy() for each in self.tables.parameters())
         squares = tuple(each.detach().numpy() for each in self.squares.parameters())
         entries = (rows.numpy(), columns.numpy(), counts.numpy())
-        loss: float = glove_steps(tables, squares, entries, self.x_max, self.alpha)
-        return loss
+        return glove_steps(tables, squares, entries, self.x_max, self.alpha)
 
     def loss(self, rows: Tensor, columns: Tensor, counts: Tensor) -> Tensor:
         """The sum of the losses, by torch's operations."""
@@ -216,10 +213,4 @@ class Cooccurrences(TextData):
             compiled = getattr(self.trainer.lightning_module, "steps_compiled", False)
             share = len(Entries(self._entries, 1)) // (_PARTS * self.trainer.world_size)
             length = max(_LEAST, min(share, _COMPILED if compiled else _TORCH))
-        return DataLoader(
-            Entries(self._entries, length),
-            batch_size=1,
-            shuffle=True,
-            collate_fn=only,
-            num_workers=self.num_workers,
-        )
+        return Entries(self._entries, length).loader(self.num_workers)

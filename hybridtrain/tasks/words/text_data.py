@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words.encoded_text import EncodedText, encode, only
+from hybridtrain.tasks.words.encoded_text import EncodedText, encode
 from hybridtrain.tasks.words.text_files import TextFiles
 from hybridtrain.tasks.words.vocabulary import Vocabulary, count
 
@@ -141,13 +141,8 @@ class TextData(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[tuple[int, Tensor]]:
         """Stretches of the text, in another order each epoch."""
-        return DataLoader(
-            EncodedText(self.folder / "numbers.int32", self.batch_length()),
-            batch_size=1,
-            shuffle=True,
-            collate_fn=only,
-            num_workers=self.num_workers,
-        )
+        text = EncodedText(self.folder / "numbers.int32", self.batch_length())
+        return text.loader(self.num_workers)
 
     def teardown(self, stage: str | None = None) -> None:
         """The numbers are needed no more; whoever still reads them may go on."""

@@ -6,20 +6,19 @@ Legend: V words, D dimensions.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities import rank_zero_info
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.shared_tables import MakeOptimizer, are_compiled, data_of
+from hybridtrain.tasks.shared_tables import CompiledSteps, MakeOptimizer
 from hybridtrain.tasks.words.vector_files import Vectors, write_vectors
 from hybridtrain.tasks.words.vocabulary import Vocabulary
 
@@ -28,13 +27,12 @@ _PROJECTED = 10_000  # words
 _TELLS_EVERY_S = 0.2
 
 
-class WordVectors(pl.LightningModule, ABC):
+class WordVectors(CompiledSteps):
     """A table of V vectors; subclasses know what they are to predict.
 
     Args:
         dim: D.
-        compiled: step by a compiled function: ``True``, ``False``, or ``"auto"``: where workers
-            share parameters (``hogwild``, or one process on a CPU) and numba is installed.
+        compiled: see :class:`CompiledSteps`.
         save: names of files in ``directory`` for the vectors: ``vectors.bin`` and ``vectors.txt``.
         directory: None: the trainer's ``default_root_dir``.
         project: show the most frequent words in TensorBoard's projector.
@@ -52,33 +50,23 @@ class WordVectors(pl.LightningModule, ABC):
         project: bool,
         optimizer: MakeOptimizer | None,
     ) -> None:
-        super().__init__()
+        super().__init__(compiled, optimizer or partial(torch.optim.Adagrad, lr=0.1))
         if dim < 1:
             raise UserError(f"model.dim={dim} was given; it must be at least 1")
-        if compiled not in (True, False, "auto"):
-            raise UserError(f"model.compiled={compiled} was given; it must be auto, true or false")
-        self.dim, self.compiled = dim, compiled
+        self.dim = dim
         self.save, self.directory, self.project = list(save), directory, project
-        self.make_optimizer = optimizer or partial(torch.optim.Adagrad, lr=0.1)
         # Text and bytes, which the calling process gets back whatever their size.
         self.word_lines, self.word_counts = "", b""
         self._vocabulary: Vocabulary | None = None
-        self.steps_compiled = False
         self._began_s, self._words = 0.0, 0
         self._told = (-1, 0.0)  # in which epoch, when
         self._losses: list[float] = []  # not logged yet
 
     # ---- tables ---------------------------------------------------------------------------------
 
-    def setup(self, stage: str) -> None:
-        """The vocabulary is there: choose how to step.
-
-        Raises:
-            UserError: if compiled steps were asked for and cannot be made.
-        """
-        self._know(data_of(self, self.reads).vocabulary)
-        self.steps_compiled = are_compiled(self.compiled, self.trainer)
-        self.automatic_optimization = not self.steps_compiled
+    def know(self, data: Any) -> None:
+        """Its vocabulary is the module's."""
+        self._know(data.vocabulary)
 
     def _know(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -147,11 +135,8 @@ class WordVectors(pl.LightningModule, ABC):
             done = max(done, here + trainer.fit_loop.epoch_loop.batch_idx)
         return min(1.0, done / total) if 0 < total < float("inf") else 0.0
 
-    def configure_optimizers(self) -> Any:
-        """None where steps are compiled; else one whose rate goes down in a straight line."""
-        if self.steps_compiled:
-            return None
-        optimizer = self.make_optimizer(self.parameters())
+    def scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Its rate goes down in a straight line, if the end of training is known."""
         total = self.trainer.estimated_stepping_batches
         if not 0 < total < float("inf"):
             return optimizer

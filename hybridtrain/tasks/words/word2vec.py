@@ -87,8 +87,8 @@ class Word2Vec(WordVectors):
         if not self.has_words or self.inputs is not None:
             return
         n = len(self.vocabulary)
-        workers = self._trainer.world_size if self._trainer is not None else 1
-        check_size(8 * n * self.dim, workers, f"vectors of {n:,} words and {self.dim} dimensions")
+        what = f"vectors of {n:,} words and {self.dim} dimensions"
+        check_size(8 * n * self.dim, self.workers, what)
         self.inputs = nn.Embedding(n, self.dim, sparse=True)
         # As gensim: with half of it, as in the authors' program, 5 epochs end 1 % higher.
         nn.init.uniform_(self.inputs.weight, -1.0 / self.dim, 1.0 / self.dim)
@@ -167,8 +167,7 @@ class Word2Vec(WordVectors):
 
     def _look(self, rows: pairs.Rows) -> Tensor:
         assert self.inputs is not None
-        found: Tensor = self.inputs(torch.from_numpy(rows).to(self.device))
-        return found
+        return self.inputs(torch.from_numpy(rows).to(self.device))
 
     def _mean(self, rows: pairs.Rows, starts: Any) -> Tensor:
         """Of each bag; but its gradient goes to each row undivided, as in the authors' program."""

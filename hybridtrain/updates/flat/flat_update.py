@@ -88,17 +88,26 @@ class FlatUpdate:
         self._plans: dict[Absent | None, ChunkPlan] = {}
         self._pieces: dict[int, list[NormPiece]] = {}  # by id of a plan, once a norm is asked for
         self._scratch: list[dict[int, tuple[torch.Tensor, ...]]] = [{} for _ in range(pool.size)]
-        self._flats: dict[str, torch.Tensor] = {}  # (P,) each
+        self.flats: dict[str, torch.Tensor] = {}  # (P,) each
         self._make_flats()
-        self._count_groups = StepCountGroups(self._taken_over(optimizer))
+        self.count_groups = StepCountGroups(self._taken_over(optimizer))
 
     def _make_flats(self) -> None:
         """State for the whole buffer, (P,) each, as far as the groups need it now."""
         needed = {name: None for group in self._groups for name in self._kernel.names(group)}
         size = self._store.layout.sizes[torch.float32]
-        missing = [name for name in needed if name not in self._flats]
+        missing = [name for name in needed if name not in self.flats]
         made = private(len(missing), size, torch.float32)
-        self._flats |= dict(zip(missing, made, strict=True))
+        self.flats |= dict(zip(missing, made, strict=True))
+
+    def is_settled(self, count_group: StepCountGroup) -> bool:
+        """Whether what is kept for these is there, so that each step is like the next."""
+        return count_group.begun or not self._kernel.keeps(self._groups[count_group.group])
+
+    def use(self, flats: Mapping[str, torch.Tensor]) -> None:
+        """The state lies there from now on."""
+        self.flats = dict(flats)
+        self._forget_plans()
 
     def _taken_over(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, Figures, bool]]:
         """Move the state that the user's optimizer brings along (a resumed run) to its place."""
@@ -120,7 +129,7 @@ class FlatUpdate:
     def _part(self, name: str, index: int) -> torch.Tensor:
         """A parameter's own part of the state, in its shape."""
         slot = self._store.layout.slots[self._numbers[index]]
-        return self._flats[name].as_strided(slot.shape, slot.stride, slot.offset)
+        return self.flats[name].as_strided(slot.shape, slot.stride, slot.offset)
 
     # ---- one update -----------------------------------------------------------------------------
 
@@ -208,15 +217,15 @@ class FlatUpdate:
     def _make_plan(self, absent: tuple[frozenset[int], ...]) -> ChunkPlan:
         present = [present_in(absent, number) for number in self._numbers]
         moving = [index for index, some in enumerate(present) if some is None or some]
-        if self._count_groups.part(moving) or len(self._plans) >= _PLANS:
+        if self.count_groups.part(moving) or len(self._plans) >= _PLANS:
             self._forget_plans()
             self._scratch = [{} for _ in self._scratch]
-        places = [(self._numbers[i], self._count_groups.of[i], present[i]) for i in moving]
+        places = [(self._numbers[i], self.count_groups.of[i], present[i]) for i in moving]
         state = {
             count_group: tuple(
-                [self._flats[n] for n in self._kernel.names(self._groups[count_group.group])]
+                [self.flats[n] for n in self._kernel.names(self._groups[count_group.group])]
             )
-            for count_group in {self._count_groups.of[index] for index in moving}
+            for count_group in {self.count_groups.of[index] for index in moving}
         }
         size = sum(self._store.layout.slots[number].numel for number, _, _ in places)
         return make_plan(places, self._store, state, self._chunk_for(size))
@@ -259,6 +268,12 @@ class FlatUpdate:
 
     # ---- groups and state -----------------------------------------------------------------------
 
+    def changes_no_state(self, groups: Groups) -> bool:
+        """Whether all that is kept stays what it is with these hyper-parameters."""
+        names = self._kernel.names
+        pairs = zip(self._groups, groups, strict=True)
+        return all(names(own) == names({**own, **new}) for own, new in pairs)
+
     def set_groups(self, groups: Groups) -> None:
         before = [self._kernel.names(group) for group in self._groups]
         for own, new in zip(self._groups, groups, strict=True):
@@ -272,7 +287,7 @@ class FlatUpdate:
 
     def state(self) -> Saved:
         states = {}
-        for index, count_group in enumerate(self._count_groups.of):
+        for index, count_group in enumerate(self.count_groups.of):
             if count_group.begun:
                 kept = {name: figure.clone() for name, figure in count_group.figures.items()}
                 for name in self._kernel.names(self._groups[count_group.group]):

@@ -47,6 +47,17 @@ class StepCountGroups:
             count_group.members.append(index)
             self.of.append(count_group)
 
+    @property
+    def all(self) -> list[StepCountGroup]:
+        """Each once, in the order of their first parameters."""
+        return list(dict.fromkeys(self.of))
+
+    def take_over(self, groups: Iterable[StepCountGroup]) -> None:
+        """These are all there are."""
+        for group in groups:
+            for index in group.members:
+                self.of[index] = group
+
     def part(self, moving: Collection[int]) -> bool:
         """See that all of a group move, or none; whether any had to be split."""
         leaving: dict[StepCountGroup, list[int]] = {}

@@ -1,1 +1,1 @@
-"""Optimizers for sparse gradients: only rows that were touched are stepped."""
+"""Optimizers for sparse gradients: only rows that have a gradient are stepped."""

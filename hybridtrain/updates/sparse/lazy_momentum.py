@@ -1,14 +1,12 @@
-"""SGD with momentum on sparse gradients: rows that are not touched any more glide on, until they
-come to rest.
+"""SGD with momentum on sparse gradients: rows move until their momentum is too small to matter.
 
-Theory of operation. In torch momentum is not lazy: every step moves every row by its decaying
-momentum, touched or not, and workers read parameters in place, so nothing can be put off until a
-row is touched again. But a row that is left alone comes to rest: after log(2⁻²⁴)/log(momentum)
-steps or so (150 for 0.9) what is left of its momentum is too small to change any of its elements.
-From then on neither the row nor its momentum is looked at; when it is touched again, or saved, its
-momentum is made up for by one factor, the product of all momenta since. So a step costs as much as
-there are rows in motion, and the parameters are those of dense momentum: to the bit while the
-learning rate does not rise, else to rounding.
+Theory of operation. In torch every step moves every row by its decaying momentum, whether it has a
+gradient or not. Workers read parameters in place, so no step can be put off until a row is touched
+again. But the momentum of a row without gradients decays: after about log(2⁻²⁴)/log(momentum) steps
+(150 for 0.9) it is too small to change any element. From then on neither the row nor its momentum
+is looked at. When the row is touched again, or saved, its momentum is multiplied by the product of
+all momenta since. So the cost of a step follows the number of rows that still move. The parameters
+are those of dense momentum: to the bit while the learning rate does not rise, else to rounding.
 
 Legend: R rows of shape (...), n of them.
 """

@@ -5,7 +5,7 @@
 is seen for the first time late moves by up to 3.16 times the learning rate. Here a row that has no
 gradient costs nothing, and what it has missed is worked out from when it was touched last.
 
-Theory of operation of deferred momentum. A row with momentum m that is left alone glides: step s
+Theory of operation of deferred momentum. A row with momentum m and no gradients still moves: step s
 moves it by −η_s · m · Π μ. So after the steps a + 1 … t it has moved by −m · G(a), and its momentum
 is m · C(a), with C(a) = Π μ_s and G(a) = Σ η_s · Π_{r ≤ s} μ_r over s = a + 1 … t. Both are kept
 for every a; a step changes only the last few hundred of them, as C of earlier ones has vanished.
@@ -16,6 +16,7 @@ Legend: R rows, n touched ones, each of shape (...); t steps so far.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
@@ -29,7 +30,7 @@ _VANISHED = 1e-30  # of a momentum: what is left of it moves nothing any more
 _BEGUN = 1024  # steps for which there is room at first
 
 
-class _RowOptimizer(torch.optim.Optimizer):
+class _RowOptimizer(torch.optim.Optimizer, ABC):
     """Steps each parameter by the coalesced rows of its gradient; a dense one has all rows."""
 
     steps_rows = True  # and moves no others
@@ -52,11 +53,11 @@ class _RowOptimizer(torch.optim.Optimizer):
                     self._step_rows(parameter, group, *_rows_of(parameter))
         return loss
 
+    @abstractmethod
     def _step_rows(
         self, parameter: Tensor, group: Mapping[str, Any], rows: Tensor, gradient: Tensor
     ) -> None:
         """``rows`` (n,), each once; ``gradient`` (n, ...), which may not be changed."""
-        raise NotImplementedError
 
 
 class SparseMomentum(_RowOptimizer):

@@ -23,6 +23,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.staleness.parts import Part, parts_of
+from hybridtrain.util.number_checks import is_number
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -120,7 +121,7 @@ def check_number(name: str, value: object, ends: str = "[)") -> None:
         UserError: if not.
     """
     allowed = {"[)": "from 0 up to, but not including, 1", "[": "from 0 on", "(": "above 0"}[ends]
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if is_number(value) and math.isfinite(value):
         low = value > 0 if ends == "(" else value >= 0
         if low and (value < 1 or ends != "[)"):
             return

@@ -1,4 +1,4 @@
-"""Move a late gradient to where the parameters are now, by a guess of the curvature.
+"""Correct a late gradient for the movement since, with an estimate of the curvature.
 
 Zheng et al., *Asynchronous Stochastic Gradient Descent with Delay Compensation*, ICML 2017
 (arXiv:1609.08326): the gradient at w is about g + H (w - w_read), and for losses that are negative

@@ -1,4 +1,4 @@
-"""Trust a late gradient as little as the parameters have moved under it.
+"""The more parameters have moved since a gradient was computed, the less it counts.
 
 Barkai, Hakimi, Schuster, *Gap Aware Mitigation of Gradient Staleness*, ICLR 2020
 (arXiv:1909.10802): each element of a gradient is divided by G = 1 + |w - w_read| / C, where C is

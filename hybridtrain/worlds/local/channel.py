@@ -24,7 +24,7 @@ import socket
 import struct
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
@@ -181,20 +181,25 @@ class Channel:
         """Until something is there, or the other side is gone."""
         while self._hears is not None and not self.ready():
             self._poll.poll()
-            self._silence()
+            self.silence()
 
     @cached_property
     def _poll(self) -> select.poll:
+        return self.poll_with()
+
+    def poll_with(self, *bells: int) -> select.poll:
+        """What returns when something may have come, here or by these bells."""
         poll = select.poll()
         poll.register(self._socket, 0)  # only its end
-        poll.register(self.fileno(), select.POLLIN)
+        for fd in (self.fileno(), *bells):
+            poll.register(fd, select.POLLIN)
         return poll
 
-    def _silence(self) -> None:
-        """The bell has been heard."""
-        if self._hears is not None:
+    def silence(self, *bells: int) -> None:
+        """The other side's bell, and these, have been heard."""
+        for bell in bells if self._hears is None else (self._hears, *bells):
             with suppress(BlockingIOError):
-                os.eventfd_read(self._hears)
+                os.eventfd_read(bell)
 
     def _read_header(self) -> tuple[bytes, list[int]]:
         header = b""
@@ -232,7 +237,7 @@ class Channel:
         Raises:
             ChannelClosed: if the other side is gone, once all its messages have been taken.
         """
-        self._silence()
+        self.silence()
         closed = not self._fill()
         while len(self._inbox) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._inbox)
@@ -267,6 +272,35 @@ class Channel:
             if bell is not None:
                 os.close(bell)
         self._hears = self._rings = None
+
+
+class SharedBells:
+    """One of each worker, beside the line to the server.
+
+    Args:
+        channel: that line.
+        worker: whose these are.
+        bells: of all workers, by number.
+    """
+
+    def __init__(self, channel: Channel, worker: int, bells: Sequence[int]) -> None:
+        self._mine = bells[worker]
+        self._others = [bell for other, bell in enumerate(bells) if other != worker]
+        self._channel = channel
+
+    def ring(self) -> None:
+        """For all others."""
+        for bell in self._others:
+            os.eventfd_write(bell, 1)
+
+    @cached_property
+    def _poll(self) -> select.poll:
+        return self._channel.poll_with(self._mine)
+
+    def wait(self, for_s: float) -> None:
+        """Until somebody has rung, or the server has said something; not longer than so."""
+        self._poll.poll(1000 * for_s)
+        self._channel.silence(self._mine)
 
 
 def _receive(sock: socket.socket, n_bytes: int, n_fds: int) -> tuple[bytes, list[int]]:

@@ -1,4 +1,4 @@
-"""Who computes where, and when: the server and the workers, which may share cores.
+"""On which cores the server runs, and how workers are scheduled beside it.
 
 The server is kept off the cores that workers compute on, where there are cores enough.
 

@@ -37,6 +37,7 @@ from hybridtrain.protocol.server_events import (
     BrokenOff,
     Completed,
     Event,
+    Looked,
     Received,
     Removed,
     Restarted,
@@ -94,6 +95,7 @@ class ProcessWorld:
         judge: decides what follows from a failure.
         watchdog: finds workers that hang.
         places: the device of each worker, in words.
+        meet: workers may meet in shared memory, where nobody sees what they do one by one.
     """
 
     server: Server
@@ -104,6 +106,7 @@ class ProcessWorld:
     judge: Judge = field(default_factory=lambda: Judge(OnFailure()))
     watchdog: Watchdog = field(default_factory=Watchdog)
     places: Sequence[str] = ()
+    meet: bool = False
     _failure: BaseException | None = None
     _signals: list[int] = field(default_factory=list)
     _look_at_s: float = 0.0  # when to see next who shares a core
@@ -125,7 +128,7 @@ class ProcessWorld:
         self._again = again
         self.roster = Roster(self.n_workers, self.judge, self.grace_s, whole_rounds)
         n_workers, threads = self.n_workers, self.threads_per_worker
-        self._starter = WorkerStarter(n_workers, self.start_method, threads, self.places)
+        self._starter = WorkerStarter(n_workers, self.start_method, threads, self.places, self.meet)
         self._workers = self._starter.workers
         self.server.membership.queue.covered = self._covered
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
@@ -179,6 +182,8 @@ class ProcessWorld:
         """Now and then: the scheduler moves processes about; workers may hang."""
         if (now_s := time.monotonic()) > self._look_at_s:
             self._look_at_s = now_s + _POLL_S
+            if self.meet:
+                self._on(Looked())
             stand_aside(worker.pid for worker in self._workers if not worker.gone)
             self._look_for_standstill(now_s)
         if not self.roster.ending and now_s >= self.watchdog.due_s:

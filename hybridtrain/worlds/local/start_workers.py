@@ -22,6 +22,7 @@ class WorkerStarter:
         start_method: ``fork``, ``spawn`` or ``forkserver``.
         threads: torch threads of each worker.
         places: the device of each worker, in words.
+        meet: let them meet in shared memory, where the system can.
 
     ``workers``: the latest process of each.
     """
@@ -30,10 +31,15 @@ class WorkerStarter:
     start_method: str
     threads: int
     places: Sequence[str] = ()
+    meet: bool = False
     workers: list[WorkerProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._spawner = ProcessSpawner(self.start_method)
+        self._bells: tuple[int, ...] = ()
+        if self.meet and self.start_method == "fork" and hasattr(os, "eventfd"):
+            flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
+            self._bells = tuple(os.eventfd(0, flags) for _ in range(self.n_workers))
 
     def start(self, numbers: Sequence[int], body: Body, selector: BaseSelector) -> None:
         """Start a process as each of these workers; all, or none.
@@ -62,8 +68,9 @@ class WorkerStarter:
         selector: BaseSelector,
     ) -> None:
         lines = [worker.channel.sock for worker in self.workers if worker.number not in pairs]
+        bells = self._bells
         parent = None if self.start_method == "forkserver" else os.getpid()
-        births = [WorkerStart(n, self.n_workers, self.threads, parent) for n in numbers]
+        births = [WorkerStart(n, self.n_workers, self.threads, parent, bells) for n in numbers]
         forked = self.start_method == "fork"
         rows = [each.arguments(body, pairs, lines if forked else None) for each in births]
         processes = self._spawner.start(run_worker, rows)
@@ -96,4 +103,7 @@ class WorkerStarter:
         """All have ended."""
         for worker in self.workers:
             worker.close()
+        for bell in self._bells:
+            os.close(bell)
+        self._bells = ()
         self._spawner.close()

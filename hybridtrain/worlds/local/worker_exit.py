@@ -1,4 +1,4 @@
-"""How a worker's life ended, as it says itself."""
+"""How a worker process has ended, as it reports itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The worker has done its job; ``result`` is what it brings home."""
+    """The worker has done its job; ``result`` is what it returns."""
 
     result: Any
 

@@ -18,7 +18,7 @@ import torch
 from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.worker.client import Client, StopRequested
-from hybridtrain.worlds.local.channel import Channel, ChannelClosed
+from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells
 from hybridtrain.worlds.local.cpu_scheduling import yield_when_woken
 from hybridtrain.worlds.local.forked_child import end_child, mute_children
 from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
@@ -42,6 +42,7 @@ class WorkerStart:
     n_workers: int
     threads: int
     parent_pid: int | None
+    bells: tuple[int, ...] = ()  # of all workers, where they may meet in shared memory
 
     def arguments(
         self, body: Body, pairs: Mapping[int, SocketPair], lines: Sequence[socket.socket] | None
@@ -63,6 +64,8 @@ def run_worker(
     _prepare_process(birth)
     channel = Channel(sock)
     client = Client(birth.worker, birth.n_workers, channel)
+    if birth.bells:
+        client.bells = SharedBells(channel, birth.worker, birth.bells)
     try:
         client.heartbeat = Heartbeat(channel.take_bells())
         client.heartbeat.tell_stacks()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.number_checks import is_number
 
 Finish = Callable[[float, float], float]  # begin, seconds of work at full speed -> end
 
@@ -203,6 +204,6 @@ def _slows(entry: Mapping[str, Any], worker: int) -> Slows:
 
 def _seconds(entry: Mapping[str, Any], key: str) -> float:
     value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+    if not is_number(value) or not value >= 0:
         raise UserError(f"script: {entry} was given; {key} must be a number from 0 on")
     return float(value)

@@ -52,7 +52,10 @@ class Census(pl.LightningModule):
 
 
 class SaveAt(Callback):
-    """Worker 0 writes a checkpoint when its mini-batch ``at`` of ``epoch`` ends."""
+    """Worker 0 writes a checkpoint when its mini-batch ``at`` of ``epoch`` ends.
+
+    The others, who may run freely, leave it some mini-batches until then.
+    """
 
     def __init__(self, path: Path, at: int, epoch: int = 0) -> None:
         self.path, self.at, self.epoch = path, at, epoch
@@ -62,6 +65,9 @@ class SaveAt(Callback):
     ) -> None:
         if (trainer.current_epoch, batch_idx + 1) == (self.epoch, self.at):
             trainer.save_checkpoint(self.path)
+            until_s = time.monotonic() + 5
+            while not self.path.exists() and time.monotonic() < until_s:
+                time.sleep(0.001)
 
 
 def numbers() -> TensorDataset:
@@ -425,12 +431,12 @@ def test_a_random_sampler_with_replacement_is_not_drawn_again(tmp_path: Path) ->
 
 
 class Interrupting(Callback):
-    """Worker 1 presses Ctrl-C in the middle of an epoch."""
+    """Worker 1 presses Ctrl-C in the middle of an epoch, when all have made a step."""
 
     def on_train_batch_end(
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_rank == 1 and batch_idx == 1:
+        if trainer.global_rank == 1 and batch_idx == 3:
             os.kill(os.getppid(), signal.SIGINT)
             time.sleep(0.3)  # so that it arrives before the epoch ends
 

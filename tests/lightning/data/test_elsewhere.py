@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import code
 import os
 import subprocess
 import sys
 import textwrap
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -49,8 +51,22 @@ except Exception as error:
 """
 
 
-def test_an_interactive_session_trains_what_is_typed_into_it() -> None:
-    """The real interpreter, its lines through a pipe: ``sys.ps1`` is set, there is no script."""
+@pytest.mark.own_process
+def test_an_interactive_session_trains_what_is_typed_into_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As :mod:`code` has sessions: ``sys.ps1`` is set, the main module has no file."""
+    sys.modules["__main__"] = main = ModuleType("__main__")
+    sys.ps1 = ">>> "
+    console = code.InteractiveConsole(vars(main), "<stdin>")
+    for line in SESSION.splitlines():
+        console.push(line)
+    check_session(*capsys.readouterr())
+
+
+@pytest.mark.slow
+def test_so_does_the_real_interpreter() -> None:
+    """Its lines come through a pipe."""
     done = subprocess.run(
         [sys.executable, "-i", "-q"],
         input=SESSION,
@@ -61,10 +77,14 @@ def test_an_interactive_session_trains_what_is_typed_into_it() -> None:
         start_new_session=True,
         check=False,
     )
-    assert "RESULT True 4 8" in done.stdout, done.stderr
-    (found,) = [line for line in done.stdout.splitlines() if "FOUND" in line]
+    check_session(done.stdout, done.stderr)
+
+
+def check_session(out: str, err: str) -> None:
+    assert "RESULT True 4 8" in out, err
+    (found,) = [line for line in out.splitlines() if "FOUND" in line]
     assert "model.make_optimizer is a lambda" in found
-    (refused,) = [line for line in done.stdout.splitlines() if "REFUSED" in line]
+    (refused,) = [line for line in out.splitlines() if "REFUSED" in line]
     assert "model is an object of the class Net" in refused or "is a lambda" in refused
     assert "start_method=fork" in refused
 

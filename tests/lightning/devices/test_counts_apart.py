@@ -110,3 +110,47 @@ def test_a_mini_batch_that_is_only_added_brings_nothing_but_itself() -> None:
     assert adds == Counts(
         bytes_to_device=BATCH, copies_to_device=2, blocking=2, synchronisations=2, launches=15
     )
+
+
+def test_a_module_in_bf16_crosses_the_bus_in_bf16_both_ways() -> None:
+    each = replace(
+        EACH,
+        bytes_to_device=(PARAMETERS + BATCH) // 2,
+        bytes_to_host=PARAMETERS // 2 + looked_at(4),
+        launches=27,
+    )
+    assert counted(precision="bf16-true") == (each, each)
+
+
+def test_a_free_worker_pays_for_a_step_what_one_in_rounds_pays() -> None:
+    """One alone: of several, each takes as many mini-batches as it can."""
+    module, _ = fit_apart(1, 12, Counted(), max_epochs=1, strategy={"policy": "async"})
+    each = replace(EACH, bytes_to_device=PARAMETERS + 2 * BATCH)
+    assert [Counts(**step) for step in module.steps[1:3]] == [each, each]
+
+
+@pytest.mark.parametrize(
+    ("exchange", "ups", "launches"),
+    [
+        ("movement", 2, 27),  # the masters, to know how far it has moved, and their mean
+        ("elastic", 1, 31),  # the centre
+    ],
+)
+def test_own_steps_bring_only_mini_batches_until_an_exchange(
+    exchange: str, ups: int, launches: int
+) -> None:
+    options = {"exchange": {"name": exchange, "every": 2}}
+    alone, exchanged = counted(strategy=options)[::-1]
+    assert alone == Counts(
+        bytes_to_device=BATCH, copies_to_device=2, blocking=2, synchronisations=2, launches=19
+    )
+    copies = 2 + 4 * (ups + 1)
+    assert exchanged == Counts(
+        bytes_to_device=ups * PARAMETERS + BATCH,
+        copies_to_device=ups * 4 + 2,
+        bytes_to_host=PARAMETERS,
+        copies_to_host=4,
+        blocking=copies,
+        synchronisations=copies,
+        launches=launches,
+    )

@@ -245,17 +245,30 @@ def test_sigkill_of_the_parent_leaves_no_worker(tmp_path: Path) -> None:
     assert wait_until_empty(process.pid) == []
 
 
+class Interrupting(Regression):
+    """The calling process is interrupted in worker 0's second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if (self.global_rank, self.current_epoch, batch_idx) == (0, 1, 1):
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
 def test_an_interrupted_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    process = start("hybrid", tmp_path, "training")
-    process.send_signal(signal.SIGINT)
-    process.wait(30)
-    path = tmp_path / "interrupted/interrupted.ckpt"
-    step = torch.load(path, weights_only=True)["global_step"]
+    handler = signal.getsignal(signal.SIGINT)
     adam = lambda p: torch.optim.Adam(p, lr=0.01)  # noqa: E731
-    _, trainer = fit(
-        "hybrid", 3, 4, lambda: Regression(adam), regression_data(96), str(path), max_epochs=3
+    trainer = make_trainer(
+        "hybrid", 2, default_root_dir=tmp_path, enable_checkpointing=True, max_epochs=1000
     )
-    assert trainer.global_step > step
+    with pytest.raises(SystemExit):
+        trainer.fit(Interrupting(adam), DataLoader(regression_data(96), 6))
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores the signal from then on
+    (path,) = tmp_path.rglob("interrupted.ckpt")
+    step = torch.load(path, weights_only=True)["global_step"]
+    assert 8 < step < 1000
+    _, resumed = fit("hybrid", 3, 4, Regression(adam), regression_data(96), str(path), max_epochs=9)
+    assert resumed.current_epoch == 9 and resumed.global_step > step
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "ssp"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,19 @@ def test_a_worker_can_be_killed_in_every_phase(phase: str, tmp_path: Path) -> No
     assert told() == [("kill", phase, 1, 1)]
 
 
+class Leisurely(pl.Callback):
+    """What is written in the background is written before the next mini-batches are over."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        time.sleep(0.05)
+
+
 def test_a_checkpoint_is_torn_when_its_writer_dies(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, save_on_train_epoch_end=True, save_top_k=-1)
-    fault = {"step": 7, "kind": "kill", "phase": "checkpoint", "worker": 0}
+    fault = {"step": 11, "kind": "kill", "phase": "checkpoint", "worker": 0}
+    told = [saving, Leisurely()]
     with pytest.raises(WorkerDied, match="worker 0"):
-        train(fault, callbacks=[saving], enable_checkpointing=True, checkpoint="background")
+        train(fault, callbacks=told, enable_checkpointing=True, checkpoint="background")
     whole = {path: torch.load(path, weights_only=True) for path in tmp_path.rglob("*.ckpt")}
     steps = {path.name: content["global_step"] for path, content in whole.items()}
     assert sorted(steps.values()) == [6, 12] and steps["interrupted.ckpt"] == 12, "another wrote it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -150,19 +151,32 @@ def run(folder: Path, end: str, start_method: str, *how: str) -> subprocess.Comp
     )
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param((), id="file"),
-        pytest.param(("-m", "script"), id="module", marks=pytest.mark.slow),
-    ],
+REFUSED = (
+    "which imports the script anew in each of them, and script.py:10 would train",
+    "if __name__ == '__main__':, or use start_method=fork",
 )
-def test_a_script_without_a_guard_is_refused_under_spawn(how: Any, tmp_path: Path) -> None:
+
+
+@pytest.mark.own_process
+def test_a_script_without_a_guard_is_refused_under_spawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProcessSpawner, "start", lambda *_: pytest.fail("a process was started"))
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(SCRIPT) + ENDS["bare"])
+    sys.argv[1:] = ["spawn"]
+    with pytest.raises(UserError) as caught:
+        runpy.run_path(str(script), run_name="__main__")
+    assert all(text in str(caught.value) for text in REFUSED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("-m", "script")], ids=["file", "module"])
+def test_so_is_one_that_an_interpreter_of_its_own_runs(how: Any, tmp_path: Path) -> None:
     done = run(tmp_path, "bare", "spawn", *how)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert "which imports the script anew in each of them, and script.py:10 would train" in last
-    assert "if __name__ == '__main__':, or use start_method=fork" in last
+    assert all(text in last for text in REFUSED)
     assert "worker" not in done.stderr.replace(last, "")
 
 

@@ -59,9 +59,20 @@ class Counted(pl.Callback):
             self.path.write_text(json.dumps(self.steps))
 
 
+def counted(
+    strategy: HybridStrategy, workers: int, samples: int, folder: Path, steps: range
+) -> list[dict[str, int]]:
+    """What worker 0 says, hears and rings in each of these steps of an epoch."""
+    callback = Counted(folder / "steps.json")
+    trainer = make_trainer(strategy, workers, callbacks=[callback], max_epochs=1)
+    trainer.fit(Regression(), DataLoader(regression_data(samples), 4))
+    sums = [Counter(each) for each in json.loads(callback.path.read_text())]
+    return [dict(sums[n + 1] - sums[n]) for n in steps]
+
+
 ONE_EACH_WAY = {"Push": 1, "Released": 1, "bells": 1}
 EXPECTED: dict[str, tuple[Any, dict[str, int]]] = {
-    "hybrid": ("hybrid", ONE_EACH_WAY),
+    "hybrid": ("hybrid", ONE_EACH_WAY),  # where the server makes the rounds
     "async": ("async", ONE_EACH_WAY),  # the next mini-batch is drawn with the push
     "ssp": ({"name": "ssp", "lead": 1}, ONE_EACH_WAY),
     "synchronous": ("synchronous", {**ONE_EACH_WAY, "Begin": 1, "Released": 2, "bells": 2}),
@@ -69,14 +80,22 @@ EXPECTED: dict[str, tuple[Any, dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_step_is_one_message_each_way(name: str, tmp_path: Path) -> None:
+def test_a_step_is_one_message_each_way(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     policy, expected = EXPECTED[name]
-    callback = Counted(tmp_path / "steps.json")
-    trainer = make_trainer(HybridStrategy(policy), 2, callbacks=[callback], max_epochs=1)
-    trainer.fit(Regression(), DataLoader(regression_data(160), 4))
-    steps = [Counter(each) for each in json.loads(callback.path.read_text())]
-    found = [dict(steps[n + 1] - steps[n]) for n in STEPS]
+    monkeypatch.setattr("hybridtrain.lightning.launcher.may_meet", lambda strategy: False)
+    found = counted(HybridStrategy(policy), 2, 160, tmp_path, STEPS)
     assert found == [expected] * len(STEPS)
+
+
+def test_workers_in_lock_step_ring_once_for_each_other_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Who comes last makes the update; nothing is sent."""
+    monkeypatch.setattr("hybridtrain.worker.conversation.PATIENCE_S", 60.0)
+    found = counted(HybridStrategy("hybrid"), 3, 240, tmp_path, range(5, 16))
+    assert [each for each in found if each not in ({}, {"bells": 2})] == []
 
 
 def test_workers_that_step_the_masters_tell_of_many_steps_together(
@@ -84,24 +103,15 @@ def test_workers_that_step_the_masters_tell_of_many_steps_together(
 ) -> None:
     """As many as half of the mini-batches that were drawn at once; fewer near the end."""
     monkeypatch.setattr("hybridtrain.worker.own_steps._TELL_S", 1e9)
-    callback = Counted(tmp_path / "steps.json")
-    trainer = make_trainer(HybridStrategy("hogwild"), 1, callbacks=[callback], max_epochs=1)
-    trainer.fit(Regression(), DataLoader(regression_data(1600), 4))
-    steps = [Counter(each) for each in json.loads(callback.path.read_text())]
-    found = [dict(steps[n + 1] - steps[n]) for n in range(3, 200)]
+    found = counted(HybridStrategy("hogwild"), 1, 1600, tmp_path, range(3, 200))
     told = [n for n, each in enumerate(found) if each.get("Push")]
     assert all(set(each) <= set(ONE_EACH_WAY) for each in found), "nothing else is said"
     assert len(told) <= 15 and max(b - a for a, b in pairwise(told)) >= 16
 
 
 def test_workers_that_train_on_their_own_say_nothing_between_two_exchanges(tmp_path: Path) -> None:
-    callback = Counted(tmp_path / "steps.json")
-    exchange = {"name": "movement", "every": 4}
-    strategy = HybridStrategy("hybrid", exchange=exchange)
-    trainer = make_trainer(strategy, 2, callbacks=[callback], max_epochs=1)
-    trainer.fit(Regression(), DataLoader(regression_data(160), 4))
-    steps = [Counter(each) for each in json.loads(callback.path.read_text())]
-    found = [dict(steps[n + 1] - steps[n]) for n in range(3, 11)]
+    strategy = HybridStrategy("hybrid", exchange={"name": "movement", "every": 4})
+    found = counted(strategy, 2, 160, tmp_path, range(3, 11))
     assert found == [ONE_EACH_WAY, {}, {}, {}] * 2
 
 

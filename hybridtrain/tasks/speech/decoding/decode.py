@@ -82,8 +82,7 @@ def build_decoder(options: DecoderOptions, alphabet: Alphabet) -> Decoder:
     if options.lm is None:
         return BeamDecoder(alphabet, options)
     module = importlib.import_module("hybridtrain.tasks.speech.decoding.lm_decode")
-    decoder: Decoder = module.LanguageModelDecoder(alphabet, options)
-    return decoder
+    return module.LanguageModelDecoder(alphabet, options)
 
 
 class GreedyDecoder:
@@ -128,8 +127,7 @@ class BeamDecoder:
         if self.options.cutoff_prob < 1.0:
             below = np.cumsum(np.exp(frame[order])) - np.exp(frame[order])
             order = order[below < self.options.cutoff_prob]
-        labels: Ints = order[order != len(frame) - 1]
-        return labels
+        return order[order != len(frame) - 1]
 
 
 class _Beam:

@@ -214,8 +214,7 @@ def _rows(shard: str, jobs: list[Job], lengths: list[int]) -> list[dict[str, Any
 
 @lru_cache(maxsize=4)
 def _manifest(folder: Path) -> dict[str, Any]:
-    manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-    return manifest
+    return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
 
 
 def _sha256(path: Path) -> str:

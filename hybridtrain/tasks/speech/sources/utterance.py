@@ -110,8 +110,7 @@ def _samples(clip: Clip, sample_rate: int) -> Tensor:
 @lru_cache(maxsize=256)
 def _shard(path: str) -> np.ndarray:
     """Mapped, not read: all workers of a host share its pages."""
-    samples: np.ndarray = np.load(Path(path), mmap_mode="r")
-    return samples
+    return np.load(Path(path), mmap_mode="r")
 
 
 def frames_needed(labels: list[int], frames_per_output: int) -> int:

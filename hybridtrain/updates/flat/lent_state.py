@@ -1,0 +1,136 @@
+"""The flat pass in several processes: one state in shared memory, stepped by one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hybridtrain.memory import Arena, Layout, Store
+from hybridtrain.memory.lending import LentState, Place
+from hybridtrain.updates.flat.flat_update import FlatUpdate
+from hybridtrain.updates.flat.step_counters import StepCountGroup
+from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.kernels import kernel_for
+from hybridtrain.updates.thread_pool import Pool
+
+# Elements of a buffer that is worth lending. The copy that is kept of it and its state must not be
+# felt: with 334 k parameters workers were faster than the server by 5 to 20 %, with 514 k slower by
+# 4 to 9 (Adam, two workers, two cores, three pairs by turns).
+LARGEST = 3 * 2**17
+
+
+class LentFlatUpdate:
+    """Steps what is lent, whole or not at all.
+
+    Args:
+        update: whose state lies there.
+        kept: has room for a copy of the masters and the state.
+        store: the shared rows.
+    """
+
+    def __init__(self, update: FlatUpdate, kept: Sequence[torch.Tensor], store: Store) -> None:
+        self.update = update
+        live = [store.masters[torch.float32], *update.flats.values(), *_figures(update)]
+        self._pairs = list(zip(live, kept, strict=True))
+
+    def keep(self) -> None:
+        """Copy everything, before somebody steps."""
+        for live, kept in self._pairs:
+            kept.copy_(live)
+
+    def restore(self) -> None:
+        """Somebody was gone in the middle of a step: it was not made."""
+        for live, kept in self._pairs:
+            live.copy_(kept)
+
+    def set_groups(self, groups: Groups) -> bool:
+        """Take over what has changed of the hyper-parameters, unless it changes what is kept."""
+        if not self.update.changes_no_state(groups):
+            return False
+        self.update.set_groups(groups)
+        return True
+
+
+def _figures(update: FlatUpdate) -> list[torch.Tensor]:
+    return [figure for group in update.count_groups.all for figure in group.figures.values()]
+
+
+class Lender:
+    """For the server: moves an update's state to where workers can map it.
+
+    Args:
+        store: the shared rows.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._room: dict[int, Place] = {}  # for a copy of what lies at this address
+        self.lent: LentFlatUpdate | None = None  # the last
+
+    def lend(self, update: object) -> LentState | None:
+        """Where it lies; ``None``: it is not for workers.
+
+        What has never been stepped has no state yet.
+        """
+        store = self._store
+        if not isinstance(update, FlatUpdate) or not may_be_lent(store.layout):
+            return None
+        groups = update.count_groups.all
+        if not groups or not all(map(update.is_settled, groups)):
+            return None
+        names, masters = list(update.flats), store.masters[torch.float32]
+        places = store.lending.placed([*update.flats.values(), *_figures(update)])
+        views = [place.view(store.lending.arenas) for place in places]
+        left = iter(zip(places[len(names) :], views[len(names) :], strict=True))
+        told = []
+        for group in groups:
+            mine = {name: next(left) for name in group.figures}
+            group.figures.update({name: view for name, (_, view) in mine.items()})
+            figures = {name: place for name, (place, _) in mine.items()}
+            told.append((group.group, tuple(group.members), figures, group.begun))
+        update.use(dict(zip(names, views, strict=False)))
+        kept = tuple(self._room_for([masters, *views]))
+        arenas = store.lending.arenas
+        self.lent = LentFlatUpdate(update, [place.view(arenas) for place in kept], store)
+        return LentState(dict(zip(names, places, strict=False)), tuple(told), kept)
+
+    def _room_for(self, tensors: list[torch.Tensor]) -> list[Place]:
+        missing = [tensor for tensor in tensors if tensor.data_ptr() not in self._room]
+        places = self._store.lending.put(missing) if missing else []
+        self._room |= {t.data_ptr(): p for t, p in zip(missing, places, strict=True)}
+        return [self._room[tensor.data_ptr()] for tensor in tensors]
+
+    def restore(self) -> None:
+        """Somebody was gone in the middle of a step."""
+        assert self.lent is not None, "whoever steps has borrowed it"
+        self.lent.restore()
+
+
+def may_be_lent(layout: Layout) -> bool:
+    """Whether it is small enough for a copy not to be felt, and all of one kind."""
+    size = layout.sizes.get(torch.float32, 0)
+    return len(layout.sizes) == 1 and 0 < size <= LARGEST and not layout.sparse
+
+
+def borrow(
+    optimizer: torch.optim.Optimizer,
+    numbers: Sequence[int],
+    store: Store,
+    lent: LentState,
+    arenas: Mapping[int, Arena],
+) -> LentFlatUpdate | None:
+    """In another process: the same update, with this optimizer's hyper-parameters, if it can."""
+    bare: Any = object.__new__(type(optimizer))
+    vars(bare).update(vars(optimizer) | {"state": {}})  # the user's stays as it is
+    vars(bare).pop("step", None)
+    if (kernel := kernel_for(bare)) is None:  # what is a matter of devices, the server has changed
+        return None
+    update = FlatUpdate(bare, numbers, store, Pool(1), kernel)
+    update.count_groups.take_over(
+        StepCountGroup(number, [*members], {n: p.view(arenas) for n, p in figures.items()}, begun)
+        for number, members, figures, begun in lent.count_groups
+    )
+    update.use({name: place.view(arenas) for name, place in lent.flats.items()})
+    return LentFlatUpdate(update, [place.view(arenas) for place in lent.kept], store)

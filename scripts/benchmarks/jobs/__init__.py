@@ -1,0 +1,5 @@
+"""What measured processes do: networks, loops and other people's libraries, which parts share.
+
+Here live functions that a :class:`~benchmarks.runs.Job` names; they return figures.
+Nothing here compares, knows a goal, or starts a measurement.
+"""
