@@ -79,6 +79,11 @@ class Requirements:
         return self.in_place and self.free
 
     @property
+    def one_by_one(self) -> bool:
+        """Whether each gradient is an update as soon as it is there, and nothing else is one."""
+        return self.free and self.parameters == "copy"
+
+    @property
     def takes_turns(self) -> bool:
         """Whether one worker computes at a time."""
         return self.data == "dealt"

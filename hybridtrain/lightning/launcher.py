@@ -186,9 +186,10 @@ def world_of(strategy: RunContext, server: Server, start_method: str, threads: i
 
 
 def may_meet(strategy: RunContext) -> bool:
-    """Whether workers may make rounds among themselves, which nobody else sees."""
+    """Whether workers may make updates among themselves, which nobody else sees."""
     seen = strategy.recording is not None or strategy.faults.in_updates
-    return strategy.requirements.everyone and not seen
+    wants = strategy.requirements
+    return (wants.everyone or wants.one_by_one) and not seen
 
 
 def check_all(strategy: RunContext, trainer: pl.Trainer) -> None:

@@ -29,7 +29,8 @@ class Store:
         averaging: have one more row, for the mean of the gradients.
         holding: have one more row of gradients, for what is put aside.
         lock_free: workers write to the masters, and to state that is lent to them.
-        n_round: int64 for the rounds that workers make among themselves, zero at first.
+        counts_steps: workers count steps that they make themselves, also without writing so.
+        n_round: int64 for what workers agree on among themselves, zero at first.
     """
 
     def __init__(
@@ -41,13 +42,14 @@ class Store:
         averaging: bool = False,
         holding: bool = False,
         lock_free: bool = False,
+        counts_steps: bool = False,
         n_round: int = 0,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
         self.private_parameters = private_parameters
         self.averaging = averaging
-        self.holding, self._n_round = holding, n_round
+        self.holding, self._n_round, self._counts_steps = holding, n_round, counts_steps
         self.lock_free, self.lending = lock_free, SharedArenas()
         self.held = n_workers  # the number of the row for what is put aside
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
@@ -65,7 +67,7 @@ class Store:
         self.means = self._flat("means", 0) if averaging else {}  # dtype -> (P,), or nothing
         self.progress = UpdateProgress(self.arena.words(self._words, N_WORDS))
         made = self.arena.words(self._words + ALIGNMENT_BYTES, self._n_made)
-        self.made = MadeSteps(made, n_workers) if lock_free else None
+        self.made = MadeSteps(made, n_workers) if self._n_made else None
         behind = self._words + ALIGNMENT_BYTES + 8 * self._n_made
         self.round = self.arena.words(behind, n_round)
 
@@ -83,7 +85,8 @@ class Store:
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         self._state = end
         self._words = end + 2 * align(self.layout.state_bytes)
-        self._n_made = MadeSteps.n_words(self.n_workers) if self.lock_free else 0
+        counts = self.lock_free or self._counts_steps
+        self._n_made = MadeSteps.n_words(self.n_workers) if counts else 0
         return self._words + ALIGNMENT_BYTES + 8 * (self._n_made + self._n_round)
 
     def _unused(self) -> list[tuple[int, int]]:

@@ -34,10 +34,12 @@ class Share:
     """These are my parameters: where do they lie? Answered with ``Shared`` when all have asked.
 
     ``averaging``: gradients will be averaged before they are pushed, which needs one more row.
+    ``meets``: this worker can make updates with the others alone.
     """
 
     layout: Layout
     averaging: bool = False
+    meets: bool = False
 
 
 @dataclass(frozen=True, slots=True)

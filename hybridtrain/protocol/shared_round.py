@@ -7,9 +7,9 @@ Any round can be *called off*, also while some wait in it: then each sends its p
 and the server does what it does without this module. So everything unusual is the server's: a
 worker that is late, has nothing to give, changes its optimizer, or is gone.
 
-The lock is the kernel's, on a byte of the arena's file, and goes with the process that holds it. A
-worker that dies while it makes an update leaves ``making`` behind and no lock; who finds that puts
-back what was kept before the update began, so that an update is made whole or not at all.
+The lock goes with the process that holds it (:mod:`hybridtrain.protocol.kernel_lock`). A worker
+that dies while it makes an update leaves ``making`` behind and no lock; who finds that puts back
+what was kept before the update began, so that an update is made whole or not at all.
 
 Rounds are numbered by the version that they make. Behind one that was called off the server makes
 some more, twice as many each time if somebody had come to it.
@@ -18,15 +18,12 @@ some more, twice as many each time if somebody had come to it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
-try:
-    import fcntl
-except ImportError:  # Windows: there are no rounds in shared memory
-    fcntl = None  # type: ignore[assignment]
+from hybridtrain.protocol.kernel_lock import KernelLock
 
 _VERSION, _OFF, _MAKING, _MADE_AT, _USED, _NEXT, _GAP, _STEADY = range(8)
 _ROUND, _TOKEN, _CAME_AT, _WAITED, _AWAITED, _WEIGHT, _SAMPLES, _ALL_SAMPLES = range(8)
@@ -81,7 +78,7 @@ class SharedRound:
     def __init__(self, words: memoryview, n_workers: int, fd: int) -> None:
         self._words, self._figures = words, words.cast("B").cast("d")
         self._lines = [_LINE * (1 + worker) for worker in range(n_workers)]
-        self._fd = fd
+        self._lock = KernelLock(fd)
         self._known = [[0.0] * n_workers for _ in (_ALL_SAMPLES, _WAITED, _AWAITED)]
 
     @classmethod
@@ -110,15 +107,6 @@ class SharedRound:
         """Whether nobody has come to this round."""
         return all(self._words[line + _ROUND] != number for line in self._lines)
 
-    @contextmanager
-    def _locked(self, waits: bool = True) -> Iterator[None]:
-        flags = fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB
-        fcntl.lockf(self._fd, flags, 1)
-        try:
-            yield
-        finally:
-            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
-
     def come(
         self,
         worker: int,
@@ -128,7 +116,7 @@ class SharedRound:
     ) -> Met:
         """The worker's gradient lies in its row; the last one calls ``make`` with all weights."""
         words, figures, line = self._words, self._figures, self._lines[worker]
-        with self._locked():
+        with self._lock.held():
             if words[_OFF] >= number or self._is_torn:
                 return Met.CALLED_OFF
             words[_USED], words[line + _TOKEN] = 1, arrival.token
@@ -182,7 +170,7 @@ class SharedRound:
         Raises:
             BlockingIOError: if somebody makes an update now, and the caller does not want to wait.
         """
-        with self._locked(waits):
+        with self._lock.held(waits):
             if self.is_made(number):
                 return False
             if self._is_torn:

@@ -28,7 +28,7 @@ class HandedOver:
 
     def take(self, worker: int, push: Push, store: Store | None, optimizers: Optimizers) -> None:
         """A push has come; what is encoded in its row lies at its places afterwards."""
-        if store is None or push.own or push.weight <= 0:
+        if store is None or push.weight <= 0 or (push.own and store.lock_free):
             return
         members = optimizers.members(worker, push)
         known = self._whole.get(push.optimizer)

@@ -391,7 +391,7 @@ class Rounds:
         fetches = push is None or push.fetch
         if self._averages:
             self._averaging.back(worker)
-        if self.store is not None and fetches:
+        if self.store is not None and fetches and (push is None or push.age is None):
             self.store.refresh(worker)
             self.optimizers.read(worker)
         self._statistics.released(worker, fetches)

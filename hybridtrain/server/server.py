@@ -52,6 +52,7 @@ from hybridtrain.protocol.server_events import (
     BrokenOff,
     Completed,
     Event,
+    Looked,
     Received,
     Removed,
     Restarted,
@@ -68,7 +69,7 @@ from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.server.setup import Setup
 from hybridtrain.server.shared_parameters import lend, no_snapshot
 from hybridtrain.server.stop_requests import StopRequests
-from hybridtrain.server.workers_rounds import WorkersRounds
+from hybridtrain.server.workers_updates import WorkersUpdates
 from hybridtrain.updates import OptimizerFailed, Optimizers
 from hybridtrain.updates.staleness import Correction
 from hybridtrain.updates.staleness.late_gradients import LateGradients
@@ -118,7 +119,7 @@ class Server:
             self._pool,
             handed_over,
         )
-        self._workers_rounds = WorkersRounds(self.statistics, handed_over)
+        self._workers_updates = WorkersUpdates(self.statistics, handed_over)
         self.membership = Membership(
             members, self._meeting, self._queue, self._rounds, self.statistics
         )
@@ -141,9 +142,21 @@ class Server:
 
     def on(self, event: Event) -> Replies:
         """It has happened; what follows for whom."""
+        workers = self._workers_updates
         if isinstance(event, Removed | BrokenOff):
-            self._workers_rounds.take_over()
-        self._workers_rounds.look()
+            workers.take_over()
+        workers.look()
+        if not workers.one_by_one or isinstance(event, Looked):
+            return self._on(event)
+        with workers.stopped(self.optimizers):
+            return self._on(event)
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether an event has to wait, for a worker that is stopped in the middle of an update."""
+        return self._workers_updates.is_held_up
+
+    def _on(self, event: Event) -> Replies:
         if isinstance(event, Received):
             return self._received(event.worker, event.message)
         match event:
@@ -190,7 +203,8 @@ class Server:
             case Snapshot():
                 return self._snapshot(worker, message)
             case GetState(number, flat=True):
-                state = self._workers_rounds.lend(self.store, self.optimizers, number)
+                ends = self._rounds.last is not None
+                state = self._workers_updates.lend(self.store, self.optimizers, number, ends)
                 return [(worker, Lent(state))]
             case GetState():
                 return [(worker, lend(self.store, self.optimizers, message))]

@@ -8,6 +8,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.memory.lending import GetState, SharedState
+from hybridtrain.protocol.locked_steps import LockedSteps
 from hybridtrain.protocol.messages import Share, Shared
 from hybridtrain.protocol.shared_round import SharedRound
 from hybridtrain.updates import Optimizers
@@ -27,7 +28,7 @@ def shared_store(shares: Mapping[int, Share], n_workers: int, requirements: Requ
                 f"worker {worker} has other parameters than worker {first}; every worker must "
                 "build the same module (same code, same seed, same configuration)"
             )
-    return made_store(share.layout, n_workers, requirements, share.averaging)
+    return made_store(share.layout, n_workers, requirements, share.averaging, None, share.meets)
 
 
 def made_store(
@@ -36,18 +37,35 @@ def made_store(
     requirements: Requirements,
     averaging: bool,
     arena: Arena | None = None,
+    meets: bool = False,
 ) -> Store:
-    """As the server and every worker make it, over one arena."""
+    """As the server and every worker make it, over one arena.
+
+    ``meets``: workers may make updates among themselves, where policy and parameters let them.
+    """
     wants = requirements
     copies, holds, shared = wants.has_copies, wants.holds, wants.in_place
-    meets = wants.everyone and not averaging and may_be_lent(layout)
-    words = SharedRound.n_words(n_workers) if meets else 0
-    return Store(layout, n_workers, copies, arena, averaging, holds, shared, words)
+    lends = meets and not averaging and may_be_lent(layout)
+    apart, words = lends and wants.one_by_one, 0
+    if lends and wants.everyone:
+        words = SharedRound.n_words(n_workers)
+    elif apart:
+        words = LockedSteps.N_WORDS
+    return Store(layout, n_workers, copies, arena, averaging, holds, shared, apart, words)
 
 
 def round_of(store: Store) -> SharedRound | None:
     """Where workers may meet, if they may."""
-    return SharedRound(store.round, store.n_workers, store.arena.fd) if store.round else None
+    if not store.round or store.made is not None:
+        return None
+    return SharedRound(store.round, store.n_workers, store.arena.fd)
+
+
+def locked_steps_of(store: Store) -> LockedSteps | None:
+    """Where workers may make updates one by one, if they may."""
+    if not store.round or store.made is None:
+        return None
+    return LockedSteps(store.round, store.made, store.arena.fd)
 
 
 def lend(store: Store | None, optimizers: Optimizers, request: GetState) -> SharedState | Shared:

@@ -171,8 +171,9 @@ class Optimizers:
             self._place[0].moves.note(_numbers(update.members), update.moved)
 
     def _ticket(self, worker: int, push: Push, update: Update) -> Stepped:
-        """The worker steps; here the step is only counted."""
-        assert isinstance(update, SharedStateOptimizer), "nothing was lent"
+        """The worker steps; here the step is only counted, unless the state does that itself."""
+        if not isinstance(update, SharedStateOptimizer):
+            return Stepped((worker,))
         steps = update.ticket(self._absent(worker, push, update))
         return Stepped((worker,), turn=StepNumber(update.lent.generation, steps))
 

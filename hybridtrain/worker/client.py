@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Packed, Store
 from hybridtrain.memory.lending import GetState, Lent, LentState, SharedState
 from hybridtrain.memory.scratch_file import Scratch
@@ -39,10 +40,14 @@ from hybridtrain.protocol.messages import (
     Writes,
 )
 from hybridtrain.protocol.spans import Spans
+from hybridtrain.server.shared_parameters import made_store
 from hybridtrain.worker.connection import Connection
 from hybridtrain.worker.conversation import Conversation, StopRequested
+from hybridtrain.worker.own_updates.borrowed_update import Stepped
+from hybridtrain.worker.own_updates.one_by_one import OwnUpdates
+from hybridtrain.worker.own_updates.own_steps import AT_ONCE, OwnSteps
+from hybridtrain.worker.own_updates.round_maker import Bells, RoundMaker
 from hybridtrain.worker.pending_push import PendingPush, Taking, Undoing
-from hybridtrain.worker.round_maker import Bells, RoundMaker, Stepped
 
 __all__ = ["Client", "StopRequested"]
 
@@ -68,18 +73,24 @@ class Client(Conversation):
 
     def share(self, layout: Layout, averaging: bool = False) -> Arena:
         """Get the arena that holds the masters and the rows; waits for all workers."""
-        reply, fd = self._ask(Share(layout, averaging), Shared)
+        reply, fd = self._ask(Share(layout, averaging, self.bells is not None), Shared)
         assert fd is not None, "the descriptor travels with the message"
         return Arena(fd, reply.n_bytes)
+
+    def shared_store(
+        self, layout: Layout, requirements: Requirements, averaging: bool = False
+    ) -> Store:
+        """As :meth:`share`, with all that lies in the arena."""
+        arena, meets = self.share(layout, averaging), self.bells is not None
+        return made_store(layout, self.n_workers, requirements, averaging, arena, meets)
 
     def install(self, request: Install) -> None:
         """Hand the optimizers over; waits for all workers."""
         self._ask(request, Done)
         self.version = request.version
-        if self.maker is not None:
-            self.maker.begin()
-        if self.maker is not None:
-            self.maker.begin()
+        for makes in (self.maker, self.updates):
+            if makes is not None:
+                makes.borrowed.begin()
 
     def average(
         self, weight: float, absent: tuple[int, ...], packed: tuple[Packed, ...] = ()
@@ -98,6 +109,8 @@ class Client(Conversation):
         Until then neither the row nor the parameters belong to this worker. If the release never
         comes, ``undo`` is called instead.
         """
+        if settles and self._makes(push, then):
+            return
         self.settle()
         if settles:
             covers, self._covers = tuple(self._covers), []
@@ -123,13 +136,26 @@ class Client(Conversation):
         """
         assert self.own is not None, "workers make steps"
         step()
-        covers, self._covers = self._covers, []
-        self.version = self.own.make(push, covers, then)
-        if self._tickets.wanted or not self.own.may_wait:
-            self._hear_all()
-            if self.offered is None or self.own.must_tell:
-                self._tell_steps(self.own)
+        self._count(self.own, push, then)
+        self.tell_soon(self.own)
         return self.version
+
+    def _count(self, own: OwnSteps, push: Push, then: Taking) -> None:
+        covers, self._covers = self._covers, []
+        self.version = own.make(push, covers, then)
+
+    def _makes(self, push: Push, then: Taking) -> bool:
+        """Whether this worker has made the update itself, at its turn."""
+        own = self.own
+        if self.updates is None or own is None or self.is_mixed():
+            return False
+        told = replace(push, own=True)
+        if not self.updates.make(push, lambda: self._count(own, told, _nothing)):
+            return False
+        self._tickets.most = AT_ONCE
+        self.tell_soon(own)
+        then(Released(self.version))
+        return True
 
     def push(self, push: Push) -> Released:
         """Offer the gradient in the row, and wait; returns the version to go on from."""
@@ -152,7 +178,10 @@ class Client(Conversation):
 
     def pull(self, writes: Writes | None = None) -> int:
         """Bring the own parameters up to date; returns their version."""
-        return self._ask(Pull(writes or {}), Released)[0].version
+        version: int = self._ask(Pull(writes or {}), Released)[0].version
+        if self.own is not None:
+            self.own.read(version)
+        return version
 
     def borrow(self, optimizer: int) -> SharedState:
         """Where the optimizer's state lies."""
@@ -160,8 +189,10 @@ class Client(Conversation):
         return lent
 
     def meet(self, store: Store, optimizers: Stepped) -> None:
-        """Make whole rounds with the others in shared memory, where that can be."""
-        self.maker = RoundMaker.of(self.worker, self.bells, store, optimizers, self._borrow_flat)
+        """Make updates without the server, in shared memory, where that can be."""
+        lent = store, optimizers, self._borrow_flat
+        self.maker = RoundMaker.of(self.worker, self.bells, *lent)
+        self.updates = OwnUpdates.of(self.worker, *lent)
 
     def _borrow_flat(self, optimizer: int) -> tuple[LentState, dict[int, Arena]] | None:
         """Where the state of the flat pass lies, and its memory, if it is lent."""
@@ -211,6 +242,8 @@ class Client(Conversation):
         try:
             reply, _ = self._ask(Snapshot(refresh, scratch.path), OptimizerState)
             self.unseen = reply.unseen
+            if refresh and self.own is not None:
+                self.own.read(reply.version)
             # From the parent over an inherited socket, so not a stranger's pickle.
             payload = io.BytesIO(reply.payload)
             saved = torch.load(payload, weights_only=False) if reply.payload else scratch.load()
@@ -239,3 +272,7 @@ class Client(Conversation):
     def note(self, note: Note) -> None:
         """Say something that needs no answer."""
         self.line.send(note)
+
+
+def _nothing(released: Released) -> None:
+    """The server has heard of updates that this worker has made, and knows the outcome of."""

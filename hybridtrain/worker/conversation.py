@@ -28,9 +28,10 @@ from hybridtrain.protocol.notices import (
 )
 from hybridtrain.worker.connection import Connection
 from hybridtrain.worker.crew import Crew
-from hybridtrain.worker.own_steps import OwnSteps
+from hybridtrain.worker.own_updates.one_by_one import OwnUpdates
+from hybridtrain.worker.own_updates.own_steps import OwnSteps
+from hybridtrain.worker.own_updates.round_maker import PATIENCE_S, RoundMaker
 from hybridtrain.worker.pending_push import PendingPush, Taking
-from hybridtrain.worker.round_maker import PATIENCE_S, RoundMaker
 from hybridtrain.worker.tickets import Tickets
 
 
@@ -64,6 +65,7 @@ class Conversation(Crew):
         self._tickets = Tickets(worker)
         self.own: OwnSteps | None = None  # where workers step the masters
         self.maker: RoundMaker | None = None  # where the last of all makes the update
+        self.updates: OwnUpdates | None = None  # where each makes its own, one by one
 
     # ---- releases -------------------------------------------------------------------------------
 
@@ -150,7 +152,14 @@ class Conversation(Crew):
             self.joins = self.solo = False
         then(released)
         if self.own is not None and not push.made:
-            self.own.asked(push.covers if released.counted else 0)
+            self.own.asked(push.covers if released.counted else 0, released.version)
+
+    def tell_soon(self, own: OwnSteps) -> None:
+        """Of the steps that were made, if it is time: several are told of together."""
+        if self._tickets.wanted or not own.may_wait:
+            self._hear_all()
+            if self.offered is None or own.must_tell:
+                self._tell_steps(own)
 
     def _tell_steps(self, own: OwnSteps) -> None:
         self._await_offered()

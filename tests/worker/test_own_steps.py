@@ -14,7 +14,7 @@ from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ti
 from hybridtrain.protocol.spans import Spans
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.worker import own_steps
-from hybridtrain.worker.own_steps import OwnSteps
+from hybridtrain.worker.own_updates.own_steps import OwnSteps
 from hybridtrain.worker.tickets import Tickets
 
 LAP = LoaderPass(0, 0)
@@ -57,7 +57,7 @@ def test_a_step_is_as_old_as_the_others_have_made_it() -> None:
     made.begin(5)
     first, second = OwnSteps(0, made), OwnSteps(1, made)
     for own in (first, second):
-        own.asked(covers=1)
+        own.asked(covers=1, version=5)
     pushes = []
     for own in (first, first, second):
         assert own.make(Push(0, 1.0, own=True), [cover(0)], lambda released: None) == made.total

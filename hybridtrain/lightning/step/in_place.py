@@ -6,8 +6,8 @@ here, on views of what all share, while others may do the same. Nothing is copie
 now and then an element loses one of two steps that were made at the same moment.
 
 The number of a step in the order of all, which an optimizer may need, is what all have counted in
-shared memory, and the server is told later (:mod:`hybridtrain.worker.own_steps`). Where that does
-not say it (several optimizers, parameters without a gradient) or no step may be too many
+shared memory, and the server is told later (:mod:`hybridtrain.worker.own_updates.own_steps`). Where
+that does not say it (several optimizers, parameters without a gradient) or no step may be too many
 (``max_steps``), the worker asks the server first, with a push that carries no gradient. Either way
 the parent sees how many mini-batches are behind a worker's steps: the others are done again.
 """
@@ -33,8 +33,7 @@ from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import has_finite_sum
-
-_AT_ONCE = 16  # mini-batches that are drawn together where steps are told of together
+from hybridtrain.worker.own_updates.own_steps import AT_ONCE
 
 
 class InPlace:
@@ -60,7 +59,7 @@ class InPlace:
     def step_unasked(self) -> None:
         """From now on, where the number of the step is known here."""
         self._goes_first = True
-        self._client.draw_at_once(_AT_ONCE)
+        self._client.draw_at_once(AT_ONCE)
 
     def ask(self) -> None:
         """From now on: there is another optimizer, whose steps are counted as well."""

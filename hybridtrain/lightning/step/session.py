@@ -33,13 +33,12 @@ from hybridtrain.lightning.step.trained_parameters import (
 )
 from hybridtrain.memory import Layout
 from hybridtrain.protocol.messages import Install
-from hybridtrain.server.shared_parameters import made_store
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.gradient_means import take_means
-from hybridtrain.worker.own_steps import OwnSteps
+from hybridtrain.worker.own_updates.own_steps import OwnSteps
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import CudaReplica, open_replica
 from hybridtrain.worker.replica_own import OwnReplica
@@ -91,8 +90,7 @@ class Session:
         narrow = None if self.averages else transport.dtype  # or the mean would be rounded, too
         sparse = sparse_slots(module, self._optimizers, self._number_of)
         layout = Layout.of(named, room_for(buffers), narrow, not self.written, sparse)
-        arena = client.share(layout, self.averages)
-        self._store = made_store(layout, client.n_workers, requirements, self.averages, arena)
+        self._store = client.shared_store(layout, requirements, self.averages)
         self._publish()
         client.gather("initial parameters", None)
         self._store.refresh(client.worker)
@@ -107,14 +105,14 @@ class Session:
 
     def _open_replica(self) -> Replica:
         parameters, store, worker = self._parameters, self._store, self._client.worker
-        self._client.own = OwnSteps(worker, store.made) if store.made else None
+        self._client.own = OwnSteps.of(worker, store)
         if self._requirements.parameters == "own":
             assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
             return OwnReplica(parameters, store, worker, self._exchange.keeps)
         made = open_replica(parameters, store, worker, self.final)
         if isinstance(made, CudaReplica):
             self._client.meanwhile = made.take_stepped
-        elif self.final and len(self._optimizers) == 1:
+        elif self.final and len(self._optimizers) == 1 and self._update.is_users:
             self._client.meet(store, lambda: [(s.optimizer, s.numbers) for s in self.steps])
         return made
 

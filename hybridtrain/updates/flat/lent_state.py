@@ -67,7 +67,8 @@ class Lender:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._room: dict[int, Place] = {}  # for a copy of what lies at this address
-        self.lent: LentFlatUpdate | None = None  # the last
+        self._lent: LentFlatUpdate | None = None  # the last
+        self._known: object = None  # how it was
 
     def lend(self, update: object) -> LentState | None:
         """Where it lies; ``None``: it is not for workers.
@@ -93,7 +94,8 @@ class Lender:
         update.use(dict(zip(names, views, strict=False)))
         kept = tuple(self._room_for([masters, *views]))
         arenas = store.lending.arenas
-        self.lent = LentFlatUpdate(update, [place.view(arenas) for place in kept], store)
+        self._lent = LentFlatUpdate(update, [place.view(arenas) for place in kept], store)
+        self._known = _shape_of(update)
         return LentState(dict(zip(names, places, strict=False)), tuple(told), kept)
 
     def _room_for(self, tensors: list[torch.Tensor]) -> list[Place]:
@@ -104,8 +106,34 @@ class Lender:
 
     def restore(self) -> None:
         """Somebody was gone in the middle of a step."""
-        assert self.lent is not None, "whoever steps has borrowed it"
-        self.lent.restore()
+        assert self._lent is not None, "whoever steps has borrowed it"
+        self._lent.restore()
+
+    @property
+    def lends(self) -> bool:
+        """Whether anybody has borrowed something."""
+        return self._lent is not None
+
+    def is_outdated(self, updates: Sequence[object]) -> bool:
+        """Whether what was lent last is another now; it is said once."""
+        if self._lent is None or self._known is None:
+            return False
+        update = self._lent.update
+        if len(updates) == 1 and updates[0] is update and _shape_of(update) == self._known:
+            return False
+        self._known = None
+        return True
+
+
+def _shape_of(update: FlatUpdate) -> object:
+    """Where the state lies, and who shares its figures."""
+    flats = [(name, flat.data_ptr()) for name, flat in update.flats.items()]
+    groups = update.count_groups.all
+    return flats, [(g.group, tuple(g.members), _addresses(g), g.begun) for g in groups]
+
+
+def _addresses(group: StepCountGroup) -> dict[str, int]:
+    return {name: figure.data_ptr() for name, figure in group.figures.items()}
 
 
 def may_be_lent(layout: Layout) -> bool:

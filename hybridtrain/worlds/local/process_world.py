@@ -212,6 +212,8 @@ class ProcessWorld:
     def _listen(self, worker: WorkerProcess, selector: BaseSelector) -> None:
         if worker.channel not in selector.get_map():
             return  # it has been closed, or its process reaped, since the selector saw something
+        if self.server.is_held_up:
+            return  # what it has said stays in its channel, and whoever hangs is looked for
         try:
             for message in worker.channel.messages():
                 worker.heard += 1

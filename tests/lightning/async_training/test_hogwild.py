@@ -118,7 +118,7 @@ class FailedUntold(KilledUntold):
 def test_steps_that_a_lost_worker_has_made_and_not_told_of_count(
     make: type[KilledUntold], monkeypatch: Any, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("hybridtrain.worker.own_steps._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
     module = make(tmp_path / "died")
     module.counts = torch.nn.Parameter(torch.zeros(240))
     strategy = HybridStrategy("hogwild", on_failure="restart")

@@ -31,7 +31,7 @@ def wait_until(there: Callable[[], bool]) -> None:
 @pytest.fixture(autouse=True)
 def tell_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that steps are not told of because some time has passed."""
-    monkeypatch.setattr("hybridtrain.worker.own_steps._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
 
 
 class Indices(Dataset[Any]):
@@ -190,7 +190,7 @@ def test_steps_with_mini_batches_of_two_loaders_are_asked_for(
     monkeypatch: Any, tmp_path: Path
 ) -> None:
     """Else nobody would know which of these have been made, should the worker be lost."""
-    monkeypatch.setattr("hybridtrain.worker.own_steps._TELL_S", 1e9)
+    monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
     module = Two(120, tmp_path)
     loaders = CombinedLoader({key: DataLoader(Indices(60), 2) for key in "ab"}, "max_size")
     make_trainer("hogwild", 1, max_epochs=1).fit(module, loaders)

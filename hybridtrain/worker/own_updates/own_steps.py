@@ -12,10 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from hybridtrain.memory import Store
 from hybridtrain.memory.lending import MadeSteps
 from hybridtrain.protocol.messages import Draw, DrawnBatch, Push
 from hybridtrain.worker.pending_push import PendingPush, Taking
 
+AT_ONCE = 16  # mini-batches that are drawn together, of many
 _TELL_S = 0.05  # at least so often, while steps are made
 _MOST = 64  # that are not told of
 
@@ -26,22 +28,32 @@ class OwnSteps:
     Args:
         worker: its number.
         made: the steps of all.
+        copies: the worker computes with what it has read last, not with the masters themselves.
     """
 
-    def __init__(self, worker: int, made: MadeSteps) -> None:
+    def __init__(self, worker: int, made: MadeSteps, copies: bool = False) -> None:
         self.made = made
-        self._worker = worker
+        self._worker, self._copies = worker, copies
         self._n_covered = 0  # mini-batches that are done
         self._read_at = 0  # steps behind the parameters, when this worker has read them
         self._untold: list[Push] = []
         self._then: Taking = lambda released: None
         self._told_at_s = 0.0
 
-    def asked(self, covers: int) -> None:
+    @classmethod
+    def of(cls, worker: int, store: Store) -> OwnSteps | None:
+        """Of this worker, where workers make any."""
+        return cls(worker, store.made, store.private_parameters) if store.made else None
+
+    def asked(self, covers: int, version: int) -> None:
         """A step that the server has counted is made; with it so many mini-batches are done."""
         self._n_covered += covers
         self.made.cover(self._worker, self._n_covered)
-        self._read_at = self.made.total
+        self.read(version)
+
+    def read(self, version: int) -> None:
+        """The server has brought the worker's parameters to this version."""
+        self._read_at = version if self._copies else self.made.total
 
     def make(self, push: Push, covers: Sequence[DrawnBatch], then: Taking) -> int:
         """A step that nobody has asked for is made; returns how many all have made now."""

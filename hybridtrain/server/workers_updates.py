@@ -1,0 +1,98 @@
+"""Updates that workers make among themselves: what the server has to know and to do about them.
+
+In lock-step these are rounds, which the server counts afterwards. Where workers make updates one by
+one, each tells of its own, and the server holds their lock while it does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hybridtrain.memory import Store
+from hybridtrain.memory.lending import LentState
+from hybridtrain.protocol.locked_steps import LockedSteps
+from hybridtrain.protocol.shared_round import SharedRound
+from hybridtrain.server.handed_over import HandedOver
+from hybridtrain.server.run_statistics import RunStatistics
+from hybridtrain.server.shared_parameters import locked_steps_of, round_of
+from hybridtrain.updates import Optimizers
+from hybridtrain.updates.flat.lent_state import Lender
+
+_PATIENCE_S = 0.5  # with a worker that makes an update, and may be stopped
+_STOPPED_S = 0.05  # in the middle of an update, which takes less than 1 ms
+
+
+class WorkersUpdates:
+    """Of one run.
+
+    Args:
+        statistics: counts.
+        handed_over: counts bytes.
+    """
+
+    def __init__(self, statistics: RunStatistics, handed_over: HandedOver) -> None:
+        self._statistics, self._handed_over = statistics, handed_over
+        self._store: Store | None = None
+        self._round: SharedRound | None = None
+        self._locked: LockedSteps | None = None
+        self._lender: Lender | None = None
+
+    def lend(
+        self, store: Store | None, optimizers: Optimizers, number: int, ends: bool
+    ) -> LentState | None:
+        """Where the optimizer's state lies, for workers that step it; ``None``: they do not.
+
+        ``ends``: there is a last update, behind which none may be made.
+        """
+        if store is None or len(optimizers.updates) != 1:
+            return None
+        if store is not self._store:
+            self._store, self._lender = store, Lender(store)
+            self._round, self._locked = round_of(store), locked_steps_of(store)
+        assert self._lender is not None, "there is a store"
+        counts_late = ends or optimizers.late.active  # both are counted in the server
+        if self._round is None and (self._locked is None or counts_late):
+            return None
+        return self._lender.lend(optimizers.updates[number])
+
+    # ---- rounds ---------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Whatever has happened, rounds made before come first."""
+        if self._round is None or not self._round.used:
+            return
+        made = self._round.look(self._statistics.version)
+        if made is not None:
+            self._statistics.made_together(made)
+            self._handed_over.count(made.n * self._statistics.n_workers)
+
+    def take_over(self) -> None:
+        """Somebody is gone: the server makes the rounds from here on."""
+        if self._round is not None and self._lender is not None and self._round.used:
+            self._round.call_off_next(self._statistics.version, self._lender.restore, _PATIENCE_S)
+
+    # ---- one by one -----------------------------------------------------------------------------
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether workers may be in the middle of an update."""
+        return self._locked is not None and self._lender is not None and self._lender.lends
+
+    @contextmanager
+    def stopped(self, optimizers: Optimizers) -> Iterator[None]:
+        """Nobody makes an update meanwhile."""
+        locked, lender, store = self._locked, self._lender, self._store
+        assert locked is not None and lender is not None and store is not None, "they make some"
+        assert store.made is not None, "they count them"
+        with locked.stopped(lender.restore, _PATIENCE_S):
+            store.made.look()
+            yield
+            if lender.is_outdated(optimizers.updates):
+                locked.renew()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether a worker is in the middle of an update for so long that it was stopped there."""
+        locked = self._locked if self.one_by_one else None
+        return locked is not None and not locked.is_free(_STOPPED_S)
