@@ -13,7 +13,7 @@ from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
 from hybridtrain.protocol.spans import Spans
 from hybridtrain.server.batch_queue import BatchQueue
-from hybridtrain.worker import own_steps
+from hybridtrain.worker.own_updates import own_steps
 from hybridtrain.worker.own_updates.own_steps import OwnSteps
 from hybridtrain.worker.tickets import Tickets
 

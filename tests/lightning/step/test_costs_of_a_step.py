@@ -72,8 +72,8 @@ def counted(
 
 ONE_EACH_WAY = {"Push": 1, "Released": 1, "bells": 1}
 EXPECTED: dict[str, tuple[Any, dict[str, int]]] = {
-    "hybrid": ("hybrid", ONE_EACH_WAY),  # where the server makes the rounds
-    "async": ("async", ONE_EACH_WAY),  # the next mini-batch is drawn with the push
+    "hybrid": ("hybrid", ONE_EACH_WAY),  # where the server makes the updates
+    "async": ("async", ONE_EACH_WAY),  # so, too; the next mini-batch is drawn with the push
     "ssp": ({"name": "ssp", "lead": 1}, ONE_EACH_WAY),
     "synchronous": ("synchronous", {**ONE_EACH_WAY, "Begin": 1, "Released": 2, "bells": 2}),
 }
@@ -98,12 +98,13 @@ def test_workers_in_lock_step_ring_once_for_each_other_or_not_at_all(
     assert [each for each in found if each not in ({}, {"bells": 2})] == []
 
 
+@pytest.mark.parametrize("policy", ["hogwild", "async"])
 def test_workers_that_step_the_masters_tell_of_many_steps_together(
-    monkeypatch: Any, tmp_path: Path
+    policy: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
     """As many as half of the mini-batches that were drawn at once; fewer near the end."""
     monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
-    found = counted(HybridStrategy("hogwild"), 1, 1600, tmp_path, range(3, 200))
+    found = counted(HybridStrategy(policy), 1, 1600, tmp_path, range(3, 200))
     told = [n for n, each in enumerate(found) if each.get("Push")]
     assert all(set(each) <= set(ONE_EACH_WAY) for each in found), "nothing else is said"
     assert len(told) <= 15 and max(b - a for a, b in pairwise(told)) >= 16

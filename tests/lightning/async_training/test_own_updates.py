@@ -1,0 +1,241 @@
+"""Under async each worker makes its own updates, one by one, and nobody sees half of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hybridtrain import HybridStrategy
+from hybridtrain.memory import Store
+from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.protocol.messages import Push
+from hybridtrain.server.server import Server
+from hybridtrain.updates.flat.lent_state import LentFlatUpdate
+from tests.lightning.async_training.test_untold_steps import Count, Indices
+from tests.lightning.step.test_shared_rounds import (
+    CASES,
+    STEPS,
+    Late,
+    Writes,
+    by_the_server,
+    trained,
+)
+from tests.lightning.toys import make_trainer
+
+ALONE = {name: case for name, case in CASES.items() if "n" not in case}
+
+
+def use_async(case: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return {**case, "n": 1, "strategy": HybridStrategy("async", **options)}
+
+
+@pytest.fixture
+def made(monkeypatch: Any) -> Counter[bool]:
+    """How many updates workers have made themselves, and how many the server."""
+    seen, on = Counter[bool](), Server.on
+
+    def counted(server: Server, event: Any) -> Any:
+        if isinstance(push := getattr(event, "message", None), Push):
+            seen.update(each.own for each in (*push.former, push) if each.weight > 0)
+        return on(server, event)
+
+    monkeypatch.setattr(Server, "on", counted)
+    return seen
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_the_bits_of_one_worker_are_those_of_the_server(case: str, made: Counter[bool]) -> None:
+    mine = trained(**use_async(ALONE[case]))
+    n_own, n_asked = made[True], made[False]
+    theirs = by_the_server(**use_async(ALONE[case]))
+    for a, b in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    a, b = mine.strategy.run_stats(), theirs.strategy.run_stats()
+    same = ("updates", "samples", "samples_per_worker", "staleness", "handed_over", "dropped")
+    assert {key: a[key] for key in same} == {key: b[key] for key in same}
+    assert mine.global_step == theirs.global_step == n_own + n_asked
+    assert n_own == 0 if case == "max_steps" else n_asked == 1, "the first makes the state"
+
+
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "momentum": {"schedule": lambda o: {"scheduler": Late(o), "interval": "step"}},
+    "writes": {"kind": Writes},
+}
+
+
+@pytest.mark.parametrize("what", UNUSUAL)
+def test_what_is_unusual_the_server_does(what: str, made: Counter[bool]) -> None:
+    options = {"make": lambda p: torch.optim.SGD(p, lr=0.01), **UNUSUAL[what]}
+    mine = trained(**use_async(options))
+    assert 2 <= made[False] < STEPS < made[True]
+    theirs = by_the_server(**use_async(options))
+    for a, b in zip(mine.model.parameters(), theirs.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async"])
+def test_an_update_by_name_is_the_servers(policy: str, made: Counter[bool]) -> None:
+    """Workers know only the user's own optimizer."""
+    update = {"name": "sgd", "lr": 0.01, "momentum": 0.9}
+    trainer = trained(2, strategy=HybridStrategy(policy, update=update))
+    assert not made[True] and made[False] >= trainer.strategy.run_stats()["updates"]
+
+
+def test_what_is_recorded_the_server_does(made: Counter[bool], tmp_path: Path) -> None:
+    trained(strategy=HybridStrategy("async", record=tmp_path / "record"))
+    assert made == {False: 2 * 2 * STEPS}
+
+
+class Level(Count):
+    """All elements are moved alike, so that half an update would be seen."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        least, most = self.counts.detach().aminmax()
+        assert least == most, "half of an update"
+        return -self.counts.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def test_nobody_computes_with_half_an_update(
+    made: Counter[bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    refreshed, refresh = list[int](), Store.refresh
+
+    def noted(store: Store, worker: int) -> None:
+        refreshed.append(worker)
+        refresh(store, worker)
+
+    monkeypatch.setattr(Store, "refresh", noted)
+    module = Level(3 * 2**16 + 7, tmp_path)
+    trainer = make_trainer("async", 3, max_epochs=1)
+    trainer.fit(module, DataLoader(Indices(600), 2))
+    alone = torch.nn.Parameter(torch.zeros(1))
+    adam = torch.optim.Adam([alone], lr=0.01)
+    for _ in range(300):  # always the same gradient: the order of the workers makes no difference
+        alone.grad = -torch.ones(1)
+        adam.step()
+    assert made[False] <= 3, "each worker has a first"
+    assert len(refreshed) < 20, "the server touches no copy that somebody computes with"
+    assert torch.allclose(module.counts.detach(), alone.detach(), rtol=1e-6)
+    stats = trainer.strategy.run_stats()
+    histogram = stats["staleness"]["histogram"]
+    assert stats["updates"] == sum(histogram.values()) == 300 and max(histogram) >= 1
+
+
+class Gaps(Count):
+    """Now and then a worker has no gradient for one of two parameters."""
+
+    def __init__(self, n: int, path: Path) -> None:
+        super().__init__(n, path)
+        self.more = torch.nn.Parameter(torch.zeros(n))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss if batch_idx % 10 == 3 else loss - self.more[batch].mean()
+
+
+def test_each_sample_counts_once_whoever_makes_the_update(
+    made: Counter[bool], tmp_path: Path
+) -> None:
+    module, n = Gaps(1200, tmp_path), 2
+    trainer = make_trainer("async", n, max_epochs=1)
+    trainer.fit(module, DataLoader(Indices(1200), 2))
+    assert set(module.counts.tolist()) == {0.5}
+    assert set(module.more.tolist()) == {0.0, 0.5}
+    stats = trainer.strategy.run_stats()
+    assert (stats["updates"], stats["samples"]) == (600, 1200)
+    assert 60 <= made[False] <= 62 and made[True] == 600 - made[False]
+
+
+def n_steps(lent: LentFlatUpdate) -> int:
+    return int(lent.update.count_groups.all[0].figures["step"])
+
+
+def dies(patch: Any, when: str, flag: Path) -> None:
+    """Once, a worker is killed in the 40th update."""
+
+    def die() -> None:
+        if not flag.exists():
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    keep, make = LentFlatUpdate.keep, MadeSteps.make
+
+    def kept(lent: LentFlatUpdate) -> None:
+        keep(lent)
+        if when == "before" and n_steps(lent) == 40:
+            die()
+
+    def counted(made: MadeSteps, worker: int, covered: int) -> None:
+        if when == "in the middle" and made.total == 40:
+            die()
+        make(made, worker, covered)
+        if when == "behind" and made.total == 41:
+            die()
+
+    patch.setattr(LentFlatUpdate, "keep", kept)
+    patch.setattr(MadeSteps, "make", counted)
+
+
+class Adding(Count):
+    """Each update adds the same to all that it is for."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01, betas=(0.0, 0.0), eps=0.0)
+
+
+class Everywhere(Adding):
+    """Each update adds lr to every element, whatever the mini-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return -self.counts.sum() * len(batch)
+
+
+@pytest.mark.parametrize("when", ["before", "in the middle", "behind"])
+@pytest.mark.parametrize("on_failure", ["restart", "continue"])
+def test_who_is_killed_leaves_a_whole_update_or_none(
+    when: str, on_failure: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    dies(monkeypatch, when, tmp_path / "killed")
+    module = Everywhere(5000, tmp_path)
+    trainer = make_trainer(HybridStrategy("async", on_failure=on_failure), 2, max_epochs=1)
+    trainer.fit(module, DataLoader(Indices(400), 2))
+    assert (tmp_path / "killed").exists()
+    stats = trainer.strategy.run_stats()
+    assert stats["updates"] == trainer.global_step == 200 and stats["samples"] == 400
+    assert torch.allclose(module.counts.detach(), torch.full((5000,), 2.0), rtol=1e-5)
+    trainer.save_checkpoint(path := tmp_path / "last.ckpt")
+    state = torch.load(path, weights_only=True)["optimizer_states"][0]["state"][0]
+    assert float(state["step"]) == 200
+
+
+def test_who_is_stopped_in_an_update_is_killed_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keep, flag = LentFlatUpdate.keep, tmp_path / "stopped"
+
+    def stops(lent: LentFlatUpdate) -> None:
+        keep(lent)
+        if not flag.exists() and n_steps(lent) == 40:
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr(LentFlatUpdate, "keep", stops)
+    module = Everywhere(5000, tmp_path)
+    strategy = HybridStrategy("async", on_failure="continue", hang_timeout_s=2.0)
+    began_s = time.monotonic()
+    trainer = make_trainer(strategy, 2, max_epochs=1)
+    trainer.fit(module, DataLoader(Indices(400), 2))
+    assert flag.exists() and time.monotonic() - began_s < 60
+    assert trainer.strategy.run_stats()["updates"] == 200
+    assert torch.allclose(module.counts.detach(), torch.full((5000,), 2.0), rtol=1e-5)
