@@ -42,12 +42,17 @@ class LockedSteps:
     N_WORDS = 8  # a cache line
 
     def __init__(self, words: memoryview, made: MadeSteps, fd: int) -> None:
+        self.last: int | None = None  # the version behind which no update is made
         self._words, self._made, self._lock = words, made, KernelLock(fd)
 
     @property
     def generation(self) -> int:
         """Of what is lent."""
         return self._words[_GENERATION]
+
+    @property
+    def _is_over(self) -> bool:
+        return self.last is not None and self._made.total >= self.last
 
     @property
     def _is_torn(self) -> bool:
@@ -67,7 +72,7 @@ class LockedSteps:
         is waited for no longer than ``for_s`` seconds.
         """
         with self._lock.within(for_s) as held:
-            if not held or self._is_torn:
+            if not held or self._is_torn or self._is_over:
                 return Tried.LEFT
             if self._words[_GENERATION] != generation:
                 return Tried.OUTDATED

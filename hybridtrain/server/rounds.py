@@ -98,8 +98,7 @@ class Rounds:
     @property
     def version(self) -> int:
         """Updates behind the masters, also those that workers have made and not told of."""
-        made = self._made_steps
-        return self._statistics.version if made is None else made.total
+        return self._statistics.version if (made := self._made_steps) is None else made.total
 
     @property
     def waiting(self) -> frozenset[int]:
@@ -150,7 +149,8 @@ class Rounds:
         self._statistics.pushed(worker, self._samples(push), push.fault, not push.later)
         self._means.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
-        if self._over:
+        asks = push.age is None  # or the worker has made the update, which counts in any case
+        if self._over or (asks and self.last is not None and self.version >= self.last):
             return freed + self._release_all()
         last = self.requirements.drops_late and self._queue.is_last_chance(push.covers)
         now_s, empty = self._statistics.clock(), push.weight <= 0

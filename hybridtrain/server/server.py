@@ -203,8 +203,7 @@ class Server:
             case Snapshot():
                 return self._snapshot(worker, message)
             case GetState(number, flat=True):
-                ends = self._rounds.last is not None
-                state = self._workers_updates.lend(self.store, self.optimizers, number, ends)
+                state = self._workers_updates.lend(self.store, self.optimizers, number)
                 return [(worker, Lent(state))]
             case GetState():
                 return [(worker, lend(self.store, self.optimizers, message))]

@@ -38,21 +38,16 @@ class WorkersUpdates:
         self._locked: LockedSteps | None = None
         self._lender: Lender | None = None
 
-    def lend(
-        self, store: Store | None, optimizers: Optimizers, number: int, ends: bool
-    ) -> LentState | None:
-        """Where the optimizer's state lies, for workers that step it; ``None``: they do not.
-
-        ``ends``: there is a last update, behind which none may be made.
-        """
+    def lend(self, store: Store | None, optimizers: Optimizers, number: int) -> LentState | None:
+        """Where the optimizer's state lies, for workers that step it; ``None``: they do not."""
         if store is None or len(optimizers.updates) != 1:
             return None
         if store is not self._store:
             self._store, self._lender = store, Lender(store)
             self._round, self._locked = round_of(store), locked_steps_of(store)
         assert self._lender is not None, "there is a store"
-        counts_late = ends or optimizers.late.active  # both are counted in the server
-        if self._round is None and (self._locked is None or counts_late):
+        corrects = optimizers.late.active  # what is late, of which a worker knows nothing
+        if self._round is None and (self._locked is None or corrects):
             return None
         return self._lender.lend(optimizers.updates[number])
 

@@ -88,9 +88,10 @@ class Client(Conversation):
         """Hand the optimizers over; waits for all workers."""
         self._ask(request, Done)
         self.version = request.version
-        for makes in (self.maker, self.updates):
-            if makes is not None:
-                makes.borrowed.begin()
+        if self.maker is not None:
+            self.maker.borrowed.begin()
+        if self.updates is not None:
+            self.updates.begin(request.last)
 
     def average(
         self, weight: float, absent: tuple[int, ...], packed: tuple[Packed, ...] = ()

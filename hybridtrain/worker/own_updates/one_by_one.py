@@ -46,6 +46,11 @@ class OwnUpdates:
             return None
         return cls(worker, store, locked, BorrowedUpdate(store, stepped, found))
 
+    def begin(self, last: int | None) -> None:
+        """The server has got other optimizers. ``last``: behind this version no update is made."""
+        self.borrowed.begin()
+        self._locked.last = last
+
     def make(self, push: Push, count: Callable[[], object]) -> bool:
         """An update of the gradient in the row, and ``count`` it; else the push is to be sent.
 
