@@ -161,7 +161,8 @@ class ProcessWorld:
         for key, _ in selector.select(self._timeout_s()):
             kind, worker = key.data
             if kind == "message":
-                self._listen(worker, selector)
+                if not self.server.is_held_up:  # or it stays in its channel, while hangs are found
+                    self._listen(worker, selector)
             elif kind == "exit":
                 self._reap(worker, selector)
             elif kind == "room":
@@ -212,8 +213,6 @@ class ProcessWorld:
     def _listen(self, worker: WorkerProcess, selector: BaseSelector) -> None:
         if worker.channel not in selector.get_map():
             return  # it has been closed, or its process reaped, since the selector saw something
-        if self.server.is_held_up:
-            return  # what it has said stays in its channel, and whoever hangs is looked for
         try:
             for message in worker.channel.messages():
                 worker.heard += 1
