@@ -57,7 +57,7 @@ CASES = [
     ),
     (
         "optimizer=adam optimizer.momentum=0.9",
-        ["optimizer=adam takes no momentum", "nesterov, rmsprop, sgd do"],
+        ["optimizer=adam takes no momentum", "nesterov, rmsprop, sgd, sparse_momentum do"],
     ),
     ("trainer.strategy=ddp", ["write strategy="]),
     ("trainer.devices=0", ["trainer.devices=0", "at least 1", "auto"]),
