@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -133,9 +132,14 @@ class Conversation(Crew):
 
     def send_push(self, push: Push) -> None:
         """The server is to make this round."""
-        if self.maker is not None and (groups := self.maker.with_owed(push.groups)) is not None:
-            push = replace(push, groups=groups)
+        self._tell_owed(made=False)
         self.line.send(push)
+
+    def _tell_owed(self, made: bool) -> None:
+        """Apart from any push: that of a step which is broken off has no effect."""
+        maker = self.maker
+        if maker is not None and (owed := maker.owed(made)) is not None:
+            self.line.send(Changed(maker.optimizer, owed))
 
     def _give_up(self, *_: Any) -> None:
         """The server has stopped instead of answering."""
@@ -207,8 +211,7 @@ class Conversation(Crew):
     ) -> tuple[Any, int | None]:
         if settles:
             self.settle()
-        if self.maker is not None and (owed := self.maker.with_owed(None)) is not None:
-            self.line.send(Changed(self.maker.optimizer, owed))
+        self._tell_owed(made=True)
         self.line.send(request)
         return self._answer(kind, in_step)
 

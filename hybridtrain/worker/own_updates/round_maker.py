@@ -54,7 +54,8 @@ class RoundMaker:
         self._weights: Sequence[float] = ()
         self._contributions: list[Contribution] = []
         self._clip: Clip | None = None
-        self._owed: Groups | None = None  # what the server has not heard of hyper-parameters
+        self._owed: Groups | None = None  # what the server has not heard of hyper-parameters,
+        self._coming: Groups | None = None  # and what it is to hear if this round is made here
 
     @classmethod
     def of(
@@ -71,6 +72,7 @@ class RoundMaker:
 
         ``whole``: all workers are there.
         """
+        self._settle()
         borrowed = self.borrowed
         if borrowed.never or not self.shared.may_come(number):
             borrowed.give_up()
@@ -98,7 +100,7 @@ class RoundMaker:
         """Whether the hyper-parameters are such that the state is the same; they are known then."""
         takes = self.borrowed.takes(push.groups)
         if takes and push.groups is not None:
-            self._owed = _merged(self._owed, push.groups)
+            self._coming = push.groups
         return takes
 
     def leave(self, number: int, waits: bool = True) -> bool:
@@ -117,10 +119,20 @@ class RoundMaker:
     def _restore(self) -> None:
         self.borrowed.lent.restore()  # all who come have it, and all have come
 
-    def with_owed(self, groups: Groups | None) -> Groups | None:
-        """All that the server has not been told, these included; it is told now."""
+    def _settle(self) -> None:
+        """The round before is made."""
+        self._owed, self._coming = _merged(self._owed, self._coming), None
+
+    def owed(self, made: bool = True) -> Groups | None:
+        """All that the server has not been told; it is told now.
+
+        ``made``: this round is made here, or else its push tells of itself.
+        """
+        if not made:
+            self._coming = None
+        self._settle()
         owed, self._owed = self._owed, None
-        return groups if owed is None else _merged(owed, groups)
+        return owed
 
     def _step(self, weights: Sequence[float]) -> None:
         if weights != self._weights:

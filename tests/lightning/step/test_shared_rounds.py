@@ -6,12 +6,14 @@ import os
 import signal
 import time
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
@@ -217,3 +219,28 @@ def test_a_checkpoint_has_the_learning_rate_of_its_step(tmp_path: Path) -> None:
         schedule.step()
     assert saved["param_groups"][0]["lr"] == plain.param_groups[0]["lr"]
     assert {float(state["step"]) for state in saved["state"].values()} == {13.0}
+
+
+class Fails(Regression):
+    """Worker 1 fails in the second epoch, when nobody has been told of its learning rate."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.trainer.current_epoch == 1 and batch_idx == 5 and self.global_rank == 1:
+            time.sleep(0.2)
+            raise LookupError("broken off")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("policy", ["hybrid", "async", "hogwild"])
+def test_a_run_that_is_broken_off_saves_the_learning_rate_of_its_epoch(
+    policy: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("hybridtrain.worker.own_updates.own_steps._TELL_S", 1e9)
+    keep = ModelCheckpoint(tmp_path)
+    options: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True}
+    by_epoch = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.1)
+    with pytest.raises(LookupError, match="broken off"):
+        trained(strategy=HybridStrategy(policy), schedule=by_epoch, kind=Fails, **options)
+    saved = torch.load(tmp_path / "interrupted/interrupted.ckpt", weights_only=True)
+    rate, schedule = (saved[name][0] for name in ("optimizer_states", "lr_schedulers"))
+    assert rate["param_groups"][0]["lr"] == schedule["_last_lr"][0] < 0.002
