@@ -81,7 +81,7 @@ def test_who_is_out_of_memory_hears_how_much_there_was(one_mebibyte: None) -> No
     with pytest.raises(torch.OutOfMemoryError) as caught:
         fit_apart(2, 6, Greedy, max_epochs=1)
     said = caught.value.__notes__[0]
-    assert "4.00 MiB were asked for" in said and "of standin:1's" in said
+    assert "4.00 MiB were asked for" in said and "of standin:1's 1.00 MiB are free" in said
 
 
 class HalfOfIt(Regression):
