@@ -16,6 +16,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.data import prefetch as ahead_module
 from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.launcher import resolve_start_method
@@ -193,6 +194,8 @@ def test_workers_are_not_forked_where_a_fork_could_not_use_the_device(
     own = os.getpid()
     hide(monkeypatch, lambda: os.getpid() != own)
     assert resolve_start_method("auto") == "spawn"
+    with pytest.raises(UserError, match=r"start_method=fork was given, but CUDA is already init"):
+        resolve_start_method("fork")
 
 
 # ---- what user code writes -----------------------------------------------------------------------
