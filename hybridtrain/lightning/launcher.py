@@ -114,7 +114,8 @@ class HybridLauncher(Launcher):
             self._interrupt(interruption, trainer, scratch)
         finally:
             faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
-            strategy.remember_stats(server.statistics.stats() | faults | strategy.keeping.figures())
+            kept = strategy.keeping.figures() | strategy.device_memory.figures()
+            strategy.remember_stats(server.statistics.stats() | faults | kept)
             if watch is not None:
                 watch.conclude()
         return unpack(trainer, results, scratch)
@@ -145,6 +146,7 @@ def surroundings(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
     with (
         strategy.keeping.listening(trainer),
         vanishing_sockets(),
+        strategy.device_memory.measured(strategy.parallel_devices or [], strategy.world_size),
         pages_of(strategy, trainer),
         logs_open(trainer),
     ):

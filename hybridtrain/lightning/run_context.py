@@ -18,7 +18,7 @@ from pytorch_lightning.strategies import Strategy
 from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.lightning.checkpointing.unsaved import Unsaved
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.device_memory import DeviceMemory
+from hybridtrain.lightning.devices.device_memory import DeviceMemory
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
 from hybridtrain.lightning.preflight.transport_options import Transport
@@ -185,6 +185,10 @@ class WorkerContext(RunContext, Protocol):
 
     def before_checkpoint(self) -> None:
         """Parameters, moments and step become those of one version."""
+        ...
+
+    def measure_device(self) -> None:
+        """What this worker needs of its device is known better now."""
         ...
 
     def meet(self) -> None:

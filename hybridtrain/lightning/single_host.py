@@ -11,7 +11,8 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.prefetch import Ahead
-from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
+from hybridtrain.lightning.devices.device_memory import DeviceMemory
+from hybridtrain.lightning.devices.out_of_memory import out_of_memory
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.worker.client import Client
@@ -59,11 +60,15 @@ class SingleHost:
         """Wherever the user's module lies; no worker takes more of the device than its share."""
         module = self.lightning_module  # type: ignore[attr-defined]
         try:
-            self.device_memory.hold(self.root_device, self.workers_per_device)
+            self.device_memory.hold(self.root_device, self.workers_per_device, self.global_rank)
             module.to(self.root_device)
         except torch.OutOfMemoryError as error:
             error.add_note(f"The parameters do not fit. {out_of_memory(error, self)}")
             raise
+
+    def measure_device(self) -> None:
+        """What this worker needs of its device is known better now."""
+        self.device_memory.measure(self.root_device, self.workers_per_device, self.global_rank)
 
     def remember_training(self, parts: dict[str, Any]) -> None:
         """The calling process has no optimizers of its own; its checkpoints have their states."""
@@ -161,10 +166,11 @@ class SingleHost:
     def run_stats(self) -> dict[str, Any]:
         """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run.
 
-        After a run also ``unsaved``: the checkpoints that are missing, and why.
+        On devices also ``device_memory``: bytes that each worker has needed of its device, and all
+        that this has. After a run also ``unsaved``: the checkpoints that are missing, and why.
         """
         if self._client is not None:
-            return self._client.stats()
+            return self._client.stats() | self.device_memory.figures()
         return self._final_stats or {}
 
     def remember_stats(self, stats: dict[str, Any]) -> None:

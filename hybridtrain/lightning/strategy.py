@@ -32,7 +32,7 @@ from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWri
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.prefetch import ahead
-from hybridtrain.lightning.device_memory import DeviceMemory
+from hybridtrain.lightning.devices.device_memory import DeviceMemory
 from hybridtrain.lightning.failover.failure_handling import FailureHandling
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox

@@ -62,8 +62,9 @@ class WorkerArguments:
             safe (Linux, CUDA not yet initialised), else spawn.
         threads_per_worker: torch threads of each worker; ``"auto"``: cores divided by workers.
         stop_grace_s: how long workers may take to stop after Ctrl-C or a failure, in seconds.
-        device_memory_fraction: of its GPU, for each worker, above 0 and up to 1; ``None``: an equal
-            share where several workers have one, and no limit for one alone.
+        device_memory_fraction: of its GPU, for each worker, above 0 and up to 1; ``None``: no limit
+            for one alone, and where several workers have one, equal shares until it is measured
+            what each needs, then that and an equal part of the rest.
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
     """
 

@@ -33,6 +33,7 @@ class WorkerCallback(pl.Callback):
         self._beat = client.heartbeat.beat
         self._advises = client.worker == 0
         self._marks_checkpoints = False
+        self._n_batches = 0
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         self._beat(Doing.STARTING)
@@ -53,11 +54,16 @@ class WorkerCallback(pl.Callback):
         self._strategy.await_turn()  # before any other callback, which may look at parameters
         self._beat(Doing.STEP)
 
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._beat(Doing.BETWEEN)
+        self._n_batches += 1
+        if self._n_batches & (self._n_batches - 1) == 0:  # 1, 2, 4, ...
+            self._strategy.measure_device()
+
     def _end_batch(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.BETWEEN)
 
-    on_train_batch_end = on_validation_batch_end = _end_batch
-    on_test_batch_end = on_predict_batch_end = _end_batch
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _end_batch
 
     def _begin_evaluating(self, *_: Any, **__: Any) -> None:
         self._client.check_stop()
@@ -74,6 +80,7 @@ class WorkerCallback(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._beat(Doing.EPOCH)
+        self._strategy.measure_device()
         self._client.check_stop()
         self._strategy.align()
         if self._advises:

@@ -275,7 +275,7 @@ def run(device: str = "cuda", limit_s: float = 60.0, only: tuple[str, ...] = ())
     for name, one in FITS.items():
         if only and name not in only:
             continue
-        right, said[name] = _in_a_fork(one, device, limit_s)
+        right, said[name] = in_a_fork(one, device, limit_s)
         print(f"{name}: {said[name]}", flush=True)
         if not right:
             wrong.append(name)
@@ -284,7 +284,8 @@ def run(device: str = "cuda", limit_s: float = 60.0, only: tuple[str, ...] = ())
     return Found(f"{text}; {first}" if wrong else text, not wrong, said)
 
 
-def _in_a_fork(one: Fit, device: str, limit_s: float) -> tuple[bool, str]:
+def in_a_fork(one: Fit, device: str, limit_s: float) -> tuple[bool, str]:
+    """Whether it has returned in time, and what; else what was wrong."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe()
     process = context.Process(target=_tell, args=(one, device, there))

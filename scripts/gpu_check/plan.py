@@ -25,10 +25,12 @@ def checks(size: str = SIZE) -> Iterator[Check]:
     yield Check("machine", "gpu_check.machine:facts", 30, needs=(), on_gpu=False)
     yield Check("private names", "gpu_check.machine:private_names", 60, on_gpu=False)
     yield Check("bus", "gpu_check.bus:probe", 40)
+    yield Check("page-locking under a low ulimit -l", "gpu_check.host:little_lockable", 90)
     yield from _right()
     yield _tests("tests on the GPU", ["tests/lightning/preflight/test_devices.py"], "gpu", 120)
     yield from _timed(size)
     yield Check("fits", "gpu_check.fits:run", 240)
+    yield Check("host memory left behind", "gpu_check.host:growth", 150)
     yield Check("profile", "gpu_check.steps:profiled", 60, {"size": size, "options": {}})
     apart = ["tests/lightning/devices/test_apart.py"]
     yield _tests("tests on the stand-in", apart, "not slow", 120, on_gpu=False)

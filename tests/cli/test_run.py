@@ -28,6 +28,7 @@ KEYS = {
         "unsaved",
         "resumed",
         "handed_over",
+        "device_memory",
     ),
 }
 
@@ -242,3 +243,12 @@ def test_the_same_seed_gives_the_same_numbers_and_another_others(command: Comman
         command(*TINY, f"seed={seed}", "trainer.devices=2", f"hydra.run.dir={name}")
         losses.append(summary(name)["metrics"]["train/loss"])
     assert losses[0] == losses[1] != losses[2]
+
+
+def test_the_summary_says_how_many_such_workers_fit_on_a_device() -> None:
+    memory = {"needed_bytes": [2**31, 3 * 2**30], "total_bytes": [80 * 2**30] * 2}
+    told = "\n".join(lines(Summary("hybrid", 2, "cuda", device_memory=memory), Path("here"), False))
+    assert "2.00, 3.00 GiB needed at most, worker by worker, of a device's 80.00; 26 such" in told
+    memory["needed_bytes"][0] = 0  # nobody knows
+    told = "\n".join(lines(Summary("hybrid", 2, "cuda", device_memory=memory), Path("here"), False))
+    assert "GiB" not in told

@@ -141,6 +141,17 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     return SETTINGS.device_bytes - state().memory.n_bytes[index_of(device)], SETTINGS.device_bytes
 
 
+def memory_allocated(device: Any = None) -> int:
+    """Bytes of it that this process's tensors hold."""
+    lanes()
+    return state().memory.n_bytes[index_of(device)]
+
+
+def max_memory_reserved(device: Any = None) -> int:
+    """The most that they have held: nothing is kept besides."""
+    return state().memory.most_bytes[index_of(device)]
+
+
 def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
     """What this process may have of it."""
     state().fractions[index_of(device)] = fraction
@@ -183,6 +194,8 @@ class _Module:
     set_per_process_memory_fraction = staticmethod(set_per_process_memory_fraction)
     empty_cache, device = staticmethod(empty_cache), staticmethod(device)
     mem_get_info, fail = staticmethod(mem_get_info), staticmethod(fail)
+    memory_allocated = staticmethod(memory_allocated)
+    max_memory_reserved = staticmethod(max_memory_reserved)
     is_initialized, _lazy_init = staticmethod(is_initialized), staticmethod(lazy_init)
     _is_in_bad_fork, cudart = staticmethod(is_in_bad_fork), Runtime
 

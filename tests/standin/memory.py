@@ -69,6 +69,7 @@ class Allocator:
     def __init__(self, release: Callable[[Block], None], limit: Callable[[int], int]) -> None:
         self._release, self._limit = release, limit
         self.n_bytes: dict[int, int] = defaultdict(int)  # in use, of each device
+        self.most_bytes: dict[int, int] = defaultdict(int)  # in use at any time
         self._idle: dict[tuple[int, int, int], list[Block]] = defaultdict(list)
         self.used: dict[int, Block] = {}  # address -> block
         self._heads = _Heads()
@@ -99,6 +100,9 @@ class Allocator:
             block.spoil()
         self.used[block.address] = block
         self.n_bytes[block.device] += rounded
+        self.most_bytes[block.device] = max(
+            self.most_bytes[block.device], self.n_bytes[block.device]
+        )
         return block
 
     def collect(self) -> None:

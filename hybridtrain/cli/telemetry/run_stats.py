@@ -20,6 +20,8 @@ class RunStats:
     count, or were of a step that was broken off. ``lead``: mini-batches that a worker is (``now``)
     or was at most (``max``) ahead of the slowest. ``effective_batch``: samples per update.
     ``handed_over``: by all workers, ``sent_bytes``, and ``saved_bytes`` by compression.
+    ``device_memory``: by worker, ``needed_bytes`` at most (0: not measured) of its device's
+    ``total_bytes``.
     """
 
     updates: int = 0
@@ -36,6 +38,7 @@ class RunStats:
     lead: dict[str, list[int]] = field(default_factory=dict)
     effective_batch: float | None = None
     handed_over: dict[str, int] = field(default_factory=dict)
+    device_memory: dict[str, list[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ages: dict[Any, int] = self.staleness.get("histogram", {})  # of text, where it was JSON

@@ -41,6 +41,7 @@ class Summary:
     dropped: list[int] = field(default_factory=list)  # contributions that did not count, by worker
     left_out: dict[str, list[int]] = field(default_factory=dict)  # fault -> by worker
     handed_over: dict[str, int] = field(default_factory=dict)  # sent_bytes, saved_bytes
+    device_memory: dict[str, list[int]] = field(default_factory=dict)  # needed_, total_bytes
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
     unsaved: dict[str, str] = field(default_factory=dict)  # checkpoints that are missing: reasons
@@ -122,6 +123,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("dropped", _dropped(summary)),
         ("left out", _left_out(summary)),
         ("handed over", _handed_over(summary)),
+        ("on device", _device_memory(summary)),
         *((name, f"{value:.6g}") for name, value in summary.metrics.items()),
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
         ("not saved", "; ".join(f"{short(k)} ({v})" for k, v in summary.unsaved.items())),
@@ -200,6 +202,17 @@ def _handed_over(summary: Summary) -> str:
     if not saved:
         return ""
     return f"{sent} bytes, {saved} saved: {(sent + saved) / max(sent, 1):.1f} times fewer"
+
+
+def _device_memory(summary: Summary) -> str:
+    """Without what the driver takes of it for each process."""
+    needed = summary.device_memory.get("needed_bytes", [])
+    if not needed or not all(needed):
+        return ""
+    total = min(summary.device_memory["total_bytes"])
+    each, fit = ", ".join(f"{n / 2**30:.2f}" for n in needed), total // max(needed)
+    text = f"{each} GiB needed at most, worker by worker, of a device's {total / 2**30:.2f}"
+    return f"{text}; {fit} such worker{'s' * (fit != 1)} fit"
 
 
 def _duration(seconds: float) -> str:

@@ -169,6 +169,8 @@ _LEAST = {
 
 def _check_devices(devices: Any) -> None:
     how = "give a number of at least 1, a list of GPU numbers such as [0,2], or auto"
+    if any(name in str(devices) for name in ("MIG-", "GPU-")):
+        how += "; CUDA_VISIBLE_DEVICES names GPUs and parts of them, numbered from 0 here"
     match devices:
         case "auto":
             return

@@ -23,7 +23,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.utilities.memory import is_oom_error
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.device_memory import out_of_memory
+from hybridtrain.lightning.devices.out_of_memory import note_need, out_of_memory
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory import Layout, Packed
 from hybridtrain.worker.finite import FiniteCheck
@@ -132,13 +132,15 @@ class GradientGuard:
         """Whether training may go on after this exception, without this contribution."""
         if not (is_oom_error(error) or isinstance(error, MemoryError | torch.OutOfMemoryError)):
             return False
+        context = context_of(self._trainer)
         if self._on_fault.oom == "raise":
+            said = out_of_memory(error, context, context.collectives.weight)
             error.add_note(
-                f"This happened in {self._where()}. "
-                f"{out_of_memory(error, context_of(self._trainer))} Or go on without this "
-                "mini-batch with strategy.on_oom=drop or skip_step."
+                f"This happened in {self._where()}. {said} Or go on without this mini-batch with "
+                "strategy.on_oom=drop or skip_step."
             )
             return False
+        note_need(error, context)
         self._note(OUT_OF_MEMORY, self._on_fault.oom, f"{self._where()} ran out of memory")
         error.__traceback__ = None  # its frames hold what has filled the memory
         gc.collect()

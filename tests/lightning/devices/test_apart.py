@@ -16,6 +16,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.data import prefetch as ahead_module
 from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.launcher import resolve_start_method
@@ -23,7 +24,8 @@ from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.update_progress import ChunkProgress
 from hybridtrain.worker.device import KINDS, outgoing
 from hybridtrain.worker.device.cuda import CudaStreams
-from hybridtrain.worker.replica_cuda import CudaReplica
+from hybridtrain.worker.replica_cuda import CudaReplica, _norms
+from hybridtrain.worlds.local.channel import Channel, channel_pair
 from tests.lightning.toys import Regression, fit, flat
 from tests.standin.device import name_it
 from tests.standin.state import NAME, state
@@ -62,8 +64,12 @@ def test_an_exchange_that_is_closed_has_nothing_to_do_with_parameters_that_have_
     assert exchange.writes() == {}
     exchange.close()
     net.cpu()  # as Lightning does at teardown
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(7.0)  # whoever owns them now
     exchange.refresh()
     assert exchange.writes() == {}
+    assert all(bool((parameter == 7.0).all()) for parameter in net.parameters())
 
 
 # ---- mixed precision -----------------------------------------------------------------------------
@@ -88,16 +94,48 @@ def test_a_fused_optimizer_unscales_as_any_other() -> None:
 # ---- mini-batches --------------------------------------------------------------------------------
 
 
-@in_a_process_of_its_own
-def test_a_packed_sequence_is_moved_ahead_of_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def make_ahead(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Ahead]:
+    """Makes one in the test's process."""
     monkeypatch.setattr(ahead_module, "leaves_transfer_alone", lambda trainer: True)
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=HERE))
-    ahead = Ahead(CudaStreams(HERE), trainer)
+    return lambda: Ahead(CudaStreams(HERE), trainer)
+
+
+@in_a_process_of_its_own
+def test_a_packed_sequence_is_moved_ahead_of_its_turn(make_ahead: Callable[[], Ahead]) -> None:
+    ahead = make_ahead()
     batch = {"words": pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)]), "y": torch.ones(2)}
     ahead._send(batch)
     moved = ahead.take(batch)
     assert moved["words"].data.device == HERE
     assert torch.equal(moved["words"].data.cpu(), batch["words"].data)
+
+
+class Own:
+    """A batch that is moved by a method of its own, so that nobody sees its tensor."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device, **_: Any) -> Own:
+        return Own(self.x.to(device))
+
+
+@pytest.mark.parametrize("wrap", [torch.Tensor.contiguous, Own])
+@in_a_process_of_its_own
+def test_memory_of_a_mini_batch_is_given_out_again_when_it_was_computed_with(
+    make_ahead: Callable[[], Ahead], wrap: Callable[[torch.Tensor], Any]
+) -> None:
+    state()
+    ahead, sums = make_ahead(), []
+    for number in range(8):
+        batch = [wrap(torch.full((256,), float(number)))]
+        ahead._send(batch)
+        (moved,) = ahead.take(batch)
+        sums.append(getattr(moved, "x", moved).sum())  # queued; nobody waits for it
+        del moved
+    assert [float(each) for each in sums] == [256.0 * number for number in range(8)]
 
 
 # ---- what crosses a process ----------------------------------------------------------------------
@@ -109,6 +147,21 @@ def test_a_fit_initialises_no_device_in_the_calling_process() -> None:
     _, trainer = fit_apart(2, 6, Regression, max_epochs=1, callbacks=[stopping])
     assert not torch.standin.is_initialized()
     assert trainer.callbacks[0].best_score < 100
+
+
+@in_a_process_of_its_own
+def test_a_message_carries_no_tensor_of_a_device() -> None:
+    state()
+    mine, theirs = map(Channel, channel_pair())
+    sent = {"x": torch.ones(3, device=HERE), "w": nn.Parameter(torch.zeros(2, device=HERE))}
+    mine.send(SimpleNamespace(**sent))
+    mine.post([SimpleNamespace(**sent)])
+    first, (second,) = theirs.messages()
+    for found in (first, second):
+        assert found.x.device == found.w.device == torch.device("cpu")
+        assert found.x.tolist() == [1.0] * 3 and isinstance(found.w, nn.Parameter)
+    mine.close()
+    theirs.close()
 
 
 class Broadcasts(Regression):
@@ -141,6 +194,8 @@ def test_workers_are_not_forked_where_a_fork_could_not_use_the_device(
     own = os.getpid()
     hide(monkeypatch, lambda: os.getpid() != own)
     assert resolve_start_method("auto") == "spawn"
+    with pytest.raises(UserError, match=r"start_method=fork was given, but CUDA is already init"):
+        resolve_start_method("fork")
 
 
 # ---- what user code writes -----------------------------------------------------------------------
@@ -168,6 +223,17 @@ def test_who_writes_nothing_is_told_to_have_written_nothing(make: Callable[[], n
     with torch.no_grad():
         next(net.parameters()).mul_(2)
     assert list(exchange.writes()) == [0]
+
+
+@pytest.mark.parametrize("make", [mixed, not_dense])
+@in_a_process_of_its_own
+def test_a_norm_does_not_depend_on_what_it_is_taken_with(make: Callable[[], nn.Module]) -> None:
+    state()
+    torch.manual_seed(0)
+    with HERE:
+        parameters = list(make().parameters())
+    alone = [_norms([parameter])[0].item() for parameter in parameters]
+    assert [norm.item() for norm in _norms(parameters)] == alone
 
 
 @in_a_process_of_its_own
