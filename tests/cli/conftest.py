@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
 
 from tests.cli.zygote import Zygote
 
@@ -44,6 +47,24 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def each_text_of_yaml_is_parsed_once() -> Iterator[None]:
+    """Each command composes its configuration, some of them thrice, and all read the same files."""
+    load, parsed = OmegaConf.load, dict[str, Any]()
+
+    def load_once(file: Any) -> Any:
+        if not hasattr(file, "read"):
+            return load(file)
+        text = file.read()
+        if text not in parsed:
+            parsed[text] = yaml.load(text, Loader=get_yaml_loader())
+        return OmegaConf.create(parsed[text] or {})  # a copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OmegaConf, "load", load_once)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import json
 import os
 import shutil
@@ -179,9 +180,12 @@ def _kill(pid: int) -> None:
 
 def main() -> int:
     """Fork what is asked for on standard input."""
+    gc.disable()  # what is imported stays, and need not be looked through
     import hybridtrain.cli.run  # noqa: F401
     from hybridtrain.cli.entry import main as command
 
+    gc.freeze()
+    gc.enable()
     if len(sys.argv) > 1:  # a rank of ddp, started by a run as "this command"
         return command()
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -11,6 +11,7 @@ output. A run that takes longer than its limit is asked for the stacks of all it
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import select
@@ -29,6 +30,16 @@ from tests.parity.cases import CASES
 from tests.parity.play import Run, play
 
 _POLL_S = 0.01
+# What torch and Lightning import as late as in a run, so that not each fork has to.
+_IMPORTED_LATE = (
+    "fsspec.implementations.chained",
+    "multiprocessing.popen_fork",
+    "multiprocessing.synchronize",
+    "omegaconf",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.profiler._cupti_monitor",
+    "torch.utils.serialization.config",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,4 +129,6 @@ if __name__ == "__main__":
     channel = os.dup(1)
     os.dup2(2, 1)  # whatever prints must not disturb the answers
     os.set_inheritable(channel, False)
+    for name in _IMPORTED_LATE:
+        importlib.import_module(name)
     serve(int(sys.argv[1]), channel)
