@@ -45,7 +45,7 @@ def made_store(
     """
     wants = requirements
     copies, holds, shared = wants.has_copies, wants.holds, wants.in_place
-    lends = meets and not averaging and may_be_lent(layout)
+    lends = meets and not averaging and may_be_lent(layout, wants.one_by_one)
     apart, words = lends and wants.one_by_one, 0
     if lends and wants.everyone:
         words = SharedRound.n_words(n_workers)
