@@ -29,8 +29,8 @@ class Store:
         averaging: have one more row, for the mean of the gradients.
         holding: have one more row of gradients, for what is put aside.
         lock_free: workers write to the masters, and to state that is lent to them.
-        counts_steps: workers count steps that they make themselves, also without writing so.
-        n_round: int64 for what workers agree on among themselves, zero at first.
+        n_round: int64 for what workers agree on among themselves, zero at first. Where they have
+            rows of their own they make updates one by one, and count these as lock-free ones do.
     """
 
     def __init__(
@@ -42,14 +42,13 @@ class Store:
         averaging: bool = False,
         holding: bool = False,
         lock_free: bool = False,
-        counts_steps: bool = False,
         n_round: int = 0,
     ) -> None:
         self.layout = layout
         self.n_workers = n_workers
         self.private_parameters = private_parameters
         self.averaging = averaging
-        self.holding, self._n_round, self._counts_steps = holding, n_round, counts_steps
+        self.holding, self._n_round = holding, n_round
         self.lock_free, self.lending = lock_free, SharedArenas()
         self.held = n_workers  # the number of the row for what is put aside
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
@@ -85,7 +84,7 @@ class Store:
                 end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # rows can be mapped one by one
         self._state = end
         self._words = end + 2 * align(self.layout.state_bytes)
-        counts = self.lock_free or self._counts_steps
+        counts = self.lock_free or (self._n_round > 0 and self.private_parameters)
         self._n_made = MadeSteps.n_words(self.n_workers) if counts else 0
         return self._words + ALIGNMENT_BYTES + 8 * (self._n_made + self._n_round)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -171,24 +170,25 @@ class SharedRound:
             BlockingIOError: if somebody makes an update now, and the caller does not want to wait.
         """
         with self._lock.held(waits):
-            if self.is_made(number):
-                return False
-            if self._is_torn:
-                restore()
-                self._words[_MAKING] = 0
-            self._put_off(number)
+            return self._call_off(number, restore)
+
+    def _call_off(self, number: int, restore: Callable[[], object]) -> bool:
+        """Under the lock."""
+        if self.is_made(number):
+            return False
+        if self._is_torn:
+            restore()
+            self._words[_MAKING] = 0
+        self._put_off(number)
         return True
 
     def call_off_next(self, version: int, restore: Callable[[], object], for_s: float) -> None:
         """For the server: somebody is gone, so no round behind this version, or one made since, is
         to be held here. It waits no longer than ``for_s`` seconds for an update under way.
         """
-        until_s = time.monotonic() + for_s
-        while time.monotonic() < until_s:
-            with suppress(BlockingIOError):
-                if self.call_off(max(version, self._words[_VERSION]) + 1, restore, waits=False):
-                    return
-            time.sleep(0.001)
+        with self._lock.within(for_s) as held:
+            if held:
+                self._call_off(max(version, self._words[_VERSION]) + 1, restore)
 
     def look(self, version: int) -> MadeRounds | None:
         """For the server, which knows of ``version`` updates: what was made since, if anything."""

@@ -46,12 +46,12 @@ def made_store(
     wants = requirements
     copies, holds, shared = wants.has_copies, wants.holds, wants.in_place
     lends = meets and not averaging and may_be_lent(layout, wants.one_by_one)
-    apart, words = lends and wants.one_by_one, 0
+    words = 0
     if lends and wants.everyone:
         words = SharedRound.n_words(n_workers)
-    elif apart:
+    elif lends and wants.one_by_one:
         words = LockedSteps.N_WORDS
-    return Store(layout, n_workers, copies, arena, averaging, holds, shared, apart, words)
+    return Store(layout, n_workers, copies, arena, averaging, holds, shared, words)
 
 
 def round_of(store: Store) -> SharedRound | None:

@@ -150,8 +150,9 @@ class Client(Conversation):
         own = self.own
         if self.updates is None or own is None or self.is_mixed():
             return False
-        told = replace(push, own=True)
-        if not self.updates.make(push, lambda: self._count(own, told, _nothing)):
+        if self.unsettled is not None:  # the row and the parameters are not this worker's yet
+            self._await_offered()
+        if not self.updates.make(push, lambda: self._count(own, push, _nothing)):
             return False
         self._tickets.most = AT_ONCE
         self.tell_soon(own)

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from gpu_check import bus, fits
 from gpu_check.check import Found
 from hybridtrain import HybridStrategy
+from hybridtrain.memory.available import available_bytes
 
 _NOBODY = 65534
 _SAMPLES = 64  # of an epoch, and of a mini-batch 8
@@ -41,7 +42,7 @@ class Looks(pl.Callback):
         """Of the worker that is the first."""
         if trainer.is_global_zero and trainer.global_step % self.every == 0:
             with Path(self.place).open("a", encoding="utf-8") as file:
-                file.write(f"{available()}\n")
+                file.write(f"{_available()}\n")
 
 
 def growth(device: str = "cuda", n_fits: int = 5, n_steps: int = 300, width: int = 4096) -> Found:
@@ -53,7 +54,7 @@ def growth(device: str = "cuda", n_fits: int = 5, n_steps: int = 300, width: int
         place = f"looks-{number}.txt"
         _fit(device, width, n_steps, Looks(str(Path(place).absolute()), n_steps // _LOOKS))
         within.append([int(line) for line in Path(place).read_text(encoding="utf-8").split()])
-        after.append(available())
+        after.append(_available())
     return judged(after, within, n_bytes)
 
 
@@ -91,16 +92,12 @@ def _fall(looks: Sequence[int]) -> str:
     return f"{(looks[0] - looks[-1]) / max(1, len(looks) - 1) / 2**20:.0f}"
 
 
-def available() -> int:
+def _available() -> int:
     """Bytes of host memory that could be had without swapping."""
-    return _read("MemAvailable")
-
-
-def _read(name: str) -> int:
-    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith(f"{name}:"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"/proc/meminfo says nothing of {name}")
+    found = available_bytes()
+    if found is None:
+        raise OSError("neither /proc/meminfo nor a control group says how much memory there is")
+    return found
 
 
 def _net(width: int) -> nn.Module:

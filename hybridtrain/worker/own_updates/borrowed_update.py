@@ -40,7 +40,7 @@ class BorrowedUpdate:
         """The server has got other optimizers."""
         self._lent, self._begun, self.never = None, False, False
 
-    def steps(self) -> None:
+    def server_steps(self) -> None:
         """The server makes this step, and what the first one keeps is there behind it."""
         self._begun = True
 

@@ -58,7 +58,7 @@ class OwnUpdates:
         """
         borrowed = self.borrowed
         if not (is_usual(push) and self._is_ready() and borrowed.takes(push.groups)):
-            borrowed.steps()
+            borrowed.server_steps()
             return False
         tried = self._try(push, count)
         if tried is Tried.OUTDATED:

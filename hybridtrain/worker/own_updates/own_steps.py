@@ -60,7 +60,7 @@ class OwnSteps:
         age = self.made.total - self._read_at
         self._n_covered += len(covers)
         self.made.make(self._worker, self._n_covered)
-        self._untold.append(replace(push, covers=tuple(covers), age=age, later=True))
+        self._untold.append(replace(push, covers=tuple(covers), own=True, age=age, later=True))
         self._then = then
         self._read_at = self.made.total
         return self._read_at

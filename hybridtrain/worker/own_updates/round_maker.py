@@ -76,10 +76,10 @@ class RoundMaker:
         borrowed = self.borrowed
         if borrowed.never or not self.shared.may_come(number):
             borrowed.give_up()
-            borrowed.steps()
+            borrowed.server_steps()
             return False
         if not (whole and is_usual(push) and borrowed.ready() and self._takes(push)):
-            borrowed.steps()
+            borrowed.server_steps()
             self.leave(number)
             return False
         samples = push.weight if push.samples is None else push.samples

@@ -23,8 +23,7 @@ from tests.lightning.async_training.test_untold_steps import Count, Indices
 from tests.lightning.step.test_shared_rounds import (
     CASES,
     STEPS,
-    Late,
-    Writes,
+    UNUSUAL,
     by_the_server,
     trained,
 )
@@ -63,12 +62,6 @@ def test_the_bits_of_one_worker_are_those_of_the_server(case: str, made: Counter
     assert {key: a[key] for key in same} == {key: b[key] for key in same}
     assert mine.global_step == theirs.global_step == n_own + n_asked
     assert n_asked == 1, "the first makes the state"
-
-
-UNUSUAL: dict[str, dict[str, Any]] = {
-    "momentum": {"schedule": lambda o: {"scheduler": Late(o), "interval": "step"}},
-    "writes": {"kind": Writes},
-}
 
 
 @pytest.mark.parametrize("what", UNUSUAL)
