@@ -77,7 +77,7 @@ FLOORS = (
     "simulate",
 )
 COMMANDS = ("__init__.py", "__main__.py", "registration.py", "compare.py", "replay.py")
-COMMANDS += ("transcribe.py", "events.py", "vectors.py")
+COMMANDS += ("transcribe.py", "vectors.py")
 
 
 def folder(name: str) -> str:

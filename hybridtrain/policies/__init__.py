@@ -6,9 +6,6 @@ processes and no clocks.
 
 from __future__ import annotations
 
-from typing import Any
-
-from hybridtrain.policies import policy
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.deadline import Deadline
 from hybridtrain.policies.first_k import FirstK, Softsync
@@ -68,10 +65,3 @@ __all__ = [
     "Waiting",
     "make_policy",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """What policies of users' own returned in earlier versions."""
-    if name == "Regime":
-        return policy.Regime
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

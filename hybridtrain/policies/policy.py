@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from hybridtrain.protocol.facts import Fact, Order
 
@@ -54,20 +53,3 @@ class Policy(Protocol):
     def on(self, fact: Fact) -> Sequence[Order]:
         """Take one fact, return the orders that follow from it."""
         ...
-
-
-def __getattr__(name: str) -> Any:
-    """What policies of users' own returned in earlier versions."""
-    if name != "Regime":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(
-        "hybridtrain.policies.Regime(lockstep=...) is called Needs(whole_rounds=...) now",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    return _regime
-
-
-def _regime(lockstep: bool, **others: Any) -> Needs:
-    others.pop("lock_free", None)  # a matter of the exchange now
-    return Needs(whole_rounds=lockstep, **others)

@@ -350,12 +350,11 @@ class Gathered:
 @dataclass(frozen=True, slots=True)
 class Ticket:
     """The positions of a mini-batch in the epoch's order; none: the pass has no more. One that does
-    not count is run, but its gradient has no weight. ``ahead``: the next may be asked for with a
-    push. ``more``: of the mini-batches after this one, where many were asked for."""
+    not count is run, but its gradient has no weight. ``more``: the positions of the mini-batches
+    after this one, where several were asked for."""
 
     spans: Spans
     counts: bool = True
-    ahead: bool = True
     more: tuple[Spans, ...] = ()
 
 

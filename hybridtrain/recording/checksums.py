@@ -1,8 +1,4 @@
-"""Checksums that tell one gradient, one set of parameters from another.
-
-Those of version 1 knew nothing of the indices of sparse gradients, of clipping, and of states that
-user code had changed; to replay such a record, they are made as they were.
-"""
+"""Checksums of messages, gradient rows, parameters and optimizer states, as records hold them."""
 
 from __future__ import annotations
 
@@ -29,7 +25,6 @@ from hybridtrain.protocol.messages import (
     Request,
     Share,
 )
-from hybridtrain.recording.record_file import VERSION
 
 _WHOLE_BYTES = 16 * 1024  # of a smaller row everything is looked at
 _BLOCKS, _BLOCK_BYTES = 32, 64  # else so many cache lines, evenly spread
@@ -73,24 +68,17 @@ def _spread(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtyp
     return np.lib.stride_tricks.as_strided(raw, (_BLOCKS, _BLOCK_BYTES), (stride, 1))
 
 
-def checksum_of(
-    message: Request | Note, worker: int, rows: GradientRows | None, version: int = VERSION
-) -> int:
+def checksum_of(message: Request | Note, worker: int, rows: GradientRows | None) -> int:
     """What the message brings, in 32 bits: equal for equal messages, whichever process made them.
 
     Payloads of meetings do not count (they may name files or hours), only what they are about.
-
-    Args:
-        version: of the record.
     """
     match message:
         case Push():
-            told = _told(message) if version == 1 else (*_told(message), *_told_since(message))
-            told = (*told, *map(_drawn, message.draws))  # with pushes since version 3
+            told = (*_told(message), *map(_drawn, message.draws))
             return _row(repr(told), worker, rows)
         case Average(weight, absent, packed):
-            told = (weight, absent) if version == 1 else (weight, absent, _indices(packed))
-            return _row(repr(told), worker, rows)
+            return _row(repr((weight, absent, _indices(packed))), worker, rows)
         case Gather(tag, _, patient):
             said = f"{tag} {patient}"
         case Draw():
@@ -125,14 +113,10 @@ def _told(push: Push) -> tuple[Any, ...]:
         ]
     written = _writes(push.writes) if push.writes else None
     who = (push.optimizer, push.weight, push.samples, push.averaged, push.fault, push.veto)
-    return (*who, push.absent, numbers, push.members, push.loss, push.repeatable, written)
-
-
-def _told_since(push: Push) -> tuple[Any, ...]:
-    """What version 2 tells besides."""
     clip = None if push.clip is None else (push.clip.algorithm, push.clip.limit)
     state = None if push.state is None else _state(push.state)
-    return (clip, state, _indices(push.packed))
+    told = (*who, push.absent, numbers, push.members, push.loss, push.repeatable, written)
+    return (*told, clip, state, _indices(push.packed))
 
 
 def _indices(packed: Sequence[Packed]) -> list[tuple[int, int, int, int]]:
@@ -171,31 +155,31 @@ def checksum_of_parameters(store: Store) -> str:
     return found.hexdigest()
 
 
-def checksum_of_state(states: Sequence[Any], version: int = VERSION) -> str:
+def checksum_of_state(states: Sequence[Any]) -> str:
     """All bits of nested tensors, numbers and texts: the optimizers' states."""
     found = hashlib.blake2b(digest_size=16)
-    _feed(found, list(states), version)
+    _feed(found, list(states))
     return found.hexdigest()
 
 
-def _feed(found: Any, value: Any, version: int) -> None:
+def _feed(found: Any, value: Any) -> None:
     match value:
         case torch.Tensor():
             found.update(f"{value.dtype}{tuple(value.shape)}".encode())
             if value.layout == torch.strided:
                 flat = value.detach().cpu().contiguous().flatten()
                 found.update(flat.view(torch.uint8).numpy().data)
-            elif value.layout == torch.sparse_coo and version > 1:
+            elif value.layout == torch.sparse_coo:
                 whole = value.detach().coalesce()
-                _feed(found, [whole.indices(), whole.values()], version)
+                _feed(found, [whole.indices(), whole.values()])
         case Mapping():
             for key in sorted(value, key=repr):
                 found.update(repr(key).encode())
-                _feed(found, value[key], version)
+                _feed(found, value[key])
         case list() | tuple():
             found.update(str(len(value)).encode())
             for each in value:
-                _feed(found, each, version)
+                _feed(found, each)
         case int() | float() | str() | bytes() | None:
             found.update(repr(value).encode())
         case _:  # its address would be another one in another process

@@ -10,15 +10,13 @@ run's file is a record of its beginning.
 
 Each cell ends with a CRC-32 of itself, continued from that of the cell before; one that announces
 JSON has the JSON's, too. So no bit can flip, and no cell be lost or change its place, without the
-reader (:mod:`hybridtrain.recording.record_reader`) saying where. Version 1 had cells of 24 bytes
-without checksums; such records can still be read and replayed.
+reader (:mod:`hybridtrain.recording.record_reader`) saying where.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -67,20 +65,6 @@ class RecordEvent:
     at_s: float
 
 
-# What some policies' classes were called in records of earlier versions.
-_FORMER_CLASSES = {
-    "All": "WaitForAll",
-    "InTime": "Deadline",
-    "Ssp": "BoundedStaleness",
-    "Turns": "RoundRobin",
-}
-_FORMER_CLASS = re.compile(rf"\b({'|'.join(_FORMER_CLASSES)})\(")
-
-
-def _present_class(found: re.Match[str]) -> str:
-    return f"{_FORMER_CLASSES[found[1]]}("
-
-
 @dataclass(frozen=True)
 class Record:
     """What a file holds.
@@ -94,7 +78,6 @@ class Record:
     cells: np.ndarray[Any, np.dtype[np.void]]
     kinds: tuple[str, ...] = field(default=())
     n_bytes: int = 0  # of the whole file
-    version: int = VERSION  # of its format, and of the checksums of what was brought
 
     @property
     def whole(self) -> bool:
@@ -106,16 +89,13 @@ class Record:
 
     @property
     def strategy(self) -> dict[str, str]:
-        """The parts that the run's strategy was put together from, as they are written today."""
+        """The parts that the run's strategy was put together from."""
         names = ("policy", "correction", "exchange", "update")
-        known = {name: str(self.header[name]) for name in names if name in self.header}
-        return {name: _FORMER_CLASS.sub(_present_class, said) for name, said in known.items()}
+        return {name: str(self.header[name]) for name in names if name in self.header}
 
     @property
     def in_place(self) -> bool:
         """Whether workers wrote to the masters themselves, in an order that nobody knows."""
-        if (former := self.header.get("regime")) is not None:  # of earlier versions
-            return bool(former["lock_free"])
         return bool(self.header["requirements"]["parameters"] == "shared")
 
     @property

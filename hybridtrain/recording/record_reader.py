@@ -33,15 +33,11 @@ from hybridtrain.recording.record_file import (
 Cells = np.ndarray[Any, np.dtype[np.void]]
 
 _LARGEST_PIECE_BYTES = 2**26
-_FORMER_TYPE = np.dtype(TYPE.descr[:-1])  # of version 1: without checksums
 _TITLE_BYTES = len(TITLE % 1)
 _NUMBER = slice(19, 22)  # of the version, in the title
 _ALIKE = 0.75  # of a damaged title
 _CRC = struct.Struct("<I")
 _PIECE_CRC = struct.Struct("<8xI")
-
-# What some kinds of events were called in records of earlier versions.
-_FORMER_KINDS = {"Borrow": "GetState", "Told": "Progress"}
 
 
 def find_record(run: Path) -> Path:
@@ -94,30 +90,26 @@ def read_record(path: Path) -> Record:
 
 
 def _record(path: Path, content: bytes) -> Record | None:
-    version = _version(path, content)
-    kind = _FORMER_TYPE if version == 1 else TYPE
-    cells = np.frombuffer(content, kind, len(content) // kind.itemsize)
+    _check_title(path, content)
+    cells = np.frombuffer(content, TYPE, len(content) // CELL_BYTES)
     told: dict[str, Any] = {}
     keep = np.ones(len(cells), bool)
     keep[:1] = False
-    pieces = _former_pieces(content, cells) if version == 1 else _checked_pieces(content, cells)
-    for first, after, text in pieces:
+    for first, after, text in _pieces(content, cells):
         keep[first:after] = False
         if text is not None:
-            told |= _json(first * kind.itemsize, text)
+            told |= _json(first * CELL_BYTES, text)
     if "header" not in told:
         return None
     kinds, n_workers = _header(told["header"])
     places = np.flatnonzero(keep)
-    _check_events(cells[keep], places * kind.itemsize, kinds, n_workers)
-    return Record(path, told, cells[keep], kinds, len(content), version)
+    _check_events(cells[keep], places * CELL_BYTES, kinds, n_workers)
+    return Record(path, told, cells[keep], kinds, len(content))
 
 
-def _version(path: Path, content: bytes) -> int:
-    """Of the format, if the title is whole."""
+def _check_title(path: Path, content: bytes) -> None:
+    """Refuse a file that is no whole record of this version of the format."""
     title = content[:_TITLE_BYTES]
-    if title == TITLE % 1:
-        return 1
     ours = TITLE % VERSION
     if 0 < len(content) < CELL_BYTES and ours.startswith(title):
         raise UserError(f"{path}: the record ends before it has said what was run")
@@ -127,12 +119,11 @@ def _version(path: Path, content: bytes) -> int:
     if zlib.crc32(title) != _CRC.unpack_from(content, _TITLE_BYTES)[0]:
         raise _Damaged((*alike, False).index(False), "its title is not as it was written")
     number = title[_NUMBER].decode(errors="replace").strip()
-    if number not in map(str, range(2, VERSION + 1)):
+    if number != str(VERSION):
         raise UserError(
             f"{path}: this is a record of version {number}; this version of hybridtrain reads "
-            f"versions 1 to {VERSION}"
+            f"version {VERSION}"
         )
-    return int(number)
 
 
 # ---- pieces of JSON: the first and the last cell of each, and the text if it is whole ------------
@@ -140,20 +131,8 @@ def _version(path: Path, content: bytes) -> int:
 Piece = tuple[int, int, bytes | None]
 
 
-def _former_pieces(content: bytes, cells: Cells) -> Iterator[Piece]:
-    """Of version 1."""
-    size, after = _FORMER_TYPE.itemsize, 0  # cells before this one have been read
-    for number in map(int, np.flatnonzero(cells["kind"] == TELLS)):
-        if number < after:
-            continue  # within a piece
-        length, start = int(cells["print"][number]), (number + 1) * size
-        after = number + 1 + -(-length // size)
-        whole = start + length <= len(content)
-        yield number, after, content[start : start + length] if whole else None
-
-
-def _checked_pieces(content: bytes, cells: Cells) -> Iterator[Piece]:
-    """The same, while every cell's checksum is compared."""
+def _pieces(content: bytes, cells: Cells) -> Iterator[Piece]:
+    """Find the pieces of JSON; compare every cell's checksum on the way."""
     view, crcs, kinds = memoryview(content), cells["crc"].tolist(), cells["kind"].tolist()
     number, before = 1, crcs[0]
     while number < len(crcs):
@@ -200,12 +179,11 @@ def _header(said: Any) -> tuple[tuple[str, ...], int]:
     for name, kind in wanted.items():
         if not isinstance(said.get(name, kind()), kind):
             raise _Damaged(at, f"what it says of {name} makes no sense")
-    present = [_FORMER_KINDS[kind] if kind in _FORMER_KINDS else str(kind) for kind in kinds]
-    return tuple(present), workers
+    return tuple(map(str, kinds)), workers
 
 
 def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) -> None:
-    """Of version 1 this is all that shows damage.
+    """Refuse events that no run can have recorded.
 
     Args:
         at: where each lies, in bytes.

@@ -46,7 +46,7 @@ from hybridtrain.recording.checksums import (
     checksum_of_parameters,
     checksum_of_state,
 )
-from hybridtrain.recording.record_file import ENDED, NOBODY, VERSION, WOKE, Writer
+from hybridtrain.recording.record_file import ENDED, NOBODY, WOKE, Writer
 from hybridtrain.server.pushes import samples_of
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
@@ -227,12 +227,12 @@ class OwnTime:
         self._since_s[worker] = self._training_s(now_s)
 
 
-def ending(server: Server, version: int = VERSION) -> dict[str, object]:
-    """What a run has come to, for a record of this version."""
+def ending(server: Server) -> dict[str, object]:
+    """Checksums of the parameters and optimizer states that a run ended with, and its figures."""
     store, updates = server.store, server.optimizers.updates
     return {
         "parameters": None if store is None else checksum_of_parameters(store),
-        "optimizers": checksum_of_state([_plain(x.state()) for x in updates], version),
+        "optimizers": checksum_of_state([_plain(x.state()) for x in updates]),
         "stats": server.statistics.stats(),
     }
 

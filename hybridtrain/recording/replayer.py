@@ -75,7 +75,6 @@ class Replayer:
         cells: Sequence[Cell] = (),
     ) -> None:
         self._record, self._server, self._stamp = record, server, stamp
-        server.membership.queue.ahead = record.version >= 3  # before, workers asked apart
         self._check_data = check_data
         self._due: dict[int, deque[str]] = defaultdict(deque)  # the kinds of each worker's events
         for event in record.events():
@@ -164,7 +163,7 @@ class Replayer:
         if kind != event.kind:
             raise _Parted(f"{self._named(event)}: in the replay the worker's next is a {kind}")
         self._rows = GradientRows.of(self._server.store, self._rows)
-        if checksum_of(word, event.worker, self._rows, self._record.version) != event.print:
+        if checksum_of(word, event.worker, self._rows) != event.print:
             what = "its gradient, or what goes with it," if event.kind == "Push" else "what it says"
             raise _Parted(f"{self._named(event)}: in the replay {what} has other bits")
 
@@ -184,7 +183,7 @@ class Replayer:
         then = self._record.told.get("end")
         if then is None:
             return ""
-        now = ending(self._server, self._record.version)
+        now = ending(self._server)
         names = {"parameters": "final parameters", "optimizers": "optimizers' final states"}
         found = [text for name, text in names.items() if then[name] != now[name]]
         return f"after the last event: the {' and the '.join(found)} differ" if found else ""

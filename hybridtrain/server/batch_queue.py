@@ -177,7 +177,6 @@ class BatchQueue:
 
     members: set[int]
     covered: Callable[[int], int] | None = None  # mini-batches that a worker has done by itself
-    ahead: bool = True  # workers may ask for the next mini-batch with a push
     _passes: dict[LoaderPass, _Pass] = field(default_factory=dict)
     _owed: dict[int, tuple[int, tuple[DrawnBatch, ...], float]] = field(default_factory=dict)
     _told: Counter[int] = field(default_factory=Counter)  # mini-batches behind a worker's pushes
@@ -208,10 +207,10 @@ class BatchQueue:
             one.ended.add(worker)  # for loaders, a smaller one is the last
         if n == size or (n > 0 and not request.drop_last):
             drawn = one.take(worker, offered, n)
-            return Ticket(drawn, ahead=self.ahead, more=one.take_more(worker, request))
+            return Ticket(drawn, more=one.take_more(worker, request))
         if fresh and request.fills and _has_batches(request):
-            return Ticket(((0, min(size, request.length)),), False, self.ahead)
-        return Ticket((), ahead=self.ahead)
+            return Ticket(((0, min(size, request.length)),), False)
+        return Ticket(())
 
     def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
         """Positions of those who have had no mini-batch yet; for a ``fresh`` one, the first's."""

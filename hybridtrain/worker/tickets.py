@@ -68,7 +68,7 @@ class Tickets:
         newest = here[-1] if here else ticket  # the end of the pass, if it is not a whole one
         whole = total(newest.spans) == request.sizes[self._worker]
         few = len(here) <= self._few[lap] and lap not in self._under_way
-        if ticket.ahead and whole and few:
+        if whole and few:
             self._wanted[lap] = replace(request, begins=False, most=self.most)
         else:
             self._wanted.pop(lap, None)

@@ -354,21 +354,3 @@ def test_lock_step_is_known_as_such(policy: Policy) -> None:
 )
 def test_whoever_may_be_ahead_reads_a_copy(policy: Policy) -> None:
     assert not policy.begin(3).whole_rounds
-
-
-def test_a_policy_that_was_written_for_an_earlier_version_still_runs() -> None:
-    """Facts and orders lay in ``hybridtrain.events``, and ``begin`` returned a ``Regime``."""
-    import hybridtrain.events as events
-    import hybridtrain.policies as policies
-
-    with pytest.deprecated_call(match=r"policies\.Accumulate now"):
-        assert events.Hold is policies.Accumulate
-    with pytest.deprecated_call(match=r"policies\.Waiting now"):
-        assert events.Parked is policies.Waiting
-    with pytest.deprecated_call(match="policies.Apply now"):
-        assert events.Apply is policies.Apply
-    with pytest.deprecated_call(match="Needs"):
-        made = policies.Regime(lockstep=False, turns=True)
-    assert made == policies.Needs(whole_rounds=False, turns=True)
-    with pytest.raises(AttributeError, match="has no attribute 'Own'"):
-        events.Own  # noqa: B018

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import struct
 import zlib
@@ -16,7 +15,7 @@ import pytest
 from hybridtrain import replay
 from hybridtrain.errors import UserError
 from hybridtrain.recording import Record, read_record
-from hybridtrain.recording.record_file import CELL_BYTES, NOBODY, Writer
+from hybridtrain.recording.record_file import CELL_BYTES, CRC_BYTES, NOBODY, TELLS, Writer
 from hybridtrain.recording.recorded_times import times_of
 from hybridtrain.recording.recorder import KINDS
 
@@ -32,29 +31,16 @@ def events(n: int = 24) -> Iterator[Event]:
     yield ("Woke", NOBODY, 0, 0.25 * n, 0.0, 0.0)
 
 
-def written(path: Path) -> bytes:
-    """A record as it is written now."""
+def written(path: Path, header: Any = HEADER) -> bytes:
+    """A record of some events."""
+    path.unlink(missing_ok=True)
     writer = Writer(path, KINDS)
-    writer.tell({"header": HEADER})
+    writer.tell({"header": header})
     for event in events():
         writer.event(*event)
     writer.tell({"end": {"parameters": "f" * 32}})
     writer.close()
     return path.read_bytes()
-
-
-def former(header: Any = HEADER) -> bytes:
-    """The same by version 1, which had no checksums."""
-    content = b"hybridtrain record   1\n\n"
-    cell = struct.Struct("<BxHIdff")
-    for told in ({"header": header}, {"end": {"parameters": "f" * 32}}):
-        text = told if isinstance(told, bytes) else json.dumps(told).encode()
-        text = zlib.compress(text, 9)
-        content += cell.pack(255, NOBODY, len(text), 0.0, 0.0, 0.0) + text + bytes(-len(text) % 24)
-        if "header" in told:
-            for kind, *rest in events():
-                content += cell.pack(KINDS.index(kind), *rest)
-    return content
 
 
 def reading(path: Path, content: bytes) -> Record | str:
@@ -108,28 +94,6 @@ def test_what_is_cut_short_is_still_a_record_of_the_beginning(tmp_path: Path) ->
         assert isinstance(found, Record) or "ends before it has said" in found
 
 
-def test_records_of_version_1_are_read_as_before(tmp_path: Path) -> None:
-    old, new = tmp_path / "old.bin", tmp_path / "new.bin"
-    found = reading(old, former())
-    written(new)
-    now = read_record(new)
-    assert isinstance(found, Record)
-    assert (found.version, found.whole) == (1, True)
-    assert list(found.events()) == list(now.events())
-    assert times_of(found) == times_of(now)
-
-
-def test_no_damage_to_a_record_of_version_1_is_more_than_a_line(tmp_path: Path) -> None:
-    content, path, chance = former(), tmp_path / "x.bin", random.Random(0)
-    for bit in range(0, 8 * len(content), 11):
-        reading(path, flipped(content, bit))
-    for _ in range(150):
-        changed = content
-        for _ in range(chance.randint(1, 200)):
-            changed = flipped(changed, chance.randrange(8 * len(content)))
-        reading(path, changed)
-
-
 @pytest.mark.parametrize(
     ("header", "what"),
     [
@@ -143,14 +107,18 @@ def test_no_damage_to_a_record_of_version_1_is_more_than_a_line(tmp_path: Path) 
     ],
 )
 def test_a_record_that_makes_no_sense_is_damaged(tmp_path: Path, header: Any, what: str) -> None:
-    line = reading(tmp_path / "x.bin", former(header))
+    line = reading(tmp_path / "x.bin", written(tmp_path / "x.bin", header))
     assert isinstance(line, str) and "damaged at byte" in line and what in line
 
 
 def test_deeply_nested_json_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = zlib.compress(b'{"header": ' + b"[" * 200_000 + b"]" * 200_000 + b"}")
-    cell = struct.pack("<BxHIdff", 255, NOBODY, len(text), 0.0, 0.0, 0.0)
-    line = reading(tmp_path / "x.bin", b"hybridtrain record   1\n\n" + cell + text)
-    assert isinstance(line, str) and "damaged at byte 24" in line
+    nested = b'{"header": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
+    title = written(tmp_path / "x.bin")[:CELL_BYTES]
+    text = zlib.compress(nested)
+    text += bytes(-len(text) % CELL_BYTES)
+    cell = struct.pack("<BxHII12x", TELLS, NOBODY, len(text), zlib.crc32(text))
+    crc = zlib.crc32(cell, *struct.unpack_from("<I", title, CELL_BYTES - CRC_BYTES))
+    line = reading(tmp_path / "x.bin", title + cell + struct.pack("<I", crc) + text)
+    assert isinstance(line, str) and f"damaged at byte {CELL_BYTES}" in line
     assert replay.main([f"run={tmp_path / 'x.bin'}"]) == 2
     assert capsys.readouterr().err.strip().endswith(line)

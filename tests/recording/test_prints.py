@@ -42,11 +42,6 @@ def test_contributions_that_differ_in_indices_clipping_or_state_have_other_check
     assert len({checksum_of(each, 0, None) for each in averages}) == 3
 
 
-def test_a_record_of_version_1_is_compared_with_what_it_knows() -> None:
-    assert len({checksum_of(push, 0, None, version=1) for push in PUSHES}) == 1
-    assert checksum_of(Push(0, 4.0), 0, None, version=1) == 3984014776
-
-
 def test_sparse_states_differ_in_their_rows_and_values() -> None:
     def state(row: int, value: float) -> list[torch.Tensor]:
         return [torch.sparse_coo_tensor([[row]], [value], (4,), check_invariants=True)]
@@ -54,4 +49,3 @@ def test_sparse_states_differ_in_their_rows_and_values() -> None:
     states = [state(1, 2.0), state(2, 2.0), state(1, 3.0)]
     assert len({checksum_of_state(each) for each in states}) == 3
     assert checksum_of_state(state(1, 2.0)) == checksum_of_state(state(1, 2.0))
-    assert len({checksum_of_state(each, version=1) for each in states}) == 1

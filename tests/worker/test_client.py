@@ -173,7 +173,7 @@ def test_the_next_mini_batch_is_asked_for_with_a_push_and_not_again() -> None:
 
 
 def test_nothing_is_asked_for_ahead_that_will_not_be_drawn() -> None:
-    """After the last, smaller mini-batch; twice for one; where the server answers apart."""
+    """After the last, smaller mini-batch; twice for one."""
     speaker, line = client(Ticket(((0, 1),)), Released(1), Released(2))
     speaker.draw(ask_of())
     speaker.push(Push(0, 1.0))
@@ -186,12 +186,6 @@ def test_nothing_is_asked_for_ahead_that_will_not_be_drawn() -> None:
     speaker.push(Push(0, 2.0))
     speaker.push(Push(1, 2.0))  # another optimizer, of the same mini-batch
     assert line.sent[-1] == Push(1, 2.0)
-
-    speaker, line = client(Ticket(((0, 2),), ahead=False), Released(1), Ticket(((2, 4),)))
-    speaker.draw(ask_of())
-    speaker.push(Push(0, 2.0))
-    assert speaker.draw(ask_of()) == Ticket(((2, 4),))
-    assert line.sent == [ask_of(), Push(0, 2.0), ask_of()]
 
 
 def test_a_pass_that_begins_anew_forgets_what_came_ahead() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.cli.former_names import with_present_names
 from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.replay.record_header import hash_of_checkpoint
 from hybridtrain.cli.resume.config_values import changed_keys, placed, portable
@@ -96,7 +95,7 @@ def rebuilt(
     content = told["config"]
     if anyway and (edited := _edited(told)) is not None:
         content = edited
-    cfg: DictConfig = OmegaConf.create(with_present_names(placed(content, folder)))
+    cfg: DictConfig = OmegaConf.create(placed(content, folder))
     cfg.trainer.enable_progress_bar = False
     cfg.strategy.record, cfg.profile = None, False
     mute = {"_target_": "hybridtrain.cli.telemetry.mute_logger.Mute", "save_dir": str(folder)}

@@ -15,7 +15,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 import hybridtrain
-from hybridtrain.cli.former_names import with_present_names
 from hybridtrain.cli.resume.config_values import placed, portable
 from hybridtrain.cli.validation.owner_checks import check_owner
 from hybridtrain.errors import UserError
@@ -89,7 +88,7 @@ def configuration(directory: Path) -> DictConfig:
     """
     try:
         plain = OmegaConf.to_container(OmegaConf.load(directory / CONFIG), resolve=False)
-        cfg = OmegaConf.create(with_present_names(plain))
+        cfg = OmegaConf.create(plain)
         assert isinstance(cfg, DictConfig), "it is a mapping"
     except Exception as error:  # YAML's, OmegaConf's, the disk's
         raise UserError(

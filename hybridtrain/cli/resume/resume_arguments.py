@@ -18,7 +18,6 @@ from omegaconf import OmegaConf
 
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
-from hybridtrain.cli.former_names import with_present_names
 from hybridtrain.cli.resume import kept_runs
 from hybridtrain.cli.resume.config_values import changed_keys, portable
 from hybridtrain.errors import UserError
@@ -167,8 +166,7 @@ def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str
 
 def _merged(directory: Path, typed: dict[str, str]) -> list[str]:
     """The overrides that the run was started with, and what is typed now."""
-    kept = OmegaConf.to_container(OmegaConf.load(directory / kept_runs.OVERRIDES))
-    content: Any = with_present_names(kept)
+    content: Any = OmegaConf.to_container(OmegaConf.load(directory / kept_runs.OVERRIDES))
     former = {hydra_config.parse([text])[0].key_or_group: text for text in content}
     inside = str(directory.absolute())
     plain = {

@@ -15,7 +15,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.cli.explain import closest, one_line
-from hybridtrain.cli.former_names import present_name
 from hybridtrain.errors import UserError
 
 
@@ -54,8 +53,6 @@ def _check_target(key: str, node: DictConfig) -> None:
 
 
 def _load(key: str, name: str) -> Callable[..., Any]:
-    if (now := present_name(name)) != name:
-        raise UserError(f"{key}._target_={name} is called {now} in this version; give that")
     if "." in name:
         top = name.split(".")[0]
         if importlib.util.find_spec(top) is None:
