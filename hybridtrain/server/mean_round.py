@@ -5,11 +5,14 @@ gradient, as it would under all-reduce. Then a step takes two rounds: all bring 
 get the mean back; each does with it what its hooks do, all alike; all push, and one row stands for
 all. The rule of waiting is that of lock-step (:class:`hybridtrain.policies.WaitForAll`): nobody
 waits for a worker that has gone to push without asking (it abstains) or sits in a meeting.
+A worker may be lost between its mean and its push. The others push that mean, so its gradient
+counts: its successor gets the same mean, and without one its mini-batch is done.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +27,14 @@ from hybridtrain.updates.thread_pool import Pool
 _CHUNK = 256 * 1024  # elements: one thread is enough for less
 
 
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """As a worker got it, whose own gradient in it was one of ``weight`` samples."""
+
+    reply: Averaged
+    weight: float
+
+
 class Averaging:
     """Collects gradients until nobody is left who may still bring one.
 
@@ -35,6 +46,7 @@ class Averaging:
     def __init__(self, workers: Iterable[int], pool: Pool) -> None:
         self._rule, self._pool = WaitForAll(), pool
         self._asked: dict[int, Average] = {}
+        self.given: dict[int, Mean] = {}  # to workers that have not pushed yet
         for worker in workers:
             self._rule.on(Joined(worker))
 
@@ -75,7 +87,7 @@ class Averaging:
 
     def _obey(self, fact: Fact, store: Store | None) -> list[tuple[int, Averaged]]:
         reply = Averaged(())
-        freed: list[int] = []
+        freed: dict[int, Mean] = {}
         for order in self._rule.on(fact):
             match order:
                 case Apply(workers):
@@ -83,8 +95,10 @@ class Averaging:
                     asked = {w: self._asked[w] for w in workers if w in self._asked}
                     reply = average(asked, store, self._pool)
                 case Release(workers):
-                    freed += [w for w in workers if self._asked.pop(w, None) is not None]
-        return [(worker, reply) for worker in freed]
+                    asking = {w: self._asked.pop(w) for w in workers if w in self._asked}
+                    freed |= {w: Mean(reply, each.weight) for w, each in asking.items()}
+        self.given |= freed
+        return [(worker, mean.reply) for worker, mean in freed.items()]
 
 
 @torch.no_grad()

@@ -48,7 +48,8 @@ class Membership:
 
     def news_of(self, event: Removed) -> Replies:
         """The others hear who is gone, if they are to, and what it may have had a part in."""
-        news = Gone(event.worker, self.rounds.version, for_now=event.returns)
+        last = self.rounds.version if event.returns else self.rounds.last_part(event.worker)
+        news = Gone(event.worker, last, for_now=event.returns)
         return self._news(news) if event.announced else []
 
     def remove(self, event: Removed) -> Replies:

@@ -28,7 +28,7 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
-from hybridtrain.protocol.messages import Average, Averaged, DrawnBatch, Push, Reply, Writes
+from hybridtrain.protocol.messages import Average, DrawnBatch, Push, Reply, Writes
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
@@ -74,7 +74,6 @@ class Rounds:
         self._statistics, self._queue = statistics, queue
         self._averaging, self._handed_over = Averaging(workers, pool), handed_over
         self._pushes: dict[int, Push] = {}  # of those who wait
-        self._means: dict[int, Averaged] = {}  # of those who have one, and have not pushed yet
         self._ready: set[int] = set()  # who waits to begin
         self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
         self._outcome: dict[int, Stepped] = {}  # of the pushes of those who wait
@@ -147,7 +146,7 @@ class Rounds:
         self._handed_over.take(worker, push, self.store, self.optimizers)
         self._pushes[worker] = push
         self._statistics.pushed(worker, self._samples(push), push.fault, not push.later)
-        self._means.pop(worker, None)
+        self._averaging.given.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
         asks = push.age is None  # or the worker has made the update, which counts in any case
         if self._over or (asks and self.last is not None and self.version >= self.last):
@@ -157,16 +156,11 @@ class Rounds:
         return freed + self._obey(Pushed(worker, now_s, push.loss, last, empty))
 
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
-        """The worker wants the mean of all gradients before it pushes.
-
-        ``anew``: it does a step again whose mean may be there already.
-        """
+        """The worker wants the mean of all gradients, ``anew``: a lost process may have had it."""
         assert self.store is not None, "parameters are shared before gradients are averaged"
-        if anew and (mean := self._means.get(worker)) is not None:
-            return [(worker, mean)]
-        means = self._averaging.ask(worker, request, self.store)
-        self._means.update(means)
-        return [*means]
+        if anew and (mean := self._averaging.given.get(worker)) is not None:
+            return [(worker, mean.reply)]
+        return [*self._averaging.ask(worker, request, self.store)]
 
     def park(self, worker: int) -> Replies:
         """The worker waits for something else; who waits for it in a round need not any longer."""
@@ -189,6 +183,8 @@ class Rounds:
         """The worker is gone, with whatever is not part of an update."""
         self._lose_pushes([worker])
         self._ready.discard(worker)
+        if (mean := self._averaging.given.pop(worker, None)) is not None:
+            self._statistics.pushed(worker, mean.weight)
         self._statistics.left(worker)
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
 
@@ -209,6 +205,10 @@ class Rounds:
             return []
         self._averaging.miss(worker)
         return self.join(worker)  # it may have been parked
+
+    def last_part(self, worker: int) -> int:
+        """The last update that the worker has had a part in, perhaps by a mean yet to be pushed."""
+        return self.version + (worker in self._averaging.given)
 
     def settle_held(self, worker: int) -> None:
         """What the worker has contributed and is held will count, whatever becomes of it.

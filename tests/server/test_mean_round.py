@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import Average, Averaged, Done, Install, Share
+from hybridtrain.protocol.notices import Gone
 from hybridtrain.protocol.server_events import Received, Removed, Restarted
 from hybridtrain.server import mean_round
 from hybridtrain.server.mean_round import average
@@ -72,3 +75,37 @@ def test_nobody_waits_for_the_gradient_of_who_has_abstained_and_is_lost() -> Non
     served.server.on(Removed(0, announced=True, returns=True))
     assert served.bring(1, 2.0) == [(1, Averaged(()))], "nobody comes back before the update"
     assert [worker for worker, _ in served.push(1, 2.0)] == [0, 1]
+
+
+def lost(served: Served, worker: int, returns: bool) -> list[tuple[int, Any]]:
+    return served.server.on(Removed(worker, announced=True, returns=returns))
+
+
+@pytest.mark.parametrize("abstains", [False, True])
+def test_the_samples_of_a_worker_lost_behind_the_mean_are_done(abstains: bool) -> None:
+    served = Served(3, averaging=True)
+    served.bring(0, 1.0)
+    served.bring(1, 3.0)
+    served.push(2, 0.0, weight=0.0) if abstains else served.bring(2, 5.0)
+    mean = served.store.means[F32][0].item()
+    news = Gone(1, version=1)  # the update to come
+    assert lost(served, 1, returns=False)[:2] == [(0, news), (2, news)]
+    served.push(0, mean, averaged=True)
+    served.push(2, mean, averaged=True) if not abstains else None
+    assert served.server.statistics.version == 1 and served.value() == -mean
+    assert served.server.statistics.samples == 2.0 + (not abstains)
+
+
+@pytest.mark.parametrize("abstains", [False, True])
+def test_a_successor_gets_the_mean_that_the_others_have(abstains: bool) -> None:
+    served = Served(3, averaging=True)
+    served.bring(0, 1.0)
+    served.bring(1, 3.0)
+    served.push(2, 0.0, weight=0.0) if abstains else served.bring(2, 5.0)
+    mean = served.store.means[F32][0].item()
+    assert (0, Gone(1, 0, for_now=True)) in lost(served, 1, returns=True)
+    served.server.on(Restarted(1))
+    served.server.on(Received(1, Share(served.layout, averaging=True)))
+    served.server.on(Received(1, Install()))
+    assert served.bring(1, 9.0) == [(1, Averaged(()))]
+    assert served.store.means[F32][0] == mean

@@ -17,10 +17,10 @@ import torch
 
 from hybridtrain.util.anonymous_files import SharedBytes
 
-# The updates that there were (-1: blank); evaluations and ends of epochs; the number of bytes.
+# The updates that there were (or blank); evaluations and ends of epochs; the number of bytes.
 _HEAD = struct.Struct("<qqq")
 _ROOM = 32 * 1024 - _HEAD.size  # about 11 KiB are needed
-_BLANK = -1
+_BLANK = -2  # less than the version before the first
 _BEFORE, _AFTER = 0, 1  # the fetching, the push
 
 

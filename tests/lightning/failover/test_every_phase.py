@@ -1,0 +1,168 @@
+"""A worker is lost in any phase: each sample is in as many updates as there are epochs.
+
+The masters count themselves: a sample's gradient is that of one element, and Adam without memory
+moves an element by one wherever its gradient is not zero.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+from hybridtrain import HybridStrategy
+from tests.lightning.toys import make_trainer
+from tests.picking import but_slow
+
+N, SIZE, EPOCHS = 24, 2, 2  # six mini-batches of each of two workers in an epoch
+
+# The hook in which the worker is lost, and how often it has come to it before.
+PHASES = {
+    "first epoch": ("on_train_epoch_start", 0),
+    "first mini-batch": ("on_train_batch_start", 0),
+    "first forward": ("training_step", 0),
+    "forward": ("training_step", 4),
+    "before the push": ("on_before_optimizer_step", 4),
+    "behind the update": ("on_train_batch_end", 4),
+    "validation": ("validation_step", 1),
+    "second epoch": ("on_train_epoch_start", 1),
+    "last validation": ("on_validation_start", 1),
+    "last epoch's end": ("on_train_epoch_end", 1),
+    "end": ("on_train_end", 0),
+}
+STRATEGIES = (
+    "hybrid",
+    "async",
+    "backup",
+    "synchronous",
+    "k_async",
+    "k_batch_sync",
+    "k_batch_async",
+    "softsync",
+    "ssp",
+    "grace",
+    "hogwild",
+)
+MERGED = {"k_batch_sync", "k_batch_async", "softsync"}
+
+
+class Counting(pl.LightningModule):
+    """Its parameter says how many updates each sample was part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(N))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return -self.w[batch].sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", self.w[batch].sum(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([self.w], lr=1.0, betas=(0.0, 0.0), eps=1e-30)
+
+
+class Looking(Counting):
+    """Needs the mean of all gradients before it pushes."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+class Lost(pl.Callback):
+    """In this hook of the module these workers are lost, each once."""
+
+    def __init__(
+        self, module: Any, phase: str, kind: str, folder: Path, workers: tuple[int, ...] = (1,)
+    ) -> None:
+        (where, self.left), self.kind = PHASES[phase], kind
+        self.folder, self.workers = folder, workers
+        inner = getattr(module, where)
+
+        def hook(*args: Any, **options: Any) -> Any:
+            self.come(module.trainer.global_rank)
+            return inner(*args, **options)
+
+        setattr(module, where, hook)
+
+    def come(self, worker: int) -> None:
+        mark = self.folder / str(worker)
+        if self.left == 0 and worker in self.workers and not mark.exists():
+            mark.touch()
+            if self.kind == "raise":
+                raise KeyError("on purpose")
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+
+
+def lose(
+    folder: Path,
+    strategy: Any,
+    choice: str,
+    phase: str,
+    kind: str = "kill",
+    module: Any = Counting,
+    **rest: Any,
+) -> pl.Trainer:
+    pl.seed_everything(1, verbose=False)
+    trained = module()
+    lost = Lost(trained, phase, kind, folder, **rest)
+    chosen = HybridStrategy(strategy, on_failure=choice)
+    trainer = make_trainer(chosen, 2, max_epochs=EPOCHS, callbacks=[lost])
+    load = partial(DataLoader, torch.arange(N), SIZE)
+    trainer.fit(trained, load(shuffle=True), load())
+    assert list(folder.iterdir()), "nobody was lost"
+    assert trainer.current_epoch == EPOCHS
+    assert chosen.run_stats()["samples"] == N * EPOCHS
+    if strategy != "hogwild":  # whose steps may be lost to one another
+        assert trained.w.round().tolist() == [EPOCHS] * N
+    return trainer
+
+
+CASES = [
+    (strategy, choice, phase, kind)
+    for strategy in STRATEGIES
+    for choice in ("restart", "continue")
+    for phase in PHASES
+    for kind in ("kill", "raise")
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "choice", "phase", "kind"), but_slow(CASES, lambda case, n: n % 37 != 0)
+)
+def test_each_sample_counts_as_often_as_there_are_epochs(
+    tmp_path: Path, strategy: str, choice: str, phase: str, kind: str
+) -> None:
+    lose(tmp_path, strategy, choice, phase, kind)
+
+
+LOCK_STEP = (
+    "hybrid",
+    {"name": "backup", "k": 2},
+    {"name": "k_async", "k": 2},
+    {"name": "ssp", "lead": 0},
+)
+LOOKING = [
+    (strategy, choice, phase)
+    for strategy in LOCK_STEP
+    for choice in ("restart", "continue")
+    for phase in PHASES
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "choice", "phase"), but_slow(LOOKING, lambda case, n: n not in (4, 15))
+)
+def test_so_it_does_where_hooks_look_at_the_mean(
+    tmp_path: Path, strategy: Any, choice: str, phase: str
+) -> None:
+    lose(tmp_path, strategy, choice, phase, module=Looking)
