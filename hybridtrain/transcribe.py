@@ -32,6 +32,7 @@ from hybridtrain.tasks.speech.decoding.decode import Decoder, DecoderOptions, bu
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.module import SpeechModule
 from hybridtrain.util.arguments import command
+from hybridtrain.util.input_files import check_input
 
 OPTIONS: dict[str, type] = {
     "ckpt": str,
@@ -66,8 +67,7 @@ def load_module(path: str | Path) -> SpeechModule:
 
 def _read(path: Path) -> Any:
     """Plain data and tensors from a file, or one line why not."""
-    if not path.is_file():
-        raise UserError(f"there is no checkpoint {path}")
+    check_input(path, "the checkpoint")
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles
             return torch.load(path, map_location="cpu", weights_only=True)

@@ -101,7 +101,7 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
     if data is not None:
         _must_be(data, pl.LightningDataModule, "data", cfg.data)
-    step = 0 if cfg.ckpt is None else check_checkpoint(Path(cfg.ckpt), module)
+    step = 0 if cfg.ckpt is None else check_checkpoint(Path(cfg.ckpt), module, not cfg.test_only)
     loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
     callbacks = _callbacks(cfg, loggers)
     if cfg.get("resume") is not None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hybridtrain.errors import UserError
+from hybridtrain.recording.record_content import misfit_of_record
 from hybridtrain.recording.record_file import (
     CELL_BYTES,
     CRC_BYTES,
@@ -29,10 +30,12 @@ from hybridtrain.recording.record_file import (
     VERSION,
     Record,
 )
+from hybridtrain.util.input_files import open_input
 
 Cells = np.ndarray[Any, np.dtype[np.void]]
 
-_LARGEST_PIECE_BYTES = 2**26
+_LARGEST_RECORD_BYTES = 2**33  # 300 million events
+_LARGEST_PIECE_BYTES = 2**24
 _TITLE_BYTES = len(TITLE % 1)
 _NUMBER = slice(19, 22)  # of the version, in the title
 _ALIKE = 0.75  # of a damaged title
@@ -76,10 +79,8 @@ def read_record(path: Path) -> Record:
     Raises:
         UserError: if this is no record, one of another version, damaged, or nothing but its title.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: the record cannot be read ({error.strerror})") from None
+    with open_input(path, "the record", _LARGEST_RECORD_BYTES) as file:
+        content = file.read()
     try:
         record = _record(path, content)
     except _Damaged as damage:
@@ -101,7 +102,9 @@ def _record(path: Path, content: bytes) -> Record | None:
             told |= _json(first * CELL_BYTES, text)
     if "header" not in told:
         return None
-    kinds, n_workers = _header(told["header"])
+    if (misfit := misfit_of_record(told)) is not None:
+        raise _Damaged(CELL_BYTES, misfit)
+    kinds, n_workers = tuple(told["header"]["kinds"]), told["header"]["workers"]
     places = np.flatnonzero(keep)
     _check_events(cells[keep], places * CELL_BYTES, kinds, n_workers)
     return Record(path, told, cells[keep], kinds, len(content))
@@ -165,23 +168,6 @@ def _json(at: int, text: bytes) -> dict[str, Any]:
 # ---- what it says, whoever has written it --------------------------------------------------------
 
 
-def _header(said: Any) -> tuple[tuple[str, ...], int]:
-    """The kinds of events, and the number of workers."""
-    at = CELL_BYTES
-    if not isinstance(said, dict):
-        raise _Damaged(at, "it does not say what was run")
-    kinds, workers = said.get("kinds"), said.get("workers")
-    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
-        raise _Damaged(at, "it does not say what kinds of events there are")
-    if not isinstance(workers, int) or not 0 < workers < NOBODY:
-        raise _Damaged(at, f"it says that there were {str(workers)[:20]} workers")
-    wanted = {"threads": int, "server_threads": int, "policy": str, "about": dict}
-    for name, kind in wanted.items():
-        if not isinstance(said.get(name, kind()), kind):
-            raise _Damaged(at, f"what it says of {name} makes no sense")
-    return tuple(map(str, kinds)), workers
-
-
 def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) -> None:
     """Refuse events that no run can have recorded.
 
@@ -199,7 +185,7 @@ def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) 
         "a cell that is none": events["free"] != 0,
         "an event at no time": ~(np.isfinite(at_s) & (at_s >= np.maximum.accumulate(at_s))),
         "a contribution that took no time": ~(np.isfinite(own_s) & (own_s >= 0)),
-        "a contribution of no size": ~np.isfinite(events["samples"]),
+        "a contribution of no size": ~(np.isfinite(events["samples"]) & (events["samples"] >= 0)),
     }
     for what, bad in found.items():
         if bad.any():

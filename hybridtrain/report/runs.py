@@ -8,6 +8,7 @@ runs; its ``jobs.json`` says how jobs ended that could not say so themselves.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import shortened
 from hybridtrain.report.history import HISTORY_FILE, RunCurve, read_history
+from hybridtrain.util.input_files import read_text
 from hybridtrain.util.number_checks import is_number
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
@@ -146,10 +148,8 @@ def read_run(folder: Path) -> Run:
 def _mapping(path: Path, broken: list[str]) -> dict[str, Any]:
     """A JSON object; empty where there is none."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError):
+        content = json.loads(read_text(path, "the file")) if os.path.lexists(path) else {}
+    except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
         broken.append(path.name)

@@ -97,10 +97,10 @@ def test_what_is_cut_short_is_still_a_record_of_the_beginning(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("header", "what"),
     [
-        ([1], "what was run"),
-        (HEADER | {"workers": 10**9}, "1000000000 workers"),
+        ([1], "record.header is of type list"),
+        (HEADER | {"workers": 10**9}, "workers is 1000000000"),
         (HEADER | {"workers": 1}, "a worker that there was not"),
-        (HEADER | {"kinds": "Push"}, "kinds of events"),
+        (HEADER | {"kinds": "Push"}, "kinds is 'Push'"),
         (HEADER | {"kinds": ["Push"]}, "unknown kind"),
         (HEADER | {"about": None}, "about"),
         (HEADER | {"server_threads": "many"}, "server_threads"),

@@ -100,7 +100,7 @@ def test_ten_thousand_workers_are_no_trouble() -> None:
         (["network.latency_s=-1"], "network.latency_s=-1.0 was given"),
         (["compute=measured"], "compute=measured was given without from="),
         (["from=x.csv"], "compute=exponential was given with from="),
-        (["compute=measured", "from=none.csv"], "from=none.csv could not be read"),
+        (["compute=measured", "from=none.csv"], "cannot read service times from none.csv"),
         (["compute=measured", "from=x", "compute.mean_s=2"], "compute=measured has no such"),
         (["script=[{worker: 9, dies_at: 1}]"], "worker 9 was given, but 8 workers"),
         (["script=[{worker: 0, dies_at: x}]"], "dies_at must be a number"),

@@ -213,10 +213,10 @@ def test_a_malformed_rating_is_named_by_file_and_line(
 
 
 def test_a_file_that_is_not_there_or_no_text_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere cannot be read"):
+    with pytest.raises(UserError, match="cannot read the file nowhere"):
         read_triples(["nowhere"], ("u", "v", "weight"))
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match="binary cannot be read"):
+    with pytest.raises(UserError, match="binary, line 1 cannot be read"):
         read_triples([str(tmp_path / "binary")], ("u", "v", "weight"))
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"1 2 3\n" * 99)[:-9])
     with pytest.raises(UserError, match="is damaged"):

@@ -13,7 +13,9 @@ import torch
 from omegaconf import DictConfig
 
 from hybridtrain.cli.resume.config_values import portable
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import context_if_ours
+from hybridtrain.util.input_files import open_input
 
 
 def seed_all(seed: int | None, drawn: int | None = None) -> int | None:
@@ -51,7 +53,7 @@ def _checkpoints(run_dir: Path) -> list[str]:
 def hash_of_checkpoint(path: Path) -> str:
     """Of the file's content; empty if there is none."""
     try:
-        with path.open("rb") as file:
+        with open_input(path, "the checkpoint") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    except OSError:
+    except UserError:
         return ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from hybridtrain.cli.explain import one_line
 from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.replay.record_header import hash_of_checkpoint
 from hybridtrain.cli.resume.config_values import changed_keys, placed, portable
@@ -20,6 +21,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import changed_code, changed_versions, replay_fit
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.recording import Record
+from hybridtrain.recording.record_content import require_replayable
 from hybridtrain.recording.replayer import Replayed
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
@@ -73,6 +75,7 @@ def about(record: Record) -> dict[str, Any]:
     Raises:
         UserError: if it was not the command line that made it.
     """
+    require_replayable(record)
     told: dict[str, Any] = record.header["about"]
     if "config" not in told:
         raise UserError(
@@ -95,14 +98,21 @@ def rebuilt(
     content = told["config"]
     if anyway and (edited := _edited(told)) is not None:
         content = edited
-    cfg: DictConfig = OmegaConf.create(placed(content, folder))
-    cfg.trainer.enable_progress_bar = False
-    cfg.strategy.record, cfg.profile = None, False
     mute = {"_target_": "hybridtrain.cli.telemetry.mute_logger.Mute", "save_dir": str(folder)}
-    cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
-    change(cfg)
-    parts = build(cfg, [], told["drawn_seed"])
-    context = context_of(parts.trainer)
+    try:
+        cfg: DictConfig = OmegaConf.create(placed(content, folder))
+        cfg.trainer.enable_progress_bar = False
+        cfg.strategy.record, cfg.profile = None, False
+        cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
+        change(cfg)
+        parts = build(cfg, [], told["drawn_seed"])
+        context = context_of(parts.trainer)
+    except UserError:
+        raise
+    except Exception as error:  # of whatever the record says is to be made
+        raise UserError(
+            f"{record.path}: the configuration in this record makes no run: {one_line(error)}"
+        ) from error
     load = context.load_checkpoint
     vars(context)["load_checkpoint"] = Elsewhere(load, told["run_dir"], str(folder))
     return parts

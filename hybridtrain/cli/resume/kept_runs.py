@@ -19,6 +19,7 @@ from hybridtrain.cli.resume.config_values import placed, portable
 from hybridtrain.cli.validation.owner_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.util.files import fault_of, interrupted_in
+from hybridtrain.util.input_files import read_text
 
 RUN_FILE, SUMMARY_FILE = "run.json", "summary.json"
 FORMAT = 1  # of what lies in a run's directory
@@ -58,8 +59,8 @@ def check_run(directory: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
+        found = json.loads(read_text(path, "the file"))
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -14,28 +14,30 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.checkpointing.mid_epoch import read_format
+from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
 from hybridtrain.util.files import fault_of
+from hybridtrain.util.input_files import check_input
 
 
-def check_checkpoint(path: Path, module: pl.LightningModule) -> int:
+def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = True) -> int:
     """How many updates are behind the checkpoint; 0: it does not say.
+
+    Args:
+        resumes: training is to go on from it, for which more is needed than weights.
 
     Raises:
         UserError: unless ``path`` holds a Lightning checkpoint of ``module``, undamaged.
     """
     content = _load(path)
-    if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
-        raise UserError(f"ckpt={path}: this file holds no Lightning checkpoint (no state_dict)")
-    read_format(content)
-    _check_parameters(path, content["state_dict"], module)
-    step = content.get("global_step", 0)
-    return step if isinstance(step, int) else 0
+    weights = content.get("state_dict") if isinstance(content, Mapping) else None
+    if isinstance(weights, Mapping):
+        _check_parameters(path, weights, module)
+    check_content(content, f"ckpt={path}", resumes)
+    return int(content.get("global_step", 0))
 
 
 def _load(path: Path) -> Any:
-    if not path.is_file():
-        raise UserError(f"ckpt={path}: there is no such file")
+    check_input(path, "the checkpoint ckpt=")
     fault = fault_of(path) if zipfile.is_zipfile(path) else None  # older ones have no checksums
     if fault is not None:
         raise UserError(f"ckpt={path}: the file is corrupt: {fault}; choose another, or ckpt=last")
@@ -78,9 +80,9 @@ def _check_parameters(path: Path, found: Mapping[str, Any], module: pl.Lightning
     problems = [f"it lacks {x}" for x in wanted if x not in found]
     problems += [f"it has an unknown {x}" for x in found if x not in wanted]
     problems += [
-        f"{x} has shape {tuple(found[x].shape)} instead of {tuple(value.shape)}"
+        f"{x} has {_kind(found[x])} instead of {_kind(value)}"
         for x, value in wanted.items()
-        if x in found and isinstance(value, torch.Tensor) and found[x].shape != value.shape
+        if x in found and isinstance(value, torch.Tensor) and _kind(found[x]) != _kind(value)
     ]
     if problems:
         more = f", and {len(problems) - 2} more differences" if len(problems) > 2 else ""
@@ -88,3 +90,11 @@ def _check_parameters(path: Path, found: Mapping[str, Any], module: pl.Lightning
             f"ckpt={path}: this is a checkpoint of another model: {'; '.join(problems[:2])}{more}; "
             "give the model and task options it was trained with"
         )
+
+
+def _kind(value: Any) -> str:
+    """In words; tensors of another precision are of the same kind."""
+    if not isinstance(value, torch.Tensor):
+        return f"type {type(value).__name__}"
+    numbers = "" if value.is_floating_point() else f" of {value.dtype}"
+    return f"shape {tuple(value.shape)}{numbers}"

@@ -33,6 +33,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import checkpoint_plugin
 from hybridtrain.lightning.results.full_disk import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
 from hybridtrain.util.files import fault_of
+from hybridtrain.util.input_files import check_input
 
 _COARSE_S = 2.0  # clocks of file systems
 CHOICES = ("blocking", "background")
@@ -156,7 +157,10 @@ def check_whole(path: Any) -> None:
     Raises:
         UserError: if it is damaged; what is not here, or no such archive, is Lightning's to judge.
     """
-    archive = isinstance(path, str | Path) and zipfile.is_zipfile(path)
+    if not isinstance(path, str | Path) or not Path(path).exists() or Path(path).is_dir():
+        return
+    check_input(path, "the checkpoint ckpt_path=")
+    archive = zipfile.is_zipfile(path)
     if archive and (fault := fault_of(Path(path))) is not None:
         raise UserError(f"ckpt_path={str(path)!r} was given, but {fault}; give another")
 

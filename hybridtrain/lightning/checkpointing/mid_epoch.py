@@ -144,9 +144,10 @@ def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
         UserError: if a newer version of this package wrote it.
     """
     ours: dict[str, Any] | None = checkpoint.get(KEY)
-    if ours is not None and ours["format"] > FORMAT:
+    written = ours.get("format") if isinstance(ours, Mapping) else None
+    if isinstance(written, int) and written > FORMAT:
         raise UserError(
-            f"the checkpoint's key {KEY!r} has format {ours['format']}, and this version of "
+            f"the checkpoint's key {KEY!r} has format {written}, and this version of "
             f"hybridtrain reads up to {FORMAT}; update hybridtrain, or delete the key from the file"
         )
     return ours

@@ -149,5 +149,5 @@ def scheduled(trainer: pl.Trainer, told: Mapping[str, Any]) -> None:
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, PeriodicCheckpoint):
             key = f"{callback.state_key} "
-            saved = (said["batch"] for name, said in told.items() if name.startswith(key))
+            saved = (said.get("batch", 0) for name, said in told.items() if name.startswith(key))
             callback.schedule = frozenset(saved)

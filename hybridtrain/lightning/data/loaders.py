@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.update_count import precede
+from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.mid_epoch import (
@@ -261,7 +262,9 @@ class Loaders:
 
     def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """The checkpoint as Lightning is to see it; training will go on from there."""
-        if self._trainer.state.fn == "fit":
+        resumes = self._trainer.state.fn == "fit"
+        check_content(checkpoint, "ckpt_path", resumes)
+        if resumes:
             self.position.resume(read(checkpoint))
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
             if not self._client.joins:  # who comes back has the generators of who has told

@@ -23,11 +23,13 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.seed import isolate_rng
 
+from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import RunContext, context_of
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
 from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.server.server import Server
+from hybridtrain.util.input_files import open_input
 from hybridtrain.worker.client import Client
 
 _DIGITS = 16  # of a hash
@@ -100,8 +102,9 @@ def users_code() -> dict[str, str]:
 def hash_of_file(path: Path) -> str:
     """Of its content; empty if there is none."""
     try:
-        return hashlib.blake2b(path.read_bytes()).hexdigest()[:_DIGITS]
-    except OSError:
+        with open_input(path, "the file") as file:
+            return hashlib.blake2b(file.read()).hexdigest()[:_DIGITS]
+    except UserError:
         return ""
 
 
@@ -202,8 +205,8 @@ def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
         if there is None or there == here:
             continue
         which = "training data" if name == "data 0" else f"training {name}"
-        if there["kind"] != here["kind"]:
-            yield f"{which}: of type {here['kind']}, {there['kind']} in the run"
+        if there.get("kind") != here["kind"]:
+            yield f"{which}: of type {here['kind']}, {there.get('kind')} in the run"
         elif there.get("length") != here.get("length"):
             yield f"{which}: {here.get('length')} items, {there.get('length')} in the run"
         else:

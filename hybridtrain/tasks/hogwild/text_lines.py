@@ -6,7 +6,6 @@ written once, to a directory, and mapped.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.packed_files import unpacked
+from hybridtrain.util.packed_files import lines
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _MOST = 1 << 32  # numbers of rows are kept in 32 bits
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def numbered_lines(files: str | Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -31,14 +31,10 @@ def numbered_lines(files: str | Sequence[str]) -> Iterator[tuple[str, str]]:
         raise UserError("data.files is empty; name at least one text file")
     for name in [files] if isinstance(files, str) else files:
         found = False
-        try:
-            with unpacked(Path(name).expanduser()) as file:
-                for number, line in enumerate(io.TextIOWrapper(file, "utf-8"), 1):
-                    if text := line.partition("#")[0].strip():
-                        found = True
-                        yield f"{name}, line {number}", text
-        except UnicodeDecodeError as error:
-            raise UserError(f"{name} cannot be read: {error}") from error
+        for number, line in lines(Path(name)):
+            if text := line.partition("#")[0].strip():
+                found = True
+                yield f"{name}, line {number}", text
         if not found:
             raise UserError(f"{name} is empty; give a file with one example on each line")
 
@@ -72,12 +68,12 @@ class Columns:
 
 
 def number(text: str, where: str, what: str) -> float:
-    """Raises ``UserError`` if that is none, or not finite."""
+    """Raises ``UserError`` if that is none, or not finite as float32."""
     try:
         value = float(text)
     except ValueError:
         value = np.nan
-    if not np.isfinite(value):
+    if not abs(value) <= _LARGEST:
         raise UserError(f"{where}: {what} {text!r} is no finite number")
     return value
 

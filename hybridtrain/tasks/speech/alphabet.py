@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.input_files import read_text
 
 ENGLISH = " abcdefghijklmnopqrstuvwxyz'"  # 28 symbols, the order of DeepSpeech's alphabet.txt
 
@@ -33,10 +34,7 @@ class Alphabet:
         One character per line, the line number is the label; lines that start with ``#`` are
         comments, ``\\#`` is the character ``#`` itself.
         """
-        try:
-            lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the alphabet file {path}: {error}") from error
+        lines = read_text(path, "the alphabet file").splitlines()
         symbols = [line.removeprefix("\\") if line == "\\#" else line for line in lines]
         for number, (line, symbol) in enumerate(zip(lines, symbols, strict=True), start=1):
             if len(symbol) != 1 and not line.startswith("#"):

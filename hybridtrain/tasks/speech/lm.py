@@ -18,15 +18,18 @@ an n-gram that was not seen, the file holds a normalised model.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.input_files import read_text
 
 Ngram = tuple[str, ...]
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
+_HEAD = re.compile(r"\\(\d{1,2})-grams:")
 NEVER = -99.0  # ARPA's log10 of zero
 
 
@@ -71,7 +74,8 @@ class NgramModel:
         order = 0
         for number, line in enumerate(_lines(path), 1):
             if line.startswith("\\"):
-                order = int(line[1:].split("-")[0]) if line.endswith("-grams:") else 0
+                head = _HEAD.fullmatch(line)
+                order = int(head[1]) if head else 0
             elif order and line:
                 try:
                     _read_ngram(line, order, log10, backoff)
@@ -146,12 +150,7 @@ def _discount(table: Counter[Ngram]) -> float:
 
 
 def _lines(path: str | Path) -> list[str]:
-    try:
-        return [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not text: expected UTF-8") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return [line.strip() for line in read_text(path, "the text").splitlines()]
 
 
 def _read_ngram(
@@ -161,9 +160,16 @@ def _read_ngram(
     ngram = tuple(parts[1 : order + 1])
     if len(ngram) != order or len(parts) > order + 2:
         raise ValueError(line)
-    log10[ngram] = float(parts[0])
+    log10[ngram] = _finite(parts[0])
     if len(parts) == order + 2:
-        backoff[ngram] = float(parts[-1])
+        backoff[ngram] = _finite(parts[-1])
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -5,7 +5,9 @@ Legend: V words, D dimensions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ import numpy as np
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words.vector_files import Vectors, rank_correlation, read_vectors, unit
+from hybridtrain.util.input_files import read_text
 
 
 class Analogies(NamedTuple):
@@ -160,17 +163,13 @@ def _terms(question: str, known: dict[str, int]) -> Iterator[tuple[float, str]]:
 
 def _lines(path: Path) -> Iterator[tuple[int, list[str]]]:
     """Numbers from 1, and words; not of those that are empty or a comment."""
-    if not path.is_file():
-        raise UserError(f"there is no file {path}")
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, 1):
-            if (words := line.split()) and not line.startswith("#"):
-                yield number, words
+    for number, line in enumerate(read_text(path, "the questions").splitlines(), 1):
+        if (words := line.split()) and not line.startswith("#"):
+            yield number, words
 
 
 def _scored(path: Path) -> Iterator[tuple[str, str, float]]:
     for _, words in _lines(path):
-        try:
-            yield words[0], words[1], float(words[2].replace(",", "."))
-        except (IndexError, ValueError):
-            continue
+        with suppress(IndexError, ValueError):
+            if math.isfinite(score := float(words[2].replace(",", "."))):
+                yield words[0], words[1], score

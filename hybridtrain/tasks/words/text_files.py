@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.input_files import check_input
 from hybridtrain.util.packed_files import unpacked
 
 LONGEST = 1 << 20  # bytes of a line that are looked at together
+LONGEST_WORD = 1 << 24
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
 TOKENS = ("words", "spaces")
 ERRORS = ("strict", "replace", "ignore")
@@ -44,8 +46,7 @@ class TextFiles:
         if not self.files:
             raise UserError("data.files is empty; name at least one text file")
         for file in self.files:
-            if not file.is_file():
-                raise UserError(f"data.files: there is no file {file}; give paths of text files")
+            check_input(file, "data.files:")
         self._split = _WORD.findall if tokens == "words" else str.split
         self._lower, self._errors = lower, errors
 
@@ -56,7 +57,7 @@ class TextFiles:
 
     def _of(self, path: Path) -> Iterator[tuple[list[str], bool]]:
         with unpacked(path) as file:
-            for number, block, ends in blocks(file):
+            for number, block, ends in blocks(path, file):
                 yield self._words(path, number, block), ends
 
     def _words(self, path: Path, number: int, block: bytes) -> list[str]:
@@ -70,7 +71,7 @@ class TextFiles:
         return self._split(text.lower() if self._lower else text)
 
 
-def blocks(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
+def blocks(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
     """Number of the line, bytes of it that are cut at a space, whether it ends there."""
     number, left = 1, b""
     while line := file.readline(LONGEST):
@@ -80,6 +81,10 @@ def blocks(file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
             line, left = line[:cut], line[cut:]
         elif not ends:  # within a word; or the file's last
             left = line
+            if len(left) > LONGEST_WORD:
+                raise UserError(
+                    f"{path}, line {number}: {len(left):,} bytes without a space are no text"
+                )
             continue
         yield number, line, ends
         number += ends

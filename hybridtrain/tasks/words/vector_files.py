@@ -22,6 +22,10 @@ from hybridtrain.util.packed_files import unpacked
 
 Vectors = NDArray[np.float32]
 _ROWS = 10_000  # written at once
+_DIMENSIONS = 2**16  # at most
+_WORD_BYTES = 2**16  # of a word, or of the first line
+_NUMBER_BYTES = 64  # of a number as text
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def is_binary(path: Path) -> bool:
@@ -48,33 +52,36 @@ def read_vectors(path: Path) -> tuple[list[str], Vectors]:
     Raises:
         UserError: if the file is missing, or is not in one of the formats.
     """
-    if not path.is_file():
-        raise UserError(f"there is no file {path}; name one that a run has written")
     with unpacked(path) as file:
         return _read(path, file)
 
 
 def _read(path: Path, file: BinaryIO) -> tuple[list[str], Vectors]:
     try:
-        n, dim = map(int, file.readline().split())
+        n, dim = map(int, file.readline(_WORD_BYTES).split())
         words, vectors = [], np.empty((n, dim), dtype=np.float32)
     except (ValueError, MemoryError):
+        n = dim = 0
+    if n < 1 or not 1 <= dim <= _DIMENSIONS:
         raise UserError(
-            f"{path} does not begin with the number of words and dimensions; give a file in "
-            "word2vec's text or binary format"
-        ) from None
-    binary = is_binary(path)
+            f"{path} does not begin with the number of words and dimensions (1 to "
+            f"{_DIMENSIONS:,}); give a file in word2vec's text or binary format"
+        )
+    read = _binary if is_binary(path) else _text
     for row in range(n):
-        word, numbers = (_binary if binary else _text)(file, dim)
-        if len(numbers) != dim:
+        word, numbers = read(file, dim)
+        if not word or len(numbers) != dim or not (np.abs(numbers) <= _LARGEST).all():
             raise UserError(f"{path} ends or is damaged at word {row + 1} of {n}; write it again")
         words.append(word)
         vectors[row] = numbers
+    if file.read(_WORD_BYTES).strip():
+        raise UserError(f"{path} goes on behind its {n} words; write it again")
     return words, vectors
 
 
 def _text(file: BinaryIO, dim: int) -> tuple[str, Any]:
-    word, _, rest = file.readline().rstrip(b"\n").partition(b" ")
+    line = file.readline(_WORD_BYTES + _NUMBER_BYTES * dim)
+    word, _, rest = line.rstrip(b"\n").partition(b" ")
     try:
         return word.decode("utf-8", "replace"), [float(each) for each in rest.split()]
     except ValueError:
@@ -83,7 +90,7 @@ def _text(file: BinaryIO, dim: int) -> tuple[str, Any]:
 
 def _binary(file: BinaryIO, dim: int) -> tuple[str, Any]:
     letters = bytearray()
-    while (letter := file.read(1)) not in (b" ", b""):
+    while (letter := file.read(1)) not in (b" ", b"") and len(letters) < _WORD_BYTES:
         if letter != b"\n":
             letters += letter
     found = file.read(4 * dim)

@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.input_files import read_text
 from hybridtrain.worlds.virtual.service_times import Draw, check_slower
 
 
@@ -77,13 +78,10 @@ def read_times(path: Path) -> dict[int, list[float]]:
     Raises:
         UserError: naming the file and what is wrong with it.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"from={path} could not be read: {error}") from error
+    text = read_text(path, "service times from")
     try:
         pairs = list(_json(text) if path.suffix == ".json" else _csv(text))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, csv.Error) as error:
         raise UserError(
             f"from={path} holds no service times ({error}); wanted: a .json file of worker -> "
             "list of seconds, or a CSV file with the columns worker and seconds"

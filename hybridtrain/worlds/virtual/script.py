@@ -18,10 +18,10 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.input_files import read_text
 from hybridtrain.util.number_checks import is_number
 
 Finish = Callable[[float, float], float]  # begin, seconds of work at full speed -> end
@@ -160,13 +160,10 @@ def read_script(text: str) -> Script:
 
     source = text
     if text.endswith((".yaml", ".yml")):
-        try:
-            source = Path(text).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"script={text} could not be read: {error}") from error
+        source = read_text(text, "the script")
     try:
         entries = yaml.safe_load(source)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         where = " ".join(str(error).split())
         raise UserError(f"script={text} is no YAML: {where}") from error
     if not isinstance(entries, list):
@@ -180,7 +177,7 @@ def _events(entry: Any) -> Iterable[Event]:
     for worker in workers if isinstance(workers, list | tuple) else [workers]:
         if type(worker) is not int or worker < 0:
             raise UserError(f"script: {entry} was given; a worker is a whole number from 0 on")
-        match sorted(keys):
+        match sorted(keys, key=str):
             case ["dies_at", "worker"]:
                 yield Dies(_seconds(entry, "dies_at"), worker)
             case ["joins_at", "worker"]:

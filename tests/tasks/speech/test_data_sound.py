@@ -97,7 +97,7 @@ def test_missing_empty_and_foreign_files_are_named(tmp_path: Path):
     (tmp_path / "text.wav").write_text("no sound")
     soundfile.write(tmp_path / "empty.wav", np.zeros(0), 16000)
     for name, message in (
-        ("gone.wav", "gone.wav does not exist"),
+        ("gone.wav", "gone.wav: there is no such file"),
         ("text.wav", "text.wav.*not audio"),
         ("empty.wav", "empty.wav holds no sound"),
     ):

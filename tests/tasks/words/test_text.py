@@ -122,7 +122,7 @@ def test_too_little_text_ends_a_run_with_the_same_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"files": "nowhere.txt"}, "there is no file nowhere.txt"),
+        ({"files": "nowhere.txt"}, "nowhere.txt: there is no such file"),
         ({"files": []}, "data.files is empty"),
         ({"files": __file__, "tokens": "letters"}, "tokens=letters .* words, spaces"),
         ({"files": __file__, "encoding_errors": "hide"}, "encoding_errors=hide .* strict, replace"),

@@ -12,7 +12,6 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.decoding.decode import DecoderOptions
 from hybridtrain.tasks.speech.lm import NgramModel
+from hybridtrain.util.input_files import open_input, read_text
 
 IMPOSSIBLE = -1e4  # log-probability of other labels in the frame that ends the last word
 
@@ -127,13 +127,12 @@ def _quiet() -> Iterator[None]:
 
 def read_lexicon(options: DecoderOptions, alphabet: Alphabet) -> list[str]:
     """The words to choose from: the lexicon's, else the ARPA model's; only those we can spell."""
-    path = Path(options.lexicon or str(options.lm))
-    if not path.is_file() or not Path(str(options.lm)).is_file():
-        missing = path if not path.is_file() else options.lm
-        raise UserError(f"there is no file {missing}: give a language model (ARPA or KenLM binary)")
+    path = options.lexicon or str(options.lm)
+    with open_input(str(options.lm), "the language model (ARPA or KenLM binary)") as file:
+        binary = file.read(6) == b"mmap l"
     if options.lexicon:
-        words = path.read_text(encoding="utf-8").split()
-    elif path.read_bytes()[:6].startswith(b"mmap l"):
+        words = read_text(path, "the lexicon").split()
+    elif binary:
         raise UserError(f"{path} is a KenLM binary, which hides its words: add lexicon=FILE")
     else:
         words = NgramModel.read(path).words

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.input_files import check_input
 
 try:
     import soundfile
@@ -20,6 +21,9 @@ except ImportError as error:
         f"speech needs the package {error.name}: pip install 'hybridtrain[speech]'"
     ) from error
 
+RATES_HZ = (1_000, 1_000_000)
+LONGEST_S = 12 * 3600
+LOUDEST = 2.0**16  # floating point files may exceed 1; NaN and 1e30 are damage
 UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0xFFFFFFFF)  # what writers to a pipe put for "until the end"
 
 
@@ -34,8 +38,10 @@ class AudioInfo:
 def probe(path: str | Path) -> AudioInfo:
     """Read the header only, about 0.1 ms, and see that the sound it promises is there.
 
-    Raises ``UserError`` that names the file if it is missing, not audio, empty or truncated.
+    Raises ``UserError`` that names the file if it is missing, not audio, empty, truncated, longer
+    than 12 hours, or of a rate that no recorder has.
     """
+    check_input(path, "the audio file")
     try:
         with soundfile.SoundFile(str(path)) as file:
             frames, rate = file.frames, file.samplerate
@@ -45,6 +51,12 @@ def probe(path: str | Path) -> AudioInfo:
         raise UserError(_why(path, error)) from error
     if frames <= 0:
         raise UserError(f"the audio file {path} holds no sound")
+    if not RATES_HZ[0] <= rate <= RATES_HZ[1] or frames > LONGEST_S * rate:
+        raise UserError(
+            f"the audio file {path} says that it has {frames} samples at {rate} Hz; a rate is "
+            f"{RATES_HZ[0]:,} to {RATES_HZ[1]:,} Hz, and a sound has at most {LONGEST_S // 3600} "
+            "hours: convert or cut it"
+        )
     return AudioInfo(frames, rate)
 
 
@@ -62,6 +74,8 @@ def load_audio(path: str | Path, sample_rate: int, start: int = 0, frames: int =
         raise UserError(_why(path, error)) from error
     if len(samples) < expected:
         raise UserError(f"the audio file {path} is truncated: {len(samples)} of {expected} samples")
+    if not np.abs(samples).max(initial=0.0) < LOUDEST:
+        raise UserError(f"the audio file {path} holds numbers that are no sound: write it again")
     return resample(samples.mean(axis=1, dtype=np.float32), rate, sample_rate)
 
 
@@ -103,6 +117,4 @@ def _missing_wav_bytes(path: Path) -> int:
 
 
 def _why(path: str | Path, error: Exception) -> str:
-    if not Path(path).is_file():
-        return f"the audio file {path} does not exist"
     return f"cannot read the audio file {path} ({str(error).rstrip('.')}): damaged or not audio"

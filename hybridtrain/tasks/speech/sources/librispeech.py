@@ -12,6 +12,7 @@ from pathlib import Path
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance
+from hybridtrain.util.input_files import read_text
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,7 @@ class LibriSpeech:
 
 
 def _read(transcripts: Path) -> list[Utterance]:
-    try:
-        lines = transcripts.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {transcripts}: {error}") from error
+    lines = read_text(transcripts, "the transcripts").splitlines()
     return [
         _utterance(transcripts, number, line)
         for number, line in enumerate(lines, start=1)

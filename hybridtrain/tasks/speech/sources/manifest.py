@@ -8,14 +8,17 @@ are ignored. Several files are merged and sorted by ascending ``wav_filesize``.
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance
+from hybridtrain.util.input_files import read_text
 
 REQUIRED = ("wav_filename", "transcript")
+LARGEST_BYTES = 2**50  # of a sound file
 HELD_OUT = 20  # without data.val every 20th training row is kept for validation
 
 Files = str | Sequence[str] | None
@@ -67,12 +70,11 @@ class CsvManifest:
 
 def read_manifest(path: Path) -> list[Utterance]:
     """All rows of one CSV file in file order; ``UserError`` if it is not a manifest."""
+    reader = csv.DictReader(io.StringIO(read_text(path, "the manifest", "utf-8-sig"), newline=""))
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            _require_columns(path, reader.fieldnames or ())
-            return [_utterance(path, reader.line_num, row) for row in reader]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        _require_columns(path, reader.fieldnames or ())
+        return [_utterance(path, reader.line_num, row) for row in reader]
+    except csv.Error as error:
         raise UserError(f"cannot read the manifest {path}: {error}") from error
 
 
@@ -82,7 +84,9 @@ def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
     try:
         filesize = int(size)
     except ValueError:
-        raise UserError(f"{origin}: wav_filesize={size!r} is not a number of bytes") from None
+        filesize = -1
+    if not 0 <= filesize < LARGEST_BYTES:
+        raise UserError(f"{origin}: wav_filesize={size[:40]!r} is not a number of bytes")
     file = str(path.parent / (row["wav_filename"] or ""))  # an absolute name stays itself
     return Utterance(file, row["transcript"] or "", (Clip(file),), origin, filesize)
 

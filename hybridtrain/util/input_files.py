@@ -1,0 +1,80 @@
+"""The boundary for files that a user names: kind and size are checked before anything is read.
+
+A path may lead to a FIFO, which blocks the process that opens it; to a device, which never ends;
+or to a file larger than memory. All readers open their files here, or ask here before a library
+opens them by name.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from io import BufferedReader
+from pathlib import Path
+
+from hybridtrain.errors import UserError
+
+TEXT_BYTES = 2**30  # of a text that is read as a whole
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_input(path: str | Path, what: str, most_bytes: int | None = None) -> BufferedReader:
+    """Open a regular file to read its bytes. Opening never waits.
+
+    Args:
+        path: as the user has given it.
+        what: the file is to be, for the complaint: ``the alphabet file``.
+        most_bytes: that a file of this kind may have.
+
+    Raises:
+        UserError: if it cannot be opened, is no regular file, or is too large.
+    """
+    try:
+        fd = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError, RuntimeError) as error:  # zero bytes; the home of a stranger
+        raise _refused(path, what, reason_of(error)) from error
+    found = os.fstat(fd)
+    fault = None
+    if not stat.S_ISREG(found.st_mode):
+        fault = f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'of a strange kind')}, no file"
+    elif most_bytes is not None and found.st_size > most_bytes:
+        fault = f"it has {found.st_size:,} bytes, and at most {most_bytes:,} are read"
+    if fault is not None:
+        os.close(fd)
+        raise _refused(path, what, fault)
+    return open(fd, "rb")  # noqa: PTH123  (a descriptor)
+
+
+def check_input(path: str | Path, what: str, most_bytes: int | None = None) -> None:
+    """The same, before a library opens the file by its name."""
+    open_input(path, what, most_bytes).close()
+
+
+def read_text(path: str | Path, what: str, encoding: str = "utf-8") -> str:
+    """The whole text of a file.
+
+    Raises:
+        UserError: as :func:`open_input`, and if the file is no text.
+    """
+    with open_input(path, what, TEXT_BYTES) as file:
+        try:
+            return file.read().decode(encoding)
+        except (OSError, UnicodeDecodeError) as error:
+            raise _refused(path, what, reason_of(error)) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file could not be read, in a few words."""
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+def _refused(path: str | Path, what: str, reason: str) -> UserError:
+    return UserError(f"cannot read {what} {path}: {reason}")
