@@ -11,6 +11,7 @@ worker's own copy, brought up to date with every release.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -252,6 +253,11 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         if self._count is not None and self._session is not None and self.is_global_zero:
             version, self._snapshot = self._session.snapshot()
             self._count.reach(version)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Copies, where others write meanwhile: a file's checksums are of what the file holds."""
+        state = super().lightning_module_state_dict()
+        return deepcopy(state) if self.requirements.in_place and self.is_global_zero else state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Moments from the server, hyper-parameters from this worker's optimizer."""

@@ -15,7 +15,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CUDAAccelerator
-from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridStrategy
@@ -324,6 +328,22 @@ def test_a_checkpoint_goes_on_elsewhere_and_one_from_elsewhere_here(tmp_path: Pa
     state, steps = kept(tmp_path / "k")
     assert steps == 36 + 12
     assert {float(each["step"]) for each in state["state"].values()} == {48.0}
+
+
+class Private(pl.Callback):
+    """Whether others can write to what a checkpoint is made of, while it is written."""
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+        state, live = checkpoint["state_dict"], module.state_dict()
+        for name in state if trainer.is_global_zero else ():
+            assert torch.equal(state[name], live[name])
+            assert state[name].data_ptr() != live[name].data_ptr(), name
+
+
+def test_nobody_writes_to_a_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)
+    fit("hogwild", 1, 4, callbacks=[keep, Private()], enable_checkpointing=True)
+    assert list(tmp_path.iterdir())
 
 
 class Embedded(pl.LightningModule):
