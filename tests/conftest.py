@@ -24,6 +24,13 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # what is imported stays: looking through it all took a third of the collection
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """``-n auto``: slow tests wait half of their time for other processes, so two for each core."""
+    asked: str = config.getoption("markexpr") or ""
+    slow = re.search(r"(?<!not )\bslow\b", asked) is not None
+    return 2 * (os.cpu_count() or 1) if slow else None
+
+
 def pytest_collection_finish() -> None:
     """Garbage is looked for again, but not among what has been imported."""
     gc.freeze()

@@ -77,13 +77,17 @@ def zygotes() -> Iterator[list[Zygote]]:
 
 
 @pytest.fixture
-def zygote(zygotes: list[Zygote]) -> Zygote:
-    """Forks command lines as processes; another one if a test was cut off while it waited."""
+def zygote(zygotes: list[Zygote]) -> Iterator[Zygote]:
+    """Forks command lines as processes; nothing of a test that has failed stays for the next.
+
+    Another one if a test was cut off while it waited.
+    """
     if zygotes and zygotes[-1].busy:
         zygotes.pop().close()
     if not zygotes:
         zygotes.append(Zygote())
-    return zygotes[-1]
+    yield zygotes[-1]
+    zygotes[-1].clear()
 
 
 @pytest.fixture

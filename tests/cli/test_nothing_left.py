@@ -61,6 +61,15 @@ def test_ranks_of_ddp_end_with_the_process_that_has_started_them(
     is_clean_after("parent", zygote.start(tmp_path, *BUSY, "strategy=ddp"), 1 + 2 + 4)
 
 
+def test_nothing_is_left_of_a_run_whose_test_has_failed(zygote: Zygote, tmp_path: Path) -> None:
+    run = zygote.start(tmp_path, "-m", *BUSY[:-1], "hydra.sweep.dir=.", "strategy=hybrid,async")
+    run.until("reached")
+    assert len(run.processes()) >= 1 + 1 + 2 + 4
+    zygote.clear()
+    assert run.processes() == []
+    assert run.status() == -signal.SIGKILL
+
+
 # Whatever is run, and however it ends ----------------------------------------------------------
 
 RUNS = {
@@ -74,14 +83,21 @@ RUNS = {
     "ddp-spawn": ["strategy=ddp", "strategy.start_method=spawn"],
     "ddp-popen": ["strategy=ddp", "strategy.start_method=popen"],
 }
+ENDS = ("parent", "worker", "all", "SIGTERM", "SIGINT", "exception", "end")
+# Their processes import everything anew: each has half of the ends, each end half of them.
+FRESH = {
+    "spawn": ("parent", "worker", "SIGTERM", "exception"),
+    "forkserver": ("parent", "all", "SIGINT", "end"),
+    "ddp-spawn": ("parent", "worker", "SIGINT", "end"),
+    "ddp-popen": ("parent", "all", "SIGTERM", "exception"),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)  # importing all in nine processes afresh takes a busy machine a while
 @pytest.mark.parametrize(
-    "end", ["parent", "worker", "all", "SIGTERM", "SIGINT", "exception", "end"]
+    ("kind", "end"), [(kind, end) for kind in RUNS for end in FRESH.get(kind, ENDS)]
 )
-@pytest.mark.parametrize("kind", RUNS)
 def test_nothing_is_left_of_any_run(kind: str, end: str, zygote: Zygote, tmp_path: Path) -> None:
     more = {"exception": ["model.fail_at=20"], "end": ["trainer.max_epochs=1"]}.get(end, [])
     run = zygote.start(tmp_path, *BUSY, *RUNS[kind], *more)

@@ -67,10 +67,17 @@ class Zygote:
             found += [child for child, parent in parents.items() if parent == pid]
         return found[1:]
 
+    def clear(self) -> None:
+        """End whatever is left of its runs; what they start meanwhile is ended, too."""
+        while found := self.descendants():
+            for pid in found:
+                _kill(pid)
+            time.sleep(0.01)
+
     def close(self) -> None:
         """End it, and whatever is left of its runs."""
-        for pid in (*self.descendants(), self._process.pid):
-            _kill(pid)
+        self.clear()
+        _kill(self._process.pid)
         self._process.wait()
         shutil.rmtree(self.temporary)
         for stream in (self._process.stdin, self._process.stdout):

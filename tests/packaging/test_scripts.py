@@ -67,9 +67,22 @@ def test_train_passes_every_argument_on_and_stays_in_the_users_folder(complete: 
     assert done.stderr == ""
 
 
-def test_test_runs_pytest_in_the_repository(complete: Path) -> None:
-    done = script("test.sh", complete, "-k", "one or two")
-    assert done.stdout.splitlines() == [str(ROOT), "-m", "pytest", "-k", "one or two"]
+ALL, SLOW = ["-n", "auto", "--maxprocesses", "4"], ["-n", "auto", "--maxprocesses", "8"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "before"),
+    [
+        (["-k", "one or two"], []),
+        ([], ALL),
+        (["-m", "slow", "-k", "one or two"], [*SLOW, "--dist", "worksteal"]),
+    ],
+)
+def test_test_runs_pytest_in_the_repository(
+    complete: Path, arguments: list[str], before: list[str]
+) -> None:
+    done = script("test.sh", complete, *arguments)
+    assert done.stdout.splitlines() == [str(ROOT), "-m", "pytest", *before, *arguments]
 
 
 def test_a_complete_environment_costs_next_to_nothing(complete: Path) -> None:

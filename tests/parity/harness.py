@@ -40,12 +40,16 @@ class Job:
 
     @property
     def place(self) -> str:
-        return self.where or ("cuda" if self.case.gpu else "cpu")
+        return self.where or self._usual
 
     @property
     def name(self) -> str:
         what = f"{self.case.id.replace('/', '-')}-{self.strategy}-{self.workers}"
-        return f"{what}-{self.where}" if self.where else what
+        return what if self.place == self._usual else f"{what}-{self.place}"
+
+    @property
+    def _usual(self) -> str:
+        return "cuda" if self.case.gpu else "cpu"
 
 
 @dataclass(frozen=True, slots=True)

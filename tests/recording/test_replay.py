@@ -294,24 +294,31 @@ def test_a_killed_run_is_replayed_as_far_as_its_record_goes(tmp_path: Path) -> N
 
 
 class Fails(Rich):
-    """Worker 1 fails in the middle, in every run, or is killed in the first."""
+    """Worker 1 fails in the middle, in every run, or is killed in the first.
 
-    def __init__(self, killed_below: int | None = None) -> None:
+    The others wait for that in the same epoch: alone they might make all of its mini-batches.
+    """
+
+    def __init__(self, mark: Path, killed_below: int | None = None) -> None:
         super().__init__()
-        self.killed_below = killed_below
+        self.mark, self.killed_below = mark, killed_below
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        if (self.current_epoch, batch_idx, self.global_rank) != (1, 2, 1):
+        if self.current_epoch != 1:
             return
-        if self.killed_below is None:
-            raise RuntimeError("on purpose")
-        if os.getppid() == self.killed_below:
-            os.kill(os.getpid(), signal.SIGKILL)
+        while self.global_rank != 1 and batch_idx > 0 and not self.mark.exists():
+            time.sleep(0.01)
+        if self.global_rank == 1:
+            self.mark.touch()
+            if self.killed_below is None:
+                raise RuntimeError("on purpose")
+            if os.getppid() == self.killed_below:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("policy", by_default(POLICIES, "async"))
 def test_a_worker_that_fails_fails_again_in_the_replay(tmp_path: Path, policy: Any) -> None:
-    run = Run(tmp_path, policy, module=Fails)
+    run = Run(tmp_path, policy, module=lambda: Fails(tmp_path / "mark"))
     with pytest.raises(RuntimeError, match="on purpose"):
         run.record()
     record = read_record(find_record(tmp_path))
@@ -324,7 +331,7 @@ def test_a_worker_that_fails_fails_again_in_the_replay(tmp_path: Path, policy: A
 def test_a_worker_that_was_killed_is_gone_in_the_replay_as_well(
     tmp_path: Path, policy: Any
 ) -> None:
-    run = Run(tmp_path, policy, module=lambda: Fails(os.getpid()))
+    run = Run(tmp_path, policy, module=lambda: Fails(tmp_path / "mark", os.getpid()))
     with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
         run.record()
     record = read_record(find_record(tmp_path))
