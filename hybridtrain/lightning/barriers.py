@@ -53,12 +53,22 @@ class WorkerBarriers(SingleHost):
 
     def flush(self) -> None:
         """All hand over what their own steps have come to, unless not all come here."""
-        if self._session is None or not self._all_come:
-            return
-        owed = self._session.owes
-        self._session.flush()
+        if self._session is not None and self._all_come:
+            self._hand_over(self._session)
+
+    def _hand_over(self, session: Session) -> None:
+        owed = session.owes
+        session.flush()
         if owed and self._loaders is not None:
             self._loaders.commit()
+
+    def _come(self, to: str) -> None:
+        """The others are to exchange, or to save, while this worker waits patiently."""
+        assert self._session is not None, "it trains"
+        if to == "round":
+            self._hand_over(self._session)
+        else:
+            self._session.gather_states()
 
     @property
     def _all_come(self) -> bool:

@@ -126,6 +126,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> None:
         """From now on this process is a worker; ``back``: instead of one that was lost."""
         self._client, self._back = client, back
+        client.called = self._come
         self._collectives = Collectives(client, self.root_device)
         rank_zero_only.rank = client.worker  # type: ignore[attr-defined]
         self._loaders = Loaders(trainer, client, self.requirements, self.data_options)

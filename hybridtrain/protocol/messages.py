@@ -124,7 +124,6 @@ class Push:
     """My contribution lies in my row; step optimizer number ``optimizer``.
 
     What is handed over:
-
     - ``weight``: what the contribution counts for, in samples (0 abstains); ``samples``: how many
       are behind it, if that is another number.
     - ``absent``: the numbers of the parameters without a gradient; ``packed``: the sparse ones.
@@ -138,18 +137,16 @@ class Push:
       the whole step is left out.
 
     Changes of the optimizer since the last push:
-
     - ``groups``: hyper-parameters of each group that have changed; ``members``: the slot numbers
       of each group, only when they have changed; then ``groups`` is whole.
     - ``state``: the state by slot number, if user code has changed it, as ``torch.save`` writes it.
 
     The answer:
-
     - ``fetch``: the worker wants the newest parameters with its release; ``draws``: and answers
-      to these; ``later``: it does not wait for the release, and computes until it needs it.
+      to these; ``later``: it does not wait for the release, and computes until it needs it;
+      ``calls``: workers that wait patiently hand over what they have, too.
 
     Steps that the worker makes itself, on shared parameters:
-
     - ``own``: the row holds nothing, the worker steps; ``age``: it has stepped, so many steps of
       others after it had read the parameters; ``former``: its earlier steps of that kind of which
       the server has not been told.
@@ -178,17 +175,20 @@ class Push:
     later: bool = False
     age: int | None = None
     former: tuple[Push, ...] = ()
+    calls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Give everybody's payload to everybody. ``tag`` names the meeting, to find mismatches;
-    ``patient``: until all are here, the others may meet without me; ``wish``: see ``wishes.py``."""
+    ``patient``: until all are here, the others may meet without me; ``calls``: but the server calls
+    me to a meeting, or a round, that asks for it; ``wish``: see ``stop_requests.py``."""
 
     tag: str
     payload: bytes
     patient: bool = False
     wish: bool = False
+    calls: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,11 +340,13 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """All payloads, in the order of ``workers``; ``left``: of the queue, by those who are gone."""
+    """All payloads, in the order of ``workers``; ``left``: of the queue, by those who are gone.
+    ``call``: none have met; a worker that waits patiently comes to a "round" or "meeting" first."""
 
     payloads: tuple[bytes, ...]
     workers: tuple[int, ...]
     left: bool = False
+    call: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,17 @@ class Barrier(Generic[T]):
         for items in self._patient.values():
             items.pop(worker, None)
 
+    def call(self) -> list[int]:
+        """Those who wait patiently, and do so no longer: they will come again."""
+        called = sorted(self._resting)
+        self._patient.clear()
+        return called
+
+    @property
+    def items(self) -> list[T]:
+        """What those have brought who do not wait patiently."""
+        return list(self._items.values())
+
     @property
     def waiting(self) -> frozenset[int]:
         """Who has arrived."""

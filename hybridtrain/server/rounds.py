@@ -222,9 +222,9 @@ class Rounds:
             self._queue.settle(worker, push.covers)
 
     @property
-    def pushed(self) -> set[int]:
-        """Whose contributions lie in their rows, and are no part of an update yet."""
-        return set(self._pushes)
+    def pushed(self) -> Mapping[int, Push]:
+        """By worker: contributions that lie in their rows, and are no part of an update yet."""
+        return self._pushes
 
     def refresh(self, worker: int) -> None:
         """Bring the worker's own parameters up to date."""

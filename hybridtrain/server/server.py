@@ -30,6 +30,7 @@ from hybridtrain.protocol.messages import (
     Changed,
     Draw,
     Gather,
+    Gathered,
     Install,
     Note,
     OptimizerState,
@@ -182,8 +183,16 @@ class Server:
         if isinstance(message, Gather) and message.wish:
             others_wait = bool(self._rounds.waiting or self._meeting.n_waiting or self._stopped)
             return self._wishes.take(worker, message, others_wait)
-        denied = self._wishes.hears(message)
+        denied = self._wishes.hears(message) + self._call(message)
         return denied + (self._answer(worker, message) or self._free_the_stuck())
+
+    def _call(self, message: Request | Note) -> Replies:
+        """Workers that wait patiently come to a round, or a meeting, that is to be one of all."""
+        if not _calls(message):
+            return []
+        called = self._meeting.call()
+        freed = [each for worker in called for each in self._rounds.join(worker)]
+        return freed + [(worker, _call_to(message)) for worker in called]
 
     def _answer(self, worker: int, message: Request | Note) -> Replies:
         match message:
@@ -315,6 +324,11 @@ class Server:
         tag = request.tag if isinstance(request, Gather) else type(request).__name__
         try:
             patient = isinstance(request, Gather) and request.patient
+            calling = [
+                x for x in (*self._rounds.pushed.values(), *self._meeting.items) if _calls(x)
+            ]
+            if patient and calling:
+                return [(worker, _call_to(calling[0]))]
             self._meeting.bring(worker, tag, request, patient)
         except BarrierMismatch as error:
             return self._refuse([worker], f"{error}; all workers must take the same path here")
@@ -364,3 +378,11 @@ class Server:
         """End the threads of the update."""
         self._rounds.optimizers.close()
         self._pool.close()
+
+
+def _calls(message: Request | Note) -> bool:
+    return isinstance(message, Push | Gather) and message.calls
+
+
+def _call_to(message: Request | Note) -> Gathered:
+    return Gathered((), (), call="round" if isinstance(message, Push) else "meeting")

@@ -67,6 +67,8 @@ class Client(Conversation):
         self.bells: Bells | None = None  # where workers may meet in shared memory
         self._covers: list[DrawnBatch] = []
         self._arenas: dict[int, Arena] = {}  # of what is lent
+        # Called to a round, or a meeting, this worker does this, and waits patiently again.
+        self.called: Callable[[str], object] = lambda to: None
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
 
     # ---- parameters and steps -------------------------------------------------------------------
@@ -259,15 +261,20 @@ class Client(Conversation):
 
     # ---- meetings -------------------------------------------------------------------------------
 
-    def gather(self, tag: str, item: Any, patient: bool = False, wish: bool = False) -> list[Any]:
+    def gather(
+        self, tag: str, item: Any, patient: bool = False, wish: bool = False, calls: bool = False
+    ) -> list[Any]:
         """Everybody's item, in the order of the workers; waits for all of them.
 
-        But not for those who wait ``patient``ly somewhere else. For ``wish``, see ``Gather``.
+        But not for those who wait ``patient``ly somewhere else, unless it ``calls`` them. For
+        ``wish``, see ``Gather``.
         """
         if self.solo or self.n_workers == 1:
             return [item]
         payload = pickle.dumps(item, protocol=pickle.HIGHEST_PROTOCOL)
-        reply, _ = self._ask(Gather(tag, payload, patient, wish), Gathered)
+        request = Gather(tag, payload, patient, wish, calls)
+        while (reply := self._ask(request, Gathered)[0]).call:
+            self.called(reply.call)
         self.met, self.left = reply.workers, reply.left
         return [pickle.loads(each) for each in reply.payloads]
 

@@ -47,6 +47,7 @@ DEFINED_IN = {
     "_lightning_module": "pytorch_lightning.strategies.strategy",
     "_link_checkpoint": "pytorch_lightning.callbacks.model_checkpoint",
     "_logger_connector": f"{TRAINER}.trainer",
+    "_max_batches": "pytorch_lightning.loops.evaluation_loop",
     "_num_ready_batches_reached": "pytorch_lightning.loops.training_epoch_loop",
     "_optimizer_step": "pytorch_lightning.loops.optimization.automatic",
     "_predictions": "pytorch_lightning.loops.prediction_loop",

@@ -10,11 +10,12 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.policies import Needs
 from hybridtrain.protocol.facts import Apply, Fact, Order, Pushed, Release, SetTimer, TimerFired
-from hybridtrain.protocol.server_events import Removed, TimerExpired
+from hybridtrain.protocol.messages import Gather, Gathered
+from hybridtrain.protocol.server_events import Received, Removed, TimerExpired
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 from tests.lightning.toys import fit
-from tests.support.served import Served, refusals
+from tests.support.served import Served, gathered, refusals, released
 
 
 class Never:
@@ -97,3 +98,28 @@ def test_in_processes_the_run_ends_with_the_reason() -> None:
 def test_in_virtual_time_the_run_ends_with_the_reason() -> None:
     with pytest.raises(UserError, match=r"policy Never\(\) would wait for ever"):
         VirtualWorld(Never(), 3, ServiceTimes()).run(updates=1)
+
+
+@pytest.mark.parametrize("arrives", ["before", "behind"])
+def test_who_waits_patiently_is_called_to_a_round_of_all(arrives: str) -> None:
+    """Or the round would be one of the others; it comes back to where it has waited."""
+    made = Served(3)
+    rest = Received(2, Gather("rests", b"", patient=True))
+    call = [(2, Gathered((), (), call="round"))]
+    came = made.server.on(rest) if arrives == "before" else []
+    first = made.push(0, 1.0, calls=True)
+    assert (came, first) == ([], call if arrives == "before" else [])
+    assert made.push(1, 1.0, calls=True) == []
+    if arrives == "behind":
+        assert made.server.on(rest) == call
+    assert made.push(2, 4.0) == released(1, 0, 1, 2)
+    assert made.value() == -2
+    assert made.server.on(rest) == []
+
+
+def test_who_waits_patiently_is_called_to_a_meeting_of_all() -> None:
+    made = Served(2)
+    states = [Received(worker, Gather("states", b"x", calls=True)) for worker in (0, 1)]
+    assert made.server.on(Received(1, Gather("rests", b"", patient=True))) == []
+    assert made.server.on(states[0]) == [(1, Gathered((), (), call="meeting"))]
+    assert made.server.on(states[1]) == gathered([b"x", b"x"], 0, 1)

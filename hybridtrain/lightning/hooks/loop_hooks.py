@@ -133,6 +133,16 @@ def forget_loaders(loop: Any) -> None:
     loop._combined_loader = None
 
 
+def evaluation_batches(loop: Any) -> Any:
+    """How many mini-batches an evaluation has of each of its loaders."""
+    return loop._max_batches
+
+
+def set_evaluation_batches(loop: Any, batches: Any) -> None:
+    """Let it look as if it had so many."""
+    loop._max_batches = batches
+
+
 def combination_of(combined: Any) -> str:
     """How it combines several loaders: the ``mode`` of a ``CombinedLoader``."""
     return combined._mode

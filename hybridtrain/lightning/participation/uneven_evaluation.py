@@ -19,7 +19,9 @@ from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.hooks.loop_hooks import (
     BEHIND_EVALUATION,
     BEHIND_LOADER,
+    evaluation_batches,
     forget_loaders,
+    set_evaluation_batches,
 )
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
 from hybridtrain.lightning.run_context import context_of
@@ -49,6 +51,9 @@ class UnevenEvaluation:
         self._roll: list[str] | None = None  # what everybody did in the evaluation under way
         self.before: int | None = None  # mini-batches until it began, if it is not over
         self._shared: tuple[int, ...] = ()  # the workers that share what the loaders have
+        self._runs = False
+        self._batches: Any = None  # how many this worker has of each loader
+        self._shown: Any = None  # the same of a worker that takes part
 
     def attach(self) -> None:
         """Stand in the loop's way at its beginning and its end."""
@@ -71,6 +76,9 @@ class UnevenEvaluation:
         module, trainer = self._trainer.lightning_module, self._trainer
         name = "allow_zero_length_dataloader_with_multiple_devices"
         allowed, limit = getattr(module, name), trainer.limit_predict_batches
+        known = self._batches
+        if known is not None:
+            set_evaluation_batches(self._loop, known)
         if (sharing := self._sharing()) != self._shared:
             forget_loaders(self._loop)
             self._shared = sharing
@@ -83,6 +91,20 @@ class UnevenEvaluation:
         finally:
             setattr(module, name, allowed)
             trainer.limit_predict_batches = limit
+        if not self._predicts:
+            self._show_batches(known)
+
+    def _show_batches(self, known: Any) -> None:
+        """Outside of the evaluation a worker that rests looks as if it had mini-batches, too.
+
+        Or callbacks that decide when to save would take it that nothing is validated.
+        """
+        own = self._batches = evaluation_batches(self._loop)
+        if own is not known:  # loaders are new
+            found = self._client.gather("mini-batches of an evaluation", own)
+            self._shown = own if sum(own) else max(found, key=sum)
+        if not self._runs:
+            set_evaluation_batches(self._loop, self._shown)
 
     def _sharing(self) -> tuple[int, ...]:
         """Who shares the samples; where workers may be lost for good, all agree on who is left."""
@@ -98,7 +120,9 @@ class UnevenEvaluation:
         self._roll, self.before = None, total.completed
         if not self._predicts and self._loop.restarted_mid_evaluation:
             total.ready = total.started = total.completed  # Lightning sets the current ones back
+        self._runs = True
         result = self._run()
+        self._runs = False
         if self._client.n_workers > 1 and self._loop.max_batches:  # nobody has any otherwise
             rests = self._roll is None
             roll = self._rest() if rests else self._roll
@@ -133,3 +157,4 @@ class UnevenEvaluation:
         outcome = next((each for each in known if each is not None), None)
         if rests and outcome is not None:
             outcome.give(trainer, callbacks)
+            set_evaluation_batches(self._loop, self._shown)

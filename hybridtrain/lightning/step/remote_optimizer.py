@@ -137,7 +137,7 @@ class RemoteOptimizer:
         if isinstance(self.in_place, PrivateState):
             self.in_place.catch_up()
         if self.local is not None:
-            self._hand_over(self.local, self.local.flush())
+            self._hand_over(self.local, self.local.flush(), calls=self._whole_rounds)
 
     def _step_locally(self, local: LocalSteps, samples: float) -> None:
         """One step of the worker's own; with no samples, the others make it."""
@@ -147,20 +147,20 @@ class RemoteOptimizer:
         vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
         self._hand_over(local, local.advance(samples))
 
-    def _hand_over(self, local: LocalSteps, leaving: Leaving) -> None:
+    def _hand_over(self, local: LocalSteps, leaving: Leaving, calls: bool = False) -> None:
         """Push what the worker's own steps have come to, if that is due, and wait for the release
-        where the exchange does.
+        where the exchange does. ``calls``: those who have nothing to do meanwhile do so, too.
         """
         while leaving is not None:
             if isinstance(leaving, Offer):
-                self._push_own(local, leaving)
+                self._push_own(local, leaving, calls)
                 if leaving.later:
                     return
             self._client.settle()
             fetched = isinstance(leaving, Await) or leaving.fetch
             leaving = local.take() if fetched else None
 
-    def _push_own(self, local: LocalSteps, offer: Offer) -> None:
+    def _push_own(self, local: LocalSteps, offer: Offer, calls: bool) -> None:
         absent, weight, encoded = local.hand_over(offer), offer.weight, offer.encoded
         looks = weight > 0 and encoded is None  # only what is finite is encoded
         if looks and not self._guard.accepts(self.numbers, absent):
@@ -176,6 +176,7 @@ class RemoteOptimizer:
             fetch=offer.fetch,
             encoded=None if encoded is None else len(encoded),
             later=offer.later,
+            calls=calls,
         )
         self._client.offer(push, self._taken_back, settles=not offer.only_fetches)
 

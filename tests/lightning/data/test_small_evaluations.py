@@ -91,6 +91,17 @@ def test_training_with_a_tiny_validation_set_is_as_with_one_worker(n: int, tmp_p
     assert results[1][1] == pytest.approx(results[4][1], rel=1e-5)
 
 
+def test_a_worker_that_rests_decides_on_checkpoints_as_the_others(tmp_path: Path) -> None:
+    """It does not take it that nothing is validated, as the last validation is not the end."""
+    best = ModelCheckpoint(tmp_path, monitor="val/loss", save_top_k=-1)
+    trainer = make_trainer(
+        "hybrid", 3, val_check_interval=2, callbacks=[best], enable_checkpointing=True
+    )
+    loaders = DataLoader(regression_data(60), batch_size=4), DataLoader(regression_data(2))
+    trainer.fit(Counting(), *loaders)
+    assert len(best.best_k_models) == 3 * 2  # of five steps in an epoch
+
+
 def test_resting_workers_take_over_metrics_and_the_wish_to_stop() -> None:
     class Same(Counting):
         def on_train_epoch_end(self) -> None:
