@@ -1,16 +1,19 @@
 """Parameters live in host memory, devices only compute, the host decides whose gradients count.
 
-Importing the package makes its strategies known to PyTorch Lightning::
+Importing the package makes its strategies known to PyTorch Lightning, in either of its packages::
 
-    import hybridtrain, pytorch_lightning as pl
+    import lightning as L  # or pytorch_lightning as L
 
-    pl.Trainer(strategy="hybrid", devices=4).fit(module, data)
+    import hybridtrain
+
+    L.Trainer(strategy="hybrid", devices=4).fit(module, data)
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hybridtrain.lightning_package import decide_by_environment
 from hybridtrain.registration import register_strategies
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = ["HybridStrategy", "StepProfiler", "__version__"]
 
 register_strategies()
+decide_by_environment()
 
 
 def __getattr__(name: str) -> Any:

@@ -2,22 +2,24 @@
 
 ``import hybridtrain`` must be enough for ``Trainer(strategy="hybrid")``, and must stay quick: even
 ``--help`` and tab completion import it, and Lightning and torch take seconds. So if Lightning is
-not there yet, registration waits for it: a finder watches for its import, steps aside, and
-registers when the import is complete.
+not there yet, a finder watches for its import and registers when that is complete. A strategy's own
+modules are imported when a trainer asks for it by name.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
+from hybridtrain.lightning_package import PACKAGES, admit, decide, refuse_mixture
 from hybridtrain.schemes import parts_of
-
-_LIGHTNING = "pytorch_lightning"
 
 DESCRIPTIONS = {
     "hybrid": "parameters in host memory; wait for all workers, apply the mean of their gradients",
@@ -42,25 +44,40 @@ DESCRIPTIONS = {
 
 
 def register_strategies() -> None:
-    """Now, or as soon as Lightning has been imported."""
-    if _LIGHTNING in sys.modules:
-        _register()
-    elif not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+    """Register in each of Lightning's packages, now or as soon as it has been imported."""
+    for package in PACKAGES.values():
+        if package in sys.modules:
+            _register(package)
+    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Watch())
 
 
-def _register() -> None:
-    from pytorch_lightning.strategies import StrategyRegistry
+def _register(package: str) -> None:
+    registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
+    for name, description in DESCRIPTIONS.items():
+        if name not in registry:
+            registry.register(name, partial(_made, package), description, **parts_of(name))
+    loaded = sys.modules.get("hybridtrain.lightning.strategy")
+    if (strategy := getattr(loaded, "HybridStrategy", None)) is not None:  # it may be importing
+        admit(strategy)
 
+
+def _made(package: str, **parts: Any) -> Any:
+    """The strategy for a trainer of this package, which thereby decides on it.
+
+    Raises:
+        UserError: if this process uses the other package.
+    """
+    of = next(name for name, module in PACKAGES.items() if module == package)
+    if decide(of) != of:
+        raise refuse_mixture("the Trainer", of)
     from hybridtrain.lightning.strategy import HybridStrategy
 
-    for name, description in DESCRIPTIONS.items():
-        if name not in StrategyRegistry:
-            StrategyRegistry.register(name, HybridStrategy, description, **parts_of(name))
+    return HybridStrategy(**parts)
 
 
 class _Watch(MetaPathFinder):
-    """Waits for one import. Somebody may also just ask whether Lightning could be imported."""
+    """Registers behind the import of a package. A caller may also just ask whether it exists."""
 
     def __init__(self) -> None:
         self._asking = False
@@ -68,7 +85,7 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _LIGHTNING or self._asking:
+        if name not in PACKAGES.values() or self._asking:
             return None
         self._asking = True
         try:
@@ -76,17 +93,15 @@ class _Watch(MetaPathFinder):
         finally:
             self._asking = False
         if spec is not None and spec.loader is not None:
-            _register_after(spec.loader, self)
+            _register_after(spec.loader, name)
         return spec
 
 
-def _register_after(loader: Loader, watch: _Watch) -> None:
+def _register_after(loader: Loader, package: str) -> None:
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        if watch in sys.meta_path:
-            sys.meta_path.remove(watch)
-        _register()
+        _register(package)
 
     loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning_package import decide_by_configuration
 from hybridtrain.util.arguments import command, options
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def run(arguments: Sequence[str]) -> None:
     from hybridtrain.recording import find_record, read_record
 
     record = read_record(find_record(Path(given.pop("run"))))
+    decide_by_configuration(record.header["about"].get("config", {}))
     anyway = given.pop("anyway", "false") == "true"
     if given:
         _what_if(record, given, anyway)

@@ -55,6 +55,7 @@ LIGHTNING = ("pytorch_lightning", "lightning", "lightning_utilities", "torchmetr
 # From the ground up: a folder may import those above it in this list, and itself.
 FLOORS = (
     "errors.py",
+    "lightning_package.py",
     "schemes.py",
     "util",
     "memory",

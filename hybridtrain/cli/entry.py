@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.cli import claim, hydra_config
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
@@ -21,6 +21,7 @@ from hybridtrain.cli.quiet import hush
 from hybridtrain.cli.resume import resume_arguments
 from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.errors import UserError
+from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -71,6 +72,7 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
     results: list[CommandOutcome] = []
 
     def task(cfg: DictConfig) -> CommandOutcome:
+        cfg = for_lightning(cfg)
         # In case Hydra's callbacks are left out.
         claim.claim_or_refuse(Path(cfg.run_dir), "hydra.run.dir")
         from hybridtrain.cli.run import execute
@@ -95,6 +97,14 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
         if full is not None:
             os.environ["HYDRA_FULL_ERROR"] = full
     return results[-1] if results else CommandOutcome()
+
+
+def for_lightning(cfg: DictConfig) -> DictConfig:
+    """Decide on Lightning's package by the configuration, which then names classes of that."""
+    decide_by_configuration(cfg)
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    present = with_present_targets(plain)
+    return cfg if present == plain else OmegaConf.create(present)
 
 
 def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:

@@ -13,11 +13,8 @@ _HIDDEN = (
     "HPU available",
     "IPU available",
 )
-_LOGGERS = (
-    "pytorch_lightning.utilities.rank_zero",
-    "lightning_fabric.utilities.rank_zero",
-    "lightning.pytorch.utilities.rank_zero",
-)
+_PACKAGES = ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric")
+_LOGGERS = tuple(f"{package}.utilities.rank_zero" for package in _PACKAGES)
 
 
 class HideAdvertisements(logging.Filter):
@@ -49,6 +46,7 @@ def hush() -> None:
 
 def hush_lightning() -> None:
     """Warnings that are right in general and pointless for us; needs Lightning imported."""
+    logging.getLogger("lightning").handlers.clear()  # that package prints beside Hydra's handlers
     for text in (
         ".*does not have many workers which may be a bottleneck.*",
         ".*The number of training batches .* is smaller than the logging interval.*",

@@ -52,6 +52,7 @@ from hybridtrain.lightning.strategy_arguments import StrategyArguments, given_fl
 from hybridtrain.lightning.strategy_options import DataOptions
 from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.worker_callback import WorkerCallback
+from hybridtrain.lightning_package import admit, decide, is_foreign, other_than, refuse_mixture
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.policies import make_policy
 from hybridtrain.recovery.failure_policy import OnFailure
@@ -119,6 +120,8 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         return len(self.parallel_devices or [None]) * self.workers_per_device
 
     def _configure_launcher(self) -> None:
+        if is_foreign(self.accelerator):  # so is the trainer
+            raise refuse_mixture("the Trainer", other_than(decide()))
         self._launcher = HybridLauncher(self)
 
     # ---- a worker's life ------------------------------------------------------------------------
@@ -283,3 +286,6 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
 
 
 HybridStrategy.__doc__ = with_options(HybridStrategy.__doc__)
+
+
+admit(HybridStrategy)

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 
 import torch
 
+import hybridtrain  # noqa: F401  (before Lightning: HYBRIDTRAIN_LIGHTNING may name a package)
 from tests.parity.cases import CASES
 from tests.parity.play import Run, play
 

@@ -20,6 +20,7 @@ from hybridtrain.cli.validation.owner_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import changed_code, changed_versions, replay_fit
 from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.recording import Record
 from hybridtrain.recording.record_content import require_replayable
 from hybridtrain.recording.replayer import Replayed
@@ -56,7 +57,7 @@ def workplace(record: Record) -> Iterator[Path]:
     told = about(record)
     hush()
     hush_lightning()
-    talkative = logging.getLogger("pytorch_lightning")
+    talkative = logging.getLogger(own_name("pytorch_lightning"))
     former = talkative.level
     talkative.setLevel(logging.WARNING)
     try:
@@ -100,7 +101,7 @@ def rebuilt(
         content = edited
     mute = {"_target_": "hybridtrain.cli.telemetry.mute_logger.Mute", "save_dir": str(folder)}
     try:
-        cfg: DictConfig = OmegaConf.create(placed(content, folder))
+        cfg: DictConfig = OmegaConf.create(with_present_targets(placed(content, folder)))
         cfg.trainer.enable_progress_bar = False
         cfg.strategy.record, cfg.profile = None, False
         cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}

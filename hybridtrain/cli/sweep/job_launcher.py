@@ -29,6 +29,7 @@ from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
 from hybridtrain.errors import UserError
+from hybridtrain.lightning_package import decide_by_configuration
 
 START_METHODS = ("auto", "fork", "popen")
 
@@ -106,6 +107,7 @@ class ProcessLauncher(Launcher):
         overrides = list(filter_overrides(job.hydra.overrides.task))
         print(f"--- job {number + 1} of {total}: {' '.join(overrides)}", flush=True)
         if self._forks():
+            decide_by_configuration(job)
             import hybridtrain.cli.run  # noqa: F401  (torch and Lightning, once for all jobs)
 
             outcome = job_process.run_forked(self.hydra_context, self.task_function, job)

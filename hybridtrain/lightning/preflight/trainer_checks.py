@@ -14,6 +14,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import layer_sync
 from hybridtrain.lightning.run_context import cluster_environment, strategy_of
+from hybridtrain.lightning_package import decide, is_foreign, other_than, refuse_mixture
 from hybridtrain.memory import overlapping
 from hybridtrain.worker.device import KINDS
 
@@ -25,6 +26,7 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
         UserError: naming the option, what is allowed, and what to do.
     """
     _check_process()
+    _check_package(trainer)
     _check_accelerator(trainer.accelerator)
     _check_environment(cluster_environment(trainer))
     if trainer.state.fn != "fit":
@@ -58,6 +60,13 @@ def _check_process() -> None:
             "multiprocessing.Pool?), which may start no workers; use "
             "concurrent.futures.ProcessPoolExecutor, or multiprocessing.Process(daemon=False)"
         )
+
+
+def _check_package(trainer: Any) -> None:
+    """Lightning itself refuses a module of its other package, and takes everything else."""
+    parts = (*trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None))
+    for part in filter(is_foreign, parts):
+        raise refuse_mixture(type(part).__name__, other_than(decide()))
 
 
 def _check_accelerator(accelerator: Any) -> None:

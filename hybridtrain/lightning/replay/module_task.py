@@ -29,6 +29,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.batch_size import Scales
 from hybridtrain.lightning.data.epoch_order import Seeded
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
+from hybridtrain.lightning_package import own_name
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.groups import Groups, differences, plain
 from hybridtrain.updates.serialize import dump, load
@@ -39,7 +40,7 @@ class VirtualTrainer(pl.Trainer):
     """What a module may ask its trainer, where nobody trains with it. There are W workers."""
 
     def __init__(self, workers: int) -> None:
-        told = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+        told = logging.getLogger(own_name("pytorch_lightning.utilities.rank_zero"))
         before = told.level
         told.setLevel(logging.WARNING)  # of this machine's devices, which do not matter
         super().__init__(

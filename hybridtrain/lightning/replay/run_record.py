@@ -25,6 +25,7 @@ from pytorch_lightning.utilities.seed import isolate_rng
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import RunContext, context_of
+from hybridtrain.lightning_package import decide
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
 from hybridtrain.recording.recorder import KINDS, RecordingServer
@@ -80,7 +81,7 @@ def versions() -> dict[str, str]:
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "pytorch_lightning": version("pytorch_lightning"),
+        "pytorch_lightning": version(decide()),
         "numpy": np.__version__,
         "cpu": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
     }
