@@ -74,7 +74,7 @@ assert pytorch_lightning.__spec__.name == "lightning.pytorch"
         pytest.param(
             fits(
                 f"{LIGHTNING}\nfrom hybridtrain import HybridStrategy",
-                "HybridStrategy(policy='on_arrival', start_method='fork')",
+                "HybridStrategy(policy='async', start_method='fork')",
             )
             + SAME,
             marks=pytest.mark.slow,
