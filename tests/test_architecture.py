@@ -296,9 +296,9 @@ import sys, hybridtrain, importlib.util
 importlib.util.find_spec('pytorch_lightning')
 from hybridtrain import registration
 register, before = registration._register, set()
-def noted():
+def noted(package):
     before.update(sys.modules)
-    register()
+    register(package)
 registration._register = noted
 import pytorch_lightning
 def fresh():
