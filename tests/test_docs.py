@@ -16,8 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtrain"
 README = ROOT / "README.md"
 DECISIONS = ROOT / "docs" / "decisions.md"
-# Old decisions keep the names of their time.
-PAGES = [README, *(p for p in sorted((ROOT / "docs").rglob("*.md")) if p != DECISIONS)]
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 PAGE = pytest.mark.parametrize("page", PAGES, ids=[str(p.relative_to(ROOT)) for p in PAGES])
 
 FOLDERS = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name[0] != "_"}
@@ -79,7 +78,7 @@ def test_what_does_not_exist_would_be_found() -> None:
     assert not resolves("hybridtrain.nowhere")
 
 
-@pytest.mark.parametrize("page", [*PAGES, DECISIONS], ids=lambda p: str(p.relative_to(ROOT)))
+@PAGE
 def test_links_lead_somewhere(page: Path) -> None:
     for link, anchor in _LINK.findall(page.read_text()):
         if link.startswith("http"):
@@ -145,4 +144,5 @@ def test_decisions_are_numbered_and_each_is_in_the_contents_once() -> None:
     contents, _, entries = DECISIONS.read_text().partition("\n## 1. ")
     titles = re.findall(r"^## (\d+\. .*)$", "\n## 1. " + entries, re.MULTILINE)
     assert [int(title.split(".")[0]) for title in titles] == list(range(1, len(titles) + 1))
-    assert sorted(re.findall(r"^- \[(.*)\]\(#", contents, re.MULTILINE)) == sorted(titles)
+    assert re.findall(r"^- \[(.*)\]\(#", contents, re.MULTILINE) == titles
+    assert len(titles) <= 40 and len(DECISIONS.read_text().splitlines()) <= 500
