@@ -72,7 +72,9 @@ class LentState:
 class MadeSteps:
     """How many steps have been made, of which workers make some without asking anybody.
 
-    Each worker has a cache line of its own, and so has the server, for all other steps.
+    Each worker has a cache line of its own, and so has the server, for all other steps. Behind the
+    steps of a worker stand its mini-batches, twice: those that are done with an even number of
+    steps, and with an odd one. So one write says both, and a death leaves both or none.
 
     Args:
         words: (:meth:`n_words`,) int64 in shared memory, zero at the beginning.
@@ -122,16 +124,20 @@ class MadeSteps:
 
     def make(self, worker: int, covered: int) -> None:
         """By a worker: it has made a step; ``covered`` mini-batches are done with all its own."""
-        self._words[self._LINE * worker] += 1
-        self._words[self._LINE * worker + 1] = covered
+        made = self._words[self._LINE * worker] + 1
+        self._words[self._LINE * worker + 1 + made % 2] = covered
+        self._words[self._LINE * worker] = made
 
     def cover(self, worker: int, covered: int) -> None:
         """By a worker, or for one that is gone: so many mini-batches are done, of those it drew."""
-        self._words[self._LINE * worker + 1] = covered
+        self._words[self._place_of_covered(worker)] = covered
 
     def covered(self, worker: int) -> int:
         """What the worker has said last."""
-        return self._words[self._LINE * worker + 1]
+        return self._words[self._place_of_covered(worker)]
+
+    def _place_of_covered(self, worker: int) -> int:
+        return self._LINE * worker + 1 + self._words[self._LINE * worker] % 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,7 +230,7 @@ def _excuse(pid: int, stacks: str) -> str | None:
 def _ask_for_stacks(pid: int) -> bool:
     """False where none can come."""
     listens = STACKS_SIGNAL is not None and _listens_for(pid, STACKS_SIGNAL)
-    if STACKS_SIGNAL is None or not listens or _status(pid) == "T":
+    if STACKS_SIGNAL is None or not listens or is_stopped(pid):
         return False
     os.kill(pid, STACKS_SIGNAL)
     return True
@@ -240,6 +240,11 @@ def _listens_for(pid: int, signum: int) -> bool:
     """Whether the process has a handler for the signal, which would else kill it."""
     caught = _field(pid, "SigCgt")
     return bool(caught) and bool(int(caught, 16) >> (signum - 1) & 1)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped the process (not a debugger)."""
+    return _status(pid) == "T"
 
 
 def _status(pid: int) -> str:

@@ -6,8 +6,10 @@ Threads of one process do not exclude each other by it.
 
 from __future__ import annotations
 
+import struct
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 try:
@@ -15,7 +17,11 @@ try:
 except ImportError:  # Windows: there is none
     fcntl = None  # type: ignore[assignment]
 
+Frees = Callable[[int, float], object]  # a process that holds it, and for how many seconds it has
+
 _PAUSE_S = 5e-5  # between two tries
+_LOOK_S = 0.05  # between two looks at the process that holds it
+_FLOCK = "hhqqi4x"  # Linux's struct flock: type, whence, start, length, process
 
 
 class KernelLock:
@@ -46,6 +52,31 @@ class KernelLock:
         finally:
             if taken:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+
+    @contextmanager
+    def seized(self, frees: Frees) -> Iterator[None]:
+        """Hold it, at any price: ``frees`` hears of a process that keeps it, and may kill it.
+
+        The kernel gives the lock of a dead process back once none of its threads can write.
+        Seconds are counted in looks, so that a pause of this process counts as one.
+        """
+        holder, for_s = 0, 0.0
+        while not self._take(_LOOK_S):
+            before, holder = holder, self._holder()
+            for_s = _LOOK_S + (for_s if holder == before else 0.0)
+            frees(holder, for_s)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
+
+    def _holder(self) -> int:
+        """The process that holds it; 0: none, or the system does not say."""
+        if sys.platform != "linux":
+            return 0
+        asked = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 1, 0)
+        kind, _, _, _, pid = struct.unpack(_FLOCK, fcntl.fcntl(self._fd, fcntl.F_GETLK, asked))
+        return 0 if kind == fcntl.F_UNLCK else int(pid)
 
     def _take(self, for_s: float) -> bool:
         until_s = 0.0

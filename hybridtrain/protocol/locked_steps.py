@@ -7,7 +7,8 @@ worker computes with is always one version. How many there are stands in shared 
 (:class:`hybridtrain.memory.lending.MadeSteps`); the server hears of several together.
 
 Whatever is unusual is the server's, under the same lock. A worker that dies in the middle of an
-update leaves ``making`` behind; the server puts back what was kept before that update began.
+update leaves ``making`` behind; the server puts back what was kept before that update began. One
+that is stopped there is killed by the server, which needs the lock (:class:`KernelLock`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from enum import Enum, auto
 
 from hybridtrain.memory.lending import MadeSteps
-from hybridtrain.protocol.kernel_lock import KernelLock
+from hybridtrain.protocol.kernel_lock import Frees, KernelLock
 
 _MAKING, _GENERATION = range(2)
 
@@ -82,21 +83,13 @@ class LockedSteps:
         return Tried.MADE
 
     @contextmanager
-    def stopped(self, restore: Callable[[], object], for_s: float) -> Iterator[None]:
-        """For the server: nobody makes an update meanwhile, and each that was begun is whole.
-
-        Unless somebody is in the middle of one for ``for_s`` seconds.
-        """
-        with self._lock.within(for_s) as held:
-            if held and self._is_torn:
+    def stopped(self, restore: Callable[[], object], frees: Frees) -> Iterator[None]:
+        """For the server: nobody makes an update meanwhile, and each that was begun is whole."""
+        with self._lock.seized(frees):
+            if self._is_torn:
                 restore()
                 self._words[_MAKING] = 0
             yield
-
-    def is_free(self, for_s: float) -> bool:
-        """Whether nobody is in the middle of an update for so long."""
-        with self._lock.within(for_s) as held:
-            return held
 
     def renew(self) -> None:
         """By the server: what is lent is another now."""

@@ -9,7 +9,9 @@ worker that is late, has nothing to give, changes its optimizer, or is gone.
 
 The lock goes with the process that holds it (:mod:`hybridtrain.protocol.kernel_lock`). A worker
 that dies while it makes an update leaves ``making`` behind and no lock; who finds that puts back
-what was kept before the update began, so that an update is made whole or not at all.
+what was kept before the update began, so that an update is made whole or not at all. What is
+counted of rounds stands there twice: one write says which is the newest round and where its counts
+are, and the next round writes to the other place.
 
 Rounds are numbered by the version that they make. Behind one that was called off the server makes
 some more, twice as many each time if somebody had come to it.
@@ -22,11 +24,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from hybridtrain.protocol.kernel_lock import KernelLock
+from hybridtrain.protocol.kernel_lock import Frees, KernelLock
 
-_VERSION, _OFF, _MAKING, _MADE_AT, _USED, _NEXT, _GAP, _STEADY = range(8)
-_ROUND, _TOKEN, _CAME_AT, _WAITED, _AWAITED, _WEIGHT, _SAMPLES, _ALL_SAMPLES = range(8)
-_LINE = 8  # words, which is a cache line: the first is of all, the others are one worker's each
+# _MADE: twice the newest round, and 1 if its counts are the second ones. Of words named last there
+# are two sets.
+_MADE, _OFF, _MAKING, _USED, _NEXT, _GAP, _STEADY, _MADE_AT = range(8)
+_ROUND, _TOKEN, _CAME_AT, _WEIGHT, _SAMPLES, _COUNTS = range(6)
+_ALL_SAMPLES, _WAITED, _AWAITED, _N_COUNTS = range(4)
+_LINE = 16  # words, two cache lines: the first are of all, the others are one worker's each
 _FEWEST, _MOST = 2, 1024  # rounds of the server behind one that was called off
 _ENOUGH = 32  # rounds in a row, after which those called off before count no more
 _S = 1e-9  # times are kept in nanoseconds
@@ -92,7 +97,11 @@ class SharedRound:
 
     def is_made(self, number: int) -> bool:
         """Whether the update of this round, or a later one, is made."""
-        return self._words[_VERSION] >= number
+        return self._words[_MADE] >= 2 * number
+
+    @property
+    def _version(self) -> int:
+        return self._words[_MADE] >> 1
 
     def is_off(self, number: int) -> bool:
         """Whether the pushes of this round are the server's."""
@@ -129,8 +138,7 @@ class SharedRound:
                 return Met.CALLED_OFF
             words[_MAKING] = number
             make([figures[each + _WEIGHT] for each in self._lines])
-            self._count(line)
-            words[_VERSION] = number
+            words[_MADE] = 2 * number + self._count(line)
             words[_STEADY] += 1
             if words[_STEADY] >= _ENOUGH:
                 words[_GAP] = _FEWEST
@@ -144,22 +152,30 @@ class SharedRound:
         gap = max(words[_GAP], _FEWEST)
         if not self.is_first(number):
             words[_GAP] = min(2 * gap, _MOST)
-        words[_OFF], words[_NEXT], words[_STEADY] = number, number + 1 + gap, 0
+        words[_NEXT], words[_STEADY], words[_OFF] = number + 1 + gap, 0, number
 
-    def _count(self, last: int) -> None:
-        """The update is made, by the worker of line ``last``, for which the others have waited."""
+    def _count(self, last: int) -> int:
+        """The update is made, by the worker of line ``last``, for which the others have waited.
+
+        Returns which of both places has the counts with it.
+        """
         words, figures, now = self._words, self._figures, time.monotonic_ns()
-        for line in self._lines:
-            figures[line + _ALL_SAMPLES] += figures[line + _SAMPLES]
-            waited = now - words[line + _CAME_AT]
-            words[line + _WAITED] += waited
-            words[last + _AWAITED] += waited if line != last else 0
-        words[_MADE_AT] = now
+        side = 1 - words[_MADE] % 2
+        new, old = _COUNTS + _N_COUNTS * side, _COUNTS + _N_COUNTS * (1 - side)
+        waited = [now - words[line + _CAME_AT] for line in self._lines]
+        for line, waited_ns in zip(self._lines, waited, strict=True):
+            samples = figures[line + old + _ALL_SAMPLES] + figures[line + _SAMPLES]
+            figures[line + new + _ALL_SAMPLES] = samples
+            words[line + new + _WAITED] = words[line + old + _WAITED] + waited_ns
+            others = sum(waited) - waited_ns if line == last else 0
+            words[line + new + _AWAITED] = words[line + old + _AWAITED] + others
+        words[_MADE_AT + side] = now
+        return side
 
     @property
     def _is_torn(self) -> bool:
         """Under the lock: whoever has begun an update is gone."""
-        return self._words[_MAKING] > self._words[_VERSION]
+        return self._words[_MAKING] > self._version
 
     def call_off(self, number: int, restore: Callable[[], object], waits: bool = True) -> bool:
         """Have the server make this round, unless it is made; whether it is the server's.
@@ -182,28 +198,35 @@ class SharedRound:
         self._put_off(number)
         return True
 
-    def call_off_next(self, version: int, restore: Callable[[], object], for_s: float) -> None:
+    def call_off_next(self, version: int, restore: Callable[[], object], frees: Frees) -> None:
         """For the server: somebody is gone, so no round behind this version, or one made since, is
-        to be held here. It waits no longer than ``for_s`` seconds for an update under way.
+        to be held here.
         """
-        with self._lock.within(for_s) as held:
-            if held:
-                self._call_off(max(version, self._words[_VERSION]) + 1, restore)
+        with self._lock.seized(frees):
+            self._call_off(max(version, self._version) + 1, restore)
+
+    def free(self, frees: Frees) -> None:
+        """For the server: no worker is in the middle of an update for long."""
+        with self._lock.seized(frees):
+            pass
 
     def look(self, version: int) -> MadeRounds | None:
         """For the server, which knows of ``version`` updates: what was made since, if anything."""
-        n = self._words[_VERSION] - version
-        if n <= 0:
-            return None
-        words, figures = self._words, self._figures
-        now = (
-            [figures[line + _ALL_SAMPLES] for line in self._lines],
-            [words[line + _WAITED] * _S for line in self._lines],
-            [words[line + _AWAITED] * _S for line in self._lines],
-        )
+        words, figures, made = self._words, self._figures, -1
+        while made != words[_MADE]:  # or a worker may write where this reads
+            made = words[_MADE]
+            if made >> 1 <= version:
+                return None
+            lines = [line + _COUNTS + _N_COUNTS * (made % 2) for line in self._lines]
+            now = (
+                [figures[line + _ALL_SAMPLES] for line in lines],
+                [words[line + _WAITED] * _S for line in lines],
+                [words[line + _AWAITED] * _S for line in lines],
+            )
+            at_s = words[_MADE_AT + made % 2] * _S
         since = [
             [new - old for new, old in zip(after, before, strict=True)]
             for after, before in zip(now, self._known, strict=True)
         ]
         self._known = [*now]
-        return MadeRounds(n, words[_MADE_AT] * _S, *since)
+        return MadeRounds((made >> 1) - version, at_s, *since)

@@ -24,6 +24,7 @@ from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import GetState, Lent
 from hybridtrain.policies import Policy
+from hybridtrain.protocol.kernel_lock import Frees
 from hybridtrain.protocol.messages import (
     Average,
     Begin,
@@ -146,16 +147,17 @@ class Server:
         workers = self._workers_updates
         if isinstance(event, Removed | BrokenOff):
             workers.take_over()
+        elif isinstance(event, Looked):
+            workers.free()
         workers.look()
-        if not workers.one_by_one or isinstance(event, Looked):
+        if not workers.one_by_one:
             return self._on(event)
         with workers.stopped(self.optimizers):
             return self._on(event)
 
-    @property
-    def is_held_up(self) -> bool:
-        """Whether an event has to wait, for a worker that is stopped in the middle of an update."""
-        return self._workers_updates.is_held_up
+    def free_by(self, frees: Frees) -> None:
+        """Have a worker that is stopped in the middle of an update killed by ``frees``."""
+        self._workers_updates.free_by(frees)
 
     def _on(self, event: Event) -> Replies:
         if isinstance(event, Received):

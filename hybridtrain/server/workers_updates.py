@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import LentState
+from hybridtrain.protocol.kernel_lock import Frees
 from hybridtrain.protocol.locked_steps import LockedSteps
 from hybridtrain.protocol.shared_round import SharedRound
 from hybridtrain.server.handed_over import HandedOver
@@ -18,9 +19,6 @@ from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.server.shared_parameters import locked_steps_of, round_of
 from hybridtrain.updates import Optimizers
 from hybridtrain.updates.flat.lent_state import Lender
-
-_PATIENCE_S = 0.5  # with a worker that makes an update, and may be stopped
-_STOPPED_S = 0.05  # in the middle of an update, which takes less than 1 ms
 
 
 class WorkersUpdates:
@@ -37,6 +35,11 @@ class WorkersUpdates:
         self._round: SharedRound | None = None
         self._locked: LockedSteps | None = None
         self._lender: Lender | None = None
+        self._frees: Frees = lambda pid, for_s: None
+
+    def free_by(self, frees: Frees) -> None:
+        """``frees`` hears which worker process is in the middle of an update for long."""
+        self._frees = frees
 
     def lend(self, store: Store | None, optimizers: Optimizers, number: int) -> LentState | None:
         """Where the optimizer's state lies, for workers that step it; ``None``: they do not."""
@@ -65,7 +68,12 @@ class WorkersUpdates:
     def take_over(self) -> None:
         """Somebody is gone: the server makes the rounds from here on."""
         if self._round is not None and self._lender is not None and self._round.used:
-            self._round.call_off_next(self._statistics.version, self._lender.restore, _PATIENCE_S)
+            self._round.call_off_next(self._statistics.version, self._lender.restore, self._frees)
+
+    def free(self) -> None:
+        """Some time has passed: a worker may have been stopped in the middle of a round."""
+        if self._round is not None and self._round.used:
+            self._round.free(self._frees)
 
     # ---- one by one -----------------------------------------------------------------------------
 
@@ -80,14 +88,8 @@ class WorkersUpdates:
         locked, lender, store = self._locked, self._lender, self._store
         assert locked is not None and lender is not None and store is not None, "they make some"
         assert store.made is not None, "they count them"
-        with locked.stopped(lender.restore, _PATIENCE_S):
+        with locked.stopped(lender.restore, self._frees):
             store.made.look()
             yield
             if lender.is_outdated(optimizers.updates):
                 locked.renew()
-
-    @property
-    def is_held_up(self) -> bool:
-        """Whether a worker is in the middle of an update for so long that it was stopped there."""
-        locked = self._locked if self.one_by_one else None
-        return locked is not None and not locked.is_free(_STOPPED_S)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from hybridtrain.memory import Arena
 from hybridtrain.memory.lending import MadeSteps
 from hybridtrain.protocol.locked_steps import LockedSteps, Tried
+from tests.support.deaths import Died, Words, dies_at
 from tests.worker.test_shared_round import never, process
 
 N_MADE = MadeSteps.n_words(2)
@@ -36,8 +39,12 @@ class Shared:
         return self.locked.make(generation, lambda: None, stepped, 0.05)
 
 
-def holding(shared: Shared, then: Callable[[], object]) -> None:
-    """``then``, while another process is in the middle of an update."""
+def ignore(pid: int, for_s: float) -> None:
+    """Nobody is killed."""
+
+
+def holding(shared: Shared, then: Callable[[int], object]) -> None:
+    """``then(pid)``, while another process is in the middle of an update."""
     begun, end = os.pipe(), os.pipe()
 
     def slow() -> None:
@@ -52,7 +59,7 @@ def holding(shared: Shared, then: Callable[[], object]) -> None:
             os._exit(0)
     os.read(begun[0], 1)
     try:
-        then()
+        then(pid)
     finally:
         os.write(end[1], b"x")
         os.waitpid(pid, 0)
@@ -83,14 +90,30 @@ def test_whoever_knows_another_state_makes_none() -> None:
 def test_one_at_a_time() -> None:
     shared = Shared()
 
-    def others() -> None:
+    def others(pid: int) -> None:
         assert shared.locked.make(0, never, never, 0.01) is Tried.LEFT
-        assert not shared.locked.is_free(0.01)
-        with shared.locked.stopped(never, 0.01):  # the server does not wait for ever
-            assert shared.made.total == 0
 
     holding(shared, others)
-    assert shared.locked.is_free(0.0) and shared.made.total == 1
+    assert shared.made.total == 1 and shared.make() is Tried.MADE
+
+
+def test_the_server_takes_the_lock_from_a_process_that_is_stopped() -> None:
+    shared, heard, restored = Shared(), list[float](), list[str]()
+
+    def others(pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)
+
+        def frees(holder: int, for_s: float) -> None:
+            assert holder == pid and not restored
+            heard.append(for_s)
+            if len(heard) == 3:
+                os.kill(pid, signal.SIGKILL)
+
+        with shared.locked.stopped(lambda: restored.append("x"), frees):
+            assert len(heard) == 3 and sorted(set(heard)) == heard, "longer each time"
+            assert restored == ["x"] and shared.made.total == 0
+
+    holding(shared, others)
     assert shared.make() is Tried.MADE
 
 
@@ -107,10 +130,10 @@ def test_what_was_begun_by_somebody_who_is_gone_is_put_back(where: str) -> None:
     with process(body):
         torn = where == "in the middle"
         assert (shared.make() is Tried.LEFT) == torn, "the server is to see to it"
-        with shared.locked.stopped(lambda: restored.append("x"), 0.05):
+        with shared.locked.stopped(lambda: restored.append("x"), ignore):
             assert restored == ["x"] * torn
         assert shared.make() is Tried.MADE
-        with shared.locked.stopped(never, 0.05):
+        with shared.locked.stopped(never, ignore):
             pass
         assert shared.made.total == {"before": 2, "in the middle": 1, "behind": 3}[where]
 
@@ -123,6 +146,24 @@ def test_a_step_that_fails_is_put_back() -> None:
 
     with pytest.raises(ValueError):
         shared.make(step=fails)
-    with shared.locked.stopped(lambda: restored.append("x"), 0.05):
+    with shared.locked.stopped(lambda: restored.append("x"), ignore):
         pass
     assert restored == ["x"] and shared.made.total == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("at", range(3))
+def test_who_dies_at_any_write_has_counted_step_and_mini_batches_or_neither(
+    at: int, steps: int
+) -> None:
+    arena = Arena.create(8 * N_MADE)
+    made = MadeSteps(arena.words(0, N_MADE), 2)
+    for step in range(steps):
+        made.make(1, 5 + step)
+    mortal: Any = Words(arena.words(0, N_MADE), dies_at(at))
+    with suppress(Died):
+        MadeSteps(mortal, 2).make(1, 9)
+    before = (steps, 5 if steps else 0)
+    assert (made.untold(1), made.covered(1)) == (before if at < 2 else (steps + 1, 9))
+    made.cover(1, 0)
+    assert made.covered(1) == 0

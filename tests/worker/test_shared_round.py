@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
 from hybridtrain.memory import Arena
 from hybridtrain.protocol.shared_round import Arrival, Met, SharedRound
+from tests.support.deaths import Died, Words, dies_at
 
 ONE = Arrival(4.0, 4.0)
 
@@ -161,9 +163,34 @@ def test_the_server_counts_what_was_made_once() -> None:
     assert again is not None and (again.n, list(again.samples)) == (1, [4.0, 4.0])
 
 
+@pytest.mark.parametrize("at", range(18))
+def test_who_dies_at_any_write_leaves_a_round_that_is_made_and_counted_or_neither(at: int) -> None:
+    shared, round_words, masters = round_of(2), SharedRound.n_words(2), [0]
+    words = shared.arena.words(0, round_words)  # type: ignore[attr-defined]
+    for number in (1, 2):
+        shared.come(0, number, ONE, never)
+        shared.come(1, number, ONE, lambda weights: None)
+    assert shared.look(0) is not None
+    shared.come(0, 3, ONE, never)
+    mortal: Any = Words(words, dies_at(at))
+    dying = SharedRound(mortal, 2, shared.arena.fd)  # type: ignore[attr-defined]
+    with suppress(Died):
+        dying.come(1, 3, ONE, lambda weights: masters.append(1))
+        assert at > 10, "it makes the round"
+    shared.call_off_next(2, lambda: masters.pop(), lambda pid, for_s: None)
+    made = shared.look(2)
+    assert shared.is_made(3) == (made is not None) == (len(masters) == 2)
+    if made is not None:
+        assert list(made.samples) == [4.0, 4.0]
+    shared.come(0, 9, ONE, never)
+    assert shared.come(1, 9, ONE, lambda weights: None) is Met.MADE
+    after = shared.look(3 if made else 2)
+    assert after is not None and list(after.samples) == [4.0, 4.0]
+
+
 def test_somebody_is_gone_so_the_next_round_is_the_servers() -> None:
     shared = round_of(2)
     shared.come(0, 5, ONE, never)
-    shared.call_off_next(4, never, for_s=1.0)
+    shared.call_off_next(4, never, lambda pid, for_s: None)
     assert shared.is_off(5) and shared.come(1, 5, ONE, never) is Met.CALLED_OFF
     assert shared.come(1, 6, ONE, never) is Met.WAITS

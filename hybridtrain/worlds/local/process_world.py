@@ -20,7 +20,7 @@ from selectors import BaseSelector, DefaultSelector
 from typing import Any
 
 from hybridtrain.monitoring.standstill import Standstill
-from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
+from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
 from hybridtrain.protocol.messages import (
     NOTES,
     Average,
@@ -77,6 +77,7 @@ from hybridtrain.worlds.local.worker_process import WorkerProcess
 Again = Callable[[bytes, int], Body]
 
 _POLL_S = 1.0
+_STOPPED_S = 1.0  # in the middle of an update, which takes milliseconds
 _EVENTS = dict.fromkeys((Push, Average, Begin), LifecycleEvent.WAITS)
 _EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
@@ -131,6 +132,7 @@ class ProcessWorld:
         self._starter = WorkerStarter(n_workers, self.start_method, threads, self.places, self.meet)
         self._workers = self._starter.workers
         self.server.membership.queue.covered = self._covered
+        self.server.free_by(self._free)
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
                 self._starter.start(range(n_workers), body, selector)
@@ -141,6 +143,7 @@ class ProcessWorld:
                 self._starter.close()
                 # It knows this world, which knows the server.
                 self.server.membership.queue.covered = None
+                self.server.free_by(lambda pid, for_s: None)
                 self.server.close()
         results = [worker.result for worker in self._workers]
         if isinstance(self._failure, Interrupted):
@@ -155,14 +158,25 @@ class ProcessWorld:
         store = self.server.store
         return 0 if store is None or store.made is None else store.made.covered(worker)
 
+    def _free(self, pid: int, for_s: float) -> None:
+        """The process holds the update lock for so long: if it is stopped, nobody gets on.
+
+        Nobody may write behind it, so it is killed. One that is slow, or in a debugger, is waited
+        for, unless the run ends.
+        """
+        ends = self.roster.ending or bool(self._signals)
+        if for_s >= _STOPPED_S and (ends or is_stopped(pid)):
+            for worker in self._workers:
+                if worker.pid == pid:
+                    worker.kill("was stopped in the middle of an update, and killed")
+
     # ---- one turn of the loop -------------------------------------------------------------------
 
     def _turn(self, selector: BaseSelector) -> None:
         for key, _ in selector.select(self._timeout_s()):
             kind, worker = key.data
             if kind == "message":
-                if not self.server.is_held_up:  # or it stays in its channel, while hangs are found
-                    self._listen(worker, selector)
+                self._listen(worker, selector)
             elif kind == "exit":
                 self._reap(worker, selector)
             elif kind == "room":
