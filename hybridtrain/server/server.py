@@ -24,7 +24,6 @@ from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import GetState, Lent
 from hybridtrain.policies import Policy
-from hybridtrain.protocol.kernel_lock import Frees
 from hybridtrain.protocol.messages import (
     Average,
     Begin,
@@ -121,7 +120,7 @@ class Server:
             self._pool,
             handed_over,
         )
-        self._workers_updates = WorkersUpdates(self.statistics, handed_over)
+        self.workers_updates = WorkersUpdates(self.statistics, handed_over)
         self.membership = Membership(
             members, self._meeting, self._queue, self._rounds, self.statistics
         )
@@ -144,7 +143,7 @@ class Server:
 
     def on(self, event: Event) -> Replies:
         """It has happened; what follows for whom."""
-        workers = self._workers_updates
+        workers = self.workers_updates
         if isinstance(event, Removed | BrokenOff):
             workers.take_over()
         elif isinstance(event, Looked):
@@ -154,10 +153,6 @@ class Server:
             return self._on(event)
         with workers.stopped(self.optimizers):
             return self._on(event)
-
-    def free_by(self, frees: Frees) -> None:
-        """Have a worker that is stopped in the middle of an update killed by ``frees``."""
-        self._workers_updates.free_by(frees)
 
     def _on(self, event: Event) -> Replies:
         if isinstance(event, Received):
@@ -214,7 +209,7 @@ class Server:
             case Snapshot():
                 return self._snapshot(worker, message)
             case GetState(number, flat=True):
-                state = self._workers_updates.lend(self.store, self.optimizers, number)
+                state = self.workers_updates.lend(self.store, self.optimizers, number)
                 return [(worker, Lent(state))]
             case GetState():
                 return [(worker, lend(self.store, self.optimizers, message))]

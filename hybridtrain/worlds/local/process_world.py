@@ -132,7 +132,7 @@ class ProcessWorld:
         self._starter = WorkerStarter(n_workers, self.start_method, threads, self.places, self.meet)
         self._workers = self._starter.workers
         self.server.membership.queue.covered = self._covered
-        self.server.free_by(self._free)
+        self.server.workers_updates.free_by(self._free)
         with DefaultSelector() as selector, caught_signals(self._signals, selector), one_thread():
             try:
                 self._starter.start(range(n_workers), body, selector)
@@ -143,7 +143,7 @@ class ProcessWorld:
                 self._starter.close()
                 # It knows this world, which knows the server.
                 self.server.membership.queue.covered = None
-                self.server.free_by(lambda pid, for_s: None)
+                self.server.workers_updates.free_by(lambda pid, for_s: None)
                 self.server.close()
         results = [worker.result for worker in self._workers]
         if isinstance(self._failure, Interrupted):
