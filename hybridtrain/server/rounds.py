@@ -7,6 +7,7 @@ round cannot accept is raised; the server then refuses all who wait.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
@@ -35,12 +36,46 @@ from hybridtrain.server.mean_round import Averaging
 from hybridtrain.server.pushes import by_optimizer, release, samples_of, untold_steps
 from hybridtrain.server.refusals import objection, too_early
 from hybridtrain.server.run_statistics import RunStatistics
-from hybridtrain.server.update_under_way import UpdateUnderWay
 from hybridtrain.updates import Optimizers, Pending, Stepped
 from hybridtrain.updates.thread_pool import Pool
 
 Replies = list[tuple[int, Reply]]
 _NOTHING, _DROPPED = Stepped(()), Stepped(())
+
+
+@dataclass
+class UpdateUnderWay:
+    """One update of several optimizers, of which some are not done.
+
+    Args:
+        ticket: its number; that of an update which nobody waits for any more is not used again.
+        pushes: that it is made of.
+        counted: whose contributions have counted with the optimizers that are done.
+        steps: of the others, and who has pushed for each.
+    """
+
+    ticket: int
+    pushes: Mapping[int, Push]
+    counted: list[int]
+    steps: list[tuple[Mapping[int, Push], Pending]]
+    behind: list[Order] = field(default_factory=list)
+
+    def has(self, worker: int, push: Push) -> bool:
+        """Whether this very push is part of the update."""
+        return self.pushes.get(worker) is push
+
+    def forget(self, worker: int) -> None:
+        """The worker waits no more: orders that stand behind the update do not concern it."""
+        kept = (_without(worker, order) for order in self.behind)
+        self.behind = [order for order in kept if order is not None]
+
+
+def _without(worker: int, order: Order) -> Order | None:
+    """The order for the others, if it was not for this worker alone."""
+    if isinstance(order, SetTimer) or worker not in order.workers:
+        return order
+    others = tuple(each for each in order.workers if each != worker)
+    return replace(order, workers=others) if others else None
 
 
 class Rounds:

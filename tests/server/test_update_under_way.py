@@ -32,7 +32,7 @@ from hybridtrain.updates import OptimizerFailed, Pending, Stepped
 from hybridtrain.updates.thread_pool import Pool
 from hybridtrain.util.turn_taking import Ended
 from hybridtrain.worlds.in_process import ThreadWorld
-from hybridtrain.worlds.virtual.timed_optimizers import TimedOptimizers
+from hybridtrain.worlds.virtual.training_task import TimedOptimizers
 from tests.support.bodies import descend
 from tests.support.served import Make, Served, gathered, refusals, released, sgd, stopped
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from hybridtrain.protocol.messages import Push
-from hybridtrain.worlds.local import host_pickle
+from hybridtrain.worlds.local import channel
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells, channel_pair
 
 
@@ -289,13 +289,13 @@ def test_only_messages_with_tensors_cost_a_pickler_that_looks_at_each(
 ) -> None:
     made: list[Any] = []
 
-    class Counted(host_pickle._Pickler):
+    class Counted(channel._Pickler):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(host_pickle, "_Pickler", Counted)
-    again = pickle.loads(host_pickle.pickled(message))
+    monkeypatch.setattr(channel, "_Pickler", Counted)
+    again = pickle.loads(channel.pickled(message))
     assert type(again) is type(message) and bool(made) == anew
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.cli.telemetry.logged_values import log_histogram, scalars
 from hybridtrain.cli.telemetry.run_stats import RunStats
 from hybridtrain.lightning.data.batch_size import samples_in
 from hybridtrain.lightning.hooks.loop_hooks import logged_step
@@ -28,6 +27,53 @@ from hybridtrain.report.history import History
 
 STATS_FILE = ".run_stats.json"
 VALIDATED = "validated"  # in checkpoints: the metrics of the validation before it
+
+
+MOST_BINS = 60  # of a histogram; staleness is wide where many workers run freely
+
+
+def scalars(stats: RunStats) -> dict[str, float]:
+    """One number for each name. What nobody has counted is left out."""
+    staleness = stats.staleness
+    found: dict[str, float] = {"samples_per_s": stats.samples_per_s}
+    found |= {f"staleness/{k}": staleness[k] for k in ("mean", "max") if k in staleness}
+    found |= {f"waiting/worker_{i}": x for i, x in enumerate(stats.waiting_share)}
+    found |= {f"lead/worker_{i}": x for i, x in enumerate(stats.lead.get("now", []))}
+    found |= {f"left_out/{fault}": sum(each) for fault, each in stats.left_out.items()}
+    if stats.dropped:
+        found["dropped"] = sum(stats.dropped)
+    if stats.effective_batch is not None:
+        found["effective_batch"] = stats.effective_batch
+    return found
+
+
+def log_histogram(logger: Any, name: str, ages: Mapping[int, int], step: int) -> None:
+    """A histogram of whole numbers, exactly, where the logger's writer can take one.
+
+    TensorBoard's writers can (``add_histogram_raw``); for any other logger nothing happens.
+
+    Args:
+        ages: how often each number came.
+    """
+    writer = getattr(logger, "experiment", None)
+    add = getattr(writer, "add_histogram_raw", None)
+    if add is None or not ages:
+        return
+    width = -(-(max(ages) + 1) // MOST_BINS)  # numbers in a bin
+    counts = [0] * (max(ages) // width + 1)
+    for age, count in ages.items():
+        counts[age // width] += count
+    add(
+        name,
+        min=float(min(ages)),
+        max=float(max(ages)),
+        num=sum(ages.values()),
+        sum=float(sum(age * n for age, n in ages.items())),
+        sum_squares=float(sum(age * age * n for age, n in ages.items())),
+        bucket_limits=[(i + 1) * width - 0.5 for i in range(len(counts))],
+        bucket_counts=counts,
+        global_step=step,
+    )
 
 
 class RunMonitor(pl.Callback):

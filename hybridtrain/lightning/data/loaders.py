@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -30,7 +31,6 @@ from hybridtrain.lightning.data.batch_samplers import Batches, handed, makes_its
 from hybridtrain.lightning.data.batch_size import Scales, step_fetches
 from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group, Whole
 from hybridtrain.lightning.data.loader_plan import order_of, plan_of
-from hybridtrain.lightning.data.queue_sampler import QueueSampler
 from hybridtrain.lightning.data.samplers import EpochSampler, ShareSampler
 from hybridtrain.lightning.data.stream_dealing import Dealing, shares_nothing, warn_of_repetition
 from hybridtrain.lightning.hooks.loader_hooks import (
@@ -44,7 +44,44 @@ from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluati
 from hybridtrain.lightning.replay.run_record import data_teller
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.strategy_options import DataOptions
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass
+from hybridtrain.protocol.spans import Spans, positions, total
 from hybridtrain.worker.client import Client
+
+
+class QueueSampler(EpochSampler):
+    """Mini-batches drawn one by one from the server's queue. It has no length, on purpose.
+
+    Lightning believes a length, and would miss validation and the last step if it were only an
+    upper bound.
+    """
+
+    _reopened = False  # the next iteration does what workers that are gone have left
+
+    def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
+        """The next iteration draws what is left of the current pass."""
+        super().go_on(crew, spans)
+        self._reopened = True
+
+    def __iter__(self) -> Iterator[int]:
+        order, spans, batches = self._begin()
+        lap, begins = LoaderPass(self.number, self.epoch, self._lap), True
+        plan, n_drawn, fills = self.plan, self.batch_size, self.plan.fills()
+        turn = 0 if self._reopened else plan.turn()  # of what is left over nothing is dealt
+        self._reopened = False
+        # The loader makes mini-batches by counting, so a smaller one must be the last.
+        while n_drawn == self.batch_size:
+            ask = Draw(
+                lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills, plan.visits
+            )
+            ticket = self._client.draw(ask)
+            begins, batches, n_drawn = False, batches + 1, total(ticket.spans)
+            if ticket.counts:
+                self._plan_next(n_drawn, batches, 0, DrawnBatch(lap, ticket.spans))
+            else:
+                self._plan_next(0, batches, 0, None)
+            yield from (order[position] for position in positions(ticket.spans))
+        self.ended = True
 
 
 class Loaders:

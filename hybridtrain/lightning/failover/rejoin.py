@@ -15,7 +15,7 @@ as their mini-batches are equal. (Processes of a loader's own draw from others.)
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -31,20 +31,48 @@ from hybridtrain.lightning.async_training.update_count import (
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.checkpointing.rng_state import look, put
 from hybridtrain.lightning.data.loaders import Loaders
-from hybridtrain.lightning.failover.fast_forward import advance, can_be_advanced
+from hybridtrain.lightning.data.samplers import EpochSampler
 from hybridtrain.lightning.failover.leader_failover import hand_over
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
-from hybridtrain.lightning.hooks.loop_hooks import BEFORE_FETCH
+from hybridtrain.lightning.hooks.loop_hooks import BEFORE_FETCH, add_to_saved_logged_step
 from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.memory.scratch_file import as_bytes
 from hybridtrain.protocol.notices import Progress
+from hybridtrain.protocol.spans import split, total
 from hybridtrain.worker.client import Client
 
 _PLACE = "the memory of this run"
 _OURS = "hybridtrain_run"
+
+
+def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
+    """Whether a checkpoint of now will say all that is needed.
+
+    In lock-step that is one loader, of which something has been drawn in this epoch, and one step
+    for so many mini-batches. Where workers run freely, the shared queue knows what is left.
+    """
+    if not context_of(trainer).requirements.whole_rounds:
+        return True
+    begun = [sampler.has_begun(trainer.current_epoch) for sampler in samplers]
+    return begun == [True] and bool(trainer.lightning_module.automatic_optimization)
+
+
+def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None:
+    """Let ``steps`` more be done of the epoch."""
+    if steps <= 0:
+        return
+    ours = checkpoint[KEY]
+    (loader,) = ours["loaders"]
+    left = total(loader["spans"])
+    batches = min(steps * int(trainer.accumulate_grad_batches), -(-left // loader["whole"]))
+    ours["batches"] += batches
+    add_to_saved_logged_step(checkpoint["loops"]["fit_loop"], steps)
+    loader["batches"] += batches
+    rest = split([tuple(span) for span in loader["spans"]], batches * loader["whole"])[1]
+    loader["spans"] = [list(span) for span in rest]
 
 
 class RejoinState:

@@ -20,10 +20,10 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
+from pytorch_lightning.utilities.parsing import lightning_getattr, lightning_setattr
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.lightning.hooks.callback_hooks import DECIDED, HOW_IT_STEPS
-from hybridtrain.lightning.results.tuner_results import take_what_was_found, what_was_found
+from hybridtrain.lightning.hooks.callback_hooks import DECIDED, HOW_IT_STEPS, searched_attribute
 
 _MOST_ITEMS = 100_000  # of one attribute; more is data, not something written down
 _ATOMS = (
@@ -40,6 +40,23 @@ _ATOMS = (
     torch.device,
     torch.dtype,
 )
+
+
+def what_was_found(finder: LearningRateFinder, module: pl.LightningModule) -> dict[str, Any]:
+    """The curve of losses, and the learning rate that the module has now."""
+    found: dict[str, Any] = {"optimal_lr": finder.optimal_lr}
+    if (name := searched_attribute(finder, module)) is not None:
+        found["attribute"] = (name, lightning_getattr(module, name))
+    return found
+
+
+def take_what_was_found(
+    finder: LearningRateFinder, module: pl.LightningModule, found: dict[str, Any]
+) -> None:
+    """The other half, in the calling process."""
+    finder.optimal_lr = found["optimal_lr"]
+    if "attribute" in found:
+        lightning_setattr(module, *found["attribute"])
 
 
 class _NotPlain(Exception):

@@ -12,10 +12,10 @@ from operator import is_
 from typing import Any
 
 import torch
+from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Await, Leaving, Offer, Requirements
-from hybridtrain.lightning.step.closures import Closure, as_float, is_empty, run
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
 from hybridtrain.lightning.step.hyper_parameters import HyperParameters
 from hybridtrain.lightning.step.in_place import InPlace, PrivateState
@@ -35,6 +35,29 @@ from hybridtrain.worker.client import Client
 from hybridtrain.worker.replica import Replica
 
 MASTERS = "masters"  # in an optimizer's saved state: that of the masters' own optimizer
+
+
+Closure = Callable[[], Any]
+
+
+def is_empty(closure: Closure) -> bool:
+    """Whether it is what Lightning gives where the user has given none."""
+    while isinstance(closure, partial):  # how precision plugins wrap it: the last argument
+        closure = closure.args[-1]
+    return closure is do_nothing_closure
+
+
+def run(closure: Closure) -> Any:
+    """With gradients, wherever it is called from."""
+    with torch.enable_grad():
+        return closure()
+
+
+def as_float(loss: Any) -> float | None:
+    """A loss as a number, if it is one."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss.detach()) if loss.numel() == 1 else None
+    return float(loss) if isinstance(loss, int | float) else None
 
 
 class RemoteOptimizer:

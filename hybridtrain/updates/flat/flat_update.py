@@ -15,8 +15,10 @@ Legend: P elements of the buffer (padding included), n elements of a chunk.
 
 from __future__ import annotations
 
+import errno
+import mmap
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -24,8 +26,10 @@ from typing import TypeVar
 
 import torch
 
+from hybridtrain.errors import UserError
 from hybridtrain.memory import Rows, Store
-from hybridtrain.memory.private import private
+from hybridtrain.memory.arena import align
+from hybridtrain.memory.available import available_bytes
 from hybridtrain.memory.update_progress import ChunkProgress
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.base import clip_factor
@@ -49,6 +53,42 @@ R = TypeVar("R")
 _ALONE = 256 * 1024  # elements that one thread steps as soon as two would
 _LARGE = 2**25  # elements of a buffer whose norm is taken in longer pieces, so that calls are fewer
 _PLANS = 16  # kept; where a net leaves out layers at random there is no end of them
+
+
+def private(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """So many tensors of zeros, each (numel,), one behind the other.
+
+    Raises:
+        UserError: if the machine has not that much memory.
+    """
+    if not count * numel:
+        return [torch.zeros(numel, dtype=dtype) for _ in range(count)]
+    stride = align(numel * dtype.itemsize)
+    memory = _mapped(count * stride)
+    found = [
+        torch.frombuffer(memory, dtype=dtype, count=numel, offset=place * stride)
+        for place in range(count)
+    ]
+    for each in found:
+        each.zero_()  # takes the pages now, not in the middle of a step
+    return found
+
+
+def _mapped(n_bytes: int) -> mmap.mmap:
+    try:
+        available = available_bytes()
+        if available is not None and n_bytes > available:
+            raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")
+        memory = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise UserError(
+            f"{n_bytes / 2**20:,.0f} MiB of host memory were asked for an optimizer's state, but "
+            f"the system refused them ({error.strerror}); use an optimizer that keeps less, "
+            "a smaller model, or a machine with more memory"
+        ) from error
+    with suppress(OSError, AttributeError):  # a kernel without them, or not Linux
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class FlatUpdate:

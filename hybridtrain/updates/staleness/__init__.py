@@ -1,10 +1,13 @@
 """What is done about gradients that arrive late: shorter steps, or other gradients."""
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from hybridtrain.updates.staleness.correction import Correction, Late
-from hybridtrain.updates.staleness.corrections import CORRECTIONS, CorrectionSpec, make_correction
 from hybridtrain.updates.staleness.delay_compensated import DcAsgd, DcAsgdAdaptive
 from hybridtrain.updates.staleness.gap_aware import GapAware
 from hybridtrain.updates.staleness.rates import ByStaleness, Polynomial
+from hybridtrain.util.named_choice import choose
 
 __all__ = [
     "CORRECTIONS",
@@ -18,3 +21,24 @@ __all__ = [
     "Polynomial",
     "make_correction",
 ]
+
+
+# A name, {"name": ..., parameters}, an object, or nothing.
+CorrectionSpec = str | Mapping[str, Any] | Correction | None
+
+CORRECTIONS: dict[str, Callable[..., Correction]] = {
+    "by_staleness": ByStaleness,
+    "polynomial": Polynomial,
+    "dc_asgd": DcAsgd,
+    "dc_asgd_adaptive": DcAsgdAdaptive,
+    "gap_aware": GapAware,
+}
+
+
+def make_correction(given: CorrectionSpec) -> Correction | None:
+    """A correction from its name, its name and parameters, or the object itself.
+
+    Raises:
+        UserError: if the name is not known, or the parameters make no sense.
+    """
+    return None if given is None else choose("correction", given, CORRECTIONS, Correction)

@@ -17,6 +17,8 @@ when there is some, so that no worker can hold up the others.
 
 from __future__ import annotations
 
+import copyreg
+import io
 import os
 import pickle
 import select
@@ -26,14 +28,61 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
-from hybridtrain.worlds.local.host_pickle import pickled
+import torch
+
+from hybridtrain.protocol.messages import Draw, Push, Released, Ticket
 
 _HEADER, _INT = struct.Struct("<Q"), struct.Struct("i")
 _READ_BYTES = 1 << 20
 _SEND_BYTES = 1 << 16  # at a time, less than a socket holds: a bell is rung before it is full
+
+
+def _on_the_host(tensor: torch.Tensor) -> Any:
+    """How a tensor is pickled: as one in host memory, wherever it lies.
+
+    A tensor of a device would initialise that device where it is read: in the parent, whose forked
+    workers could not use it any more, or on a device that is another worker's.
+    """
+    if tensor.device.type in ("cpu", "meta"):
+        return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    here = tensor.detach().cpu()
+    if isinstance(tensor, torch.nn.Parameter):
+        here = torch.nn.Parameter(here, tensor.requires_grad)
+    return here.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _by_arguments(kind: type[Any]) -> None:
+    """Pickle these as calls: what dataclasses with slots do is a loop in Python, each way."""
+    values = attrgetter(*(each.name for each in fields(kind)))
+    copyreg.pickle(kind, lambda message: (kind, values(message)))
+
+
+for _kind in (Push, Draw, Released, Ticket):  # those of every step
+    _by_arguments(_kind)
+
+_OF_TORCH = b"torch"  # the module of what makes a tensor again
+
+
+class _Pickler(pickle.Pickler):
+    dispatch_table = copyreg.dispatch_table | {
+        torch.Tensor: _on_the_host,
+        torch.nn.Parameter: _on_the_host,
+    }
+
+
+def pickled(message: Any) -> bytes:
+    """The message; its tensors as ones in host memory, wherever they lie."""
+    plain = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    if _OF_TORCH not in plain:  # nearly all have no tensor, and a pickler of one's own is slow
+        return plain
+    buffer = io.BytesIO()
+    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
+    return buffer.getvalue()
 
 
 class ChannelClosed(ConnectionError):

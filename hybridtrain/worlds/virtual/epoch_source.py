@@ -7,7 +7,7 @@ the newest parameters. Drawing takes no time: real workers draw ahead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybridtrain.exchanges import Exchange, check_visits
@@ -16,10 +16,11 @@ from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ti
 from hybridtrain.protocol.server_events import Received
 from hybridtrain.protocol.spans import dealt, positions, total
 from hybridtrain.server.server import Server
-from hybridtrain.updates.groups import Groups
+from hybridtrain.updates import Pending
+from hybridtrain.updates.groups import Groups, Members
 from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.updates.optimizer_set import Optimizers, Stepped
 from hybridtrain.worlds.virtual.conditions import Conditions
-from hybridtrain.worlds.virtual.idle_optimizers import IdleOptimizers
 from hybridtrain.worlds.virtual.sharding import layouts_of
 from hybridtrain.worlds.virtual.training_task import (
     MakeOptimizer,
@@ -27,6 +28,36 @@ from hybridtrain.worlds.virtual.training_task import (
     Task,
     TrainingTask,
 )
+
+
+class IdleOptimizers(Optimizers):
+    """One optimizer without parameters. Whatever is pushed is applied, at no cost.
+
+    Args:
+        timed: an update ends when the world says so.
+    """
+
+    under_way = None
+
+    def __init__(self, timed: bool = False) -> None:
+        super().__init__()
+        self._timed = timed
+
+    def objection(self, worker: int, push: Push) -> str | None:
+        return None
+
+    def members(self, worker: int, push: Push) -> Members:
+        return ()
+
+    def hear(self, worker: int, push: Push) -> None:
+        """There is nothing to be told."""
+
+    def hold(self, worker: int, push: Push) -> bool:
+        return push.weight > 0
+
+    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
+        stepped = Stepped(tuple([worker for worker, push in pushes.items() if push.weight > 0]))
+        return Pending(lambda: stepped) if self._timed and stepped.workers else stepped
 
 
 def register_workers(

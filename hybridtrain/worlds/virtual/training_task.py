@@ -5,7 +5,7 @@ Legend: P elements of one dtype's buffer, W workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,15 +17,53 @@ import torch
 from hybridtrain.exchanges import Await, Exchange, Leaving, LocalExchange
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
-from hybridtrain.updates import Optimizers
+from hybridtrain.updates import Pending
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.kernels.own_step import own_step
 from hybridtrain.updates.named import NamedUpdate, update_of
+from hybridtrain.updates.optimizer_set import Optimizers, Stepped
 from hybridtrain.updates.per_tensor import clip_gradients
 from hybridtrain.worlds.virtual.sharding import shards_of
-from hybridtrain.worlds.virtual.timed_optimizers import TimedOptimizers
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+Values = Mapping[int, torch.Tensor]  # number of a parameter -> its value
+
+
+class TimedOptimizers(Optimizers):
+    """Steps at once, and moves the masters when the world says that the update has ended.
+
+    The optimizers' states move at once; nobody looks at them in virtual time.
+    """
+
+    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
+        number = next(iter(pushes.values())).optimizer if number is None else number
+        holds, before = number in self.holding, self._copied(number)
+        stepped = super().step(pushes, number)
+        if not isinstance(stepped, Stepped) or not (stepped.workers or holds):
+            return stepped  # there was nothing to do
+        after = self._copied(number)
+        self._put(before)
+        return Pending(partial(self._finish, stepped, after))
+
+    def _finish(self, stepped: Stepped, after: Values) -> Stepped:
+        self._put(after)
+        return stepped
+
+    def _copied(self, number: int) -> Values:
+        """What the masters of this optimizer are."""
+        assert self._place is not None, "what steps has a store"
+        store = self._place[0]
+        numbers = [each for group in self.updates[number].members for each in group]
+        return {each: store.master(store.layout.slots[each]).clone() for each in numbers}
+
+    def _put(self, values: Values) -> None:
+        assert self._place is not None, "what steps has a store"
+        store = self._place[0]
+        store.moves.all_of(values)  # some may be read before they are there
+        for number, value in values.items():
+            store.master(store.layout.slots[number]).copy_(value)
 
 
 class Task(Protocol):

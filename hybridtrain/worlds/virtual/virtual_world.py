@@ -18,7 +18,10 @@ from __future__ import annotations
 
 import heapq
 import math
+import sys
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -37,15 +40,117 @@ from hybridtrain.protocol.server_events import (
 from hybridtrain.server.server import Server
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
-from hybridtrain.worlds.virtual.computing_on import ComputingOn
 from hybridtrain.worlds.virtual.conditions import Conditions
-from hybridtrain.worlds.virtual.curve import Curve
-from hybridtrain.worlds.virtual.due import A_SERVER, Arrival, Due
 from hybridtrain.worlds.virtual.epoch_source import register_workers
 from hybridtrain.worlds.virtual.script import Dies, Joins
 from hybridtrain.worlds.virtual.service_times import Times
 from hybridtrain.worlds.virtual.sharding import Answers, check_shards, first_timer, servers_of
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
+
+Point = tuple[float, float, float]  # time, figure, bytes
+
+
+class Arrival(NamedTuple):
+    """What a worker has said reaches a server."""
+
+    said: Push | Begin | Gather
+
+
+# When, which worker, the number of what it does (an older one will not happen), which shard, and
+# what; a push alone: the worker has computed it. Events of the script have negative numbers in the
+# worker's place, so that they come first; ends of updates the least.
+Due = tuple[float, int, int, int, Push | Arrival | Dies | Joins | UpdateEnded]
+A_SERVER = -sys.maxsize
+
+
+@dataclass
+class Curve:
+    """Means over equally many figures each; neighbours are joined as soon as there are too many.
+
+    Args:
+        most: points kept at most.
+    """
+
+    most: int = 200
+    _per_point: int = 1
+    _sums: list[Point] = field(default_factory=list)  # of whole points
+    _open: tuple[int, Point] = (0, (0.0, 0.0, 0.0))  # how many the last point has, and their sums
+
+    def add(self, at_s: float, value: float, n_bytes: float = 0.0) -> None:
+        """The next figure; times and bytes do not fall."""
+        n, sums = self._open
+        self._open = n + 1, (sums[0] + at_s, sums[1] + value, sums[2] + n_bytes)
+        if n + 1 == self._per_point:
+            self._sums.append(self._open[1])
+            self._open = 0, (0.0, 0.0, 0.0)
+        if len(self._sums) == self.most:
+            pairs = zip(self._sums[::2], self._sums[1::2], strict=True)
+            self._sums = [(a[0] + b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs]
+            self._per_point *= 2
+
+    def _means(self) -> list[Point]:
+        n, sums = self._open
+        found = [(self._per_point, each) for each in self._sums]
+        if n and (not found or 2 * n >= self._per_point):  # or chance would say how it ends
+            found.append((n, sums))
+        return [(t / count, v / count, b / count) for count, (t, v, b) in found]
+
+    def points(self) -> list[tuple[float, float]]:
+        """(mean time, mean figure), the last of perhaps fewer figures, but not of too few."""
+        return [(at_s, value) for at_s, value, _ in self._means()]
+
+    def over_bytes(self) -> list[tuple[float, float]]:
+        """(mean bytes, mean figure), in the same way."""
+        return [(n_bytes, value) for _, value, n_bytes in self._means()]
+
+
+class ComputingOn:
+    """Of all workers of a virtual world: offers without an answer, answers that are on their way,
+    and who cannot go on without one.
+    """
+
+    def __init__(self) -> None:
+        self._offers = 0  # so far
+        self._unanswered: dict[int, int] = {}  # the number of each
+        self._there_s: dict[int, float] = {}  # when an answer that nobody has taken yet is there
+        self._awaits: set[int] = set()
+
+    def offers(self, worker: int, said: Push | Begin | Gather) -> bool:
+        """Whether the worker computes on behind what it says now."""
+        later = isinstance(said, Push) and said.later
+        if later:
+            self._offers += 1
+            self._unanswered[worker] = -self._offers
+        return later
+
+    def number(self, worker: int) -> int | None:
+        """Of what it has offered, below 0, as long as that is not answered."""
+        return self._unanswered.get(worker)
+
+    def answered(self, worker: int, at_s: float) -> bool:
+        """The answer will be there at ``at_s``; whether the worker awaits it already."""
+        self._unanswered.pop(worker)
+        self._there_s[worker] = at_s
+        awaited = worker in self._awaits
+        self._awaits.discard(worker)
+        return awaited
+
+    def awaits(self, worker: int) -> bool:
+        """The worker cannot go on without the answer; whether it has to wait for that."""
+        if worker in self._unanswered:
+            self._awaits.add(worker)
+            return True
+        return False
+
+    def take_s(self, worker: int, now_s: float) -> float:
+        """The worker takes the answer: when."""
+        return max(now_s, self._there_s.pop(worker, now_s))
+
+    def forget(self, worker: int) -> None:
+        """The worker is gone."""
+        self._unanswered.pop(worker, None)
+        self._awaits.discard(worker)
+        self._there_s.pop(worker, None)
 
 
 class VirtualWorld:

@@ -19,7 +19,7 @@ from benchmarks.jobs.gpu_models import HOST_BYTES, parameters_of
 from benchmarks.rows import NOTHING_ASKED, Row, Skipped, compare
 from benchmarks.runs import Job, RunFailed
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.preflight.device_checks import chosen
+from hybridtrain.lightning.preflight.machine_checks import chosen
 from hybridtrain.memory.limits import gpus
 
 BUDGET = 4 * 2**30  # bytes of the GPU

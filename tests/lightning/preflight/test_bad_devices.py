@@ -14,7 +14,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.preflight import device_checks
+from hybridtrain.lightning.preflight import machine_checks
 from hybridtrain.memory import limits
 from hybridtrain.memory.limits import Gpu
 from tests.standin.device import name_it
@@ -33,7 +33,7 @@ def told(n: int, batch_sizes: Any = None, precision: str = "32-true") -> list[st
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        device_checks.check_devices(strategy)
+        machine_checks.check_devices(strategy)
     return [str(each.message) for each in caught]
 
 
@@ -43,7 +43,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
 
     def have(*gpus: Gpu, visible: str | None = None, by_place: bool = True) -> None:
-        monkeypatch.setattr(device_checks, "gpus", lambda: list(gpus))
+        monkeypatch.setattr(machine_checks, "gpus", lambda: list(gpus))
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID" if by_place else "FASTEST_FIRST")
         if visible is not None:

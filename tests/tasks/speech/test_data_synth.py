@@ -17,8 +17,7 @@ import pytest
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.datamodule import SpeechDataModule
 from hybridtrain.tasks.speech.sources import synth
-from hybridtrain.tasks.speech.sources.synth import SpokenDigits
-from hybridtrain.tasks.speech.sources.voices import SPEAKERS
+from hybridtrain.tasks.speech.sources.synth import SPEAKERS, SpokenDigits
 from tests.picking import by_default
 
 pytest.importorskip("espeakng_loader", reason="needs the extra synth (espeakng-loader)")

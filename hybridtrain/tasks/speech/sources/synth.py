@@ -34,13 +34,39 @@ from hybridtrain.tasks.speech.sources.espeak import Job
 from hybridtrain.tasks.speech.sources.fsdd import WORDS
 from hybridtrain.tasks.speech.sources.shards import speak_shards
 from hybridtrain.tasks.speech.sources.utterance import SPLITS, Clip, Utterance
-from hybridtrain.tasks.speech.sources.voices import ACCENTS, SPEAKERS
 from hybridtrain.worlds.local.cleanup import removed_in_the_end
 
 log = logging.getLogger(__name__)
 FORMAT = 1  # part of the key: raise it when the same settings mean other sound
 SHARD = 250  # utterances per process
 TRACT = 1.2  # training voices are shifted up or down by up to 20 %: many more speakers
+
+
+ACCENTS = (
+    "en",
+    "en-us",
+    "en-gb-scotland",
+    "en-gb-x-gbclan",
+    "en-gb-x-gbcwmd",
+    "en-gb-x-rp",
+    "en-029",
+    "en-us-nyc",
+)
+
+TRAIN = """
+Alex Alicia Andrea Denis Diogo Gene Gene2 Henrique Hugo Jacky Lee Marco Mario Mike Reed
+RicishayMax RicishayMax2 RicishayMax3 adam anika announcer antonio aunty benjamin boris ed edward
+edward2 f1 f4 grandma grandpa ian iven iven2 iven3 iven4 klatt klatt3 klatt4 klatt5 klatt6 m1 m2
+m3 m6 m7 m8 max michel miguel mike2 pablo paul pedro shelby steph steph2 steph3 travis victor
+"""
+VAL = """
+Michael belinda david f3 gustave marcelo norbert sandro
+"""
+TEST = """
+Andy Annie Nguyen f2 f5 john linda m4 m5 quincy rob robert
+"""
+
+SPEAKERS = {"train": TRAIN.split(), "val": VAL.split(), "test": TEST.split()}
 
 
 @dataclass(frozen=True)
