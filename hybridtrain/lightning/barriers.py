@@ -46,6 +46,8 @@ class WorkerBarriers(SingleHost):
             OthersStop: if none is to begin any more.
         """
         self._absence.stopping.begin_batch()
+        if self._count is not None:
+            self._count.by_hand.begin_batch()
         asks = self.requirements.takes_turns or (self.requirements.asks and not self._has_asked)
         if asks and self._session is not None and self._count is not None:
             self._has_asked = True

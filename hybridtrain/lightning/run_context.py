@@ -62,6 +62,8 @@ class Expected(Protocol):
 
     def total(self) -> int | None: ...
 
+    def know_end(self) -> None: ...
+
 
 class Choices(Protocol):
     """What follows from a gradient that is not finite, and from too little memory."""

@@ -174,7 +174,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             if not self.requirements.whole_rounds:
                 assert self.expected_updates is not None, "workers run freely"
                 trainer, expected = self._session.trainer, self.expected_updates
-                self._count = UpdateCount(trainer, self.client, expected)
+                self._count = UpdateCount(trainer, self.client, expected, self._absence)
             if self._count is not None and self.client.joins:
                 self.client.joins = self.client.solo = False
                 self._count.join(self._session.pull())
@@ -255,8 +255,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
             return  # which are not to be touched in the middle of a step
         self.flush()
         if self._count is not None and self._session is not None and self.is_global_zero:
-            version, self._snapshot = self._session.snapshot()
-            self._count.reach(version)
+            self._snapshot = self._session.snapshot(self._count.reach)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Copies, where others write meanwhile: a file's checksums are of what the file holds."""
@@ -271,7 +270,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         if self._session is None or not self._session.steps or not self.is_global_zero:
             return without_fetching(optimizer)  # only worker 0's is saved
         if self._snapshot is None:
-            _, self._snapshot = self._session.snapshot()
+            self._snapshot = self._session.snapshot()
         return self._snapshot[self.optimizers.index(optimizer)]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from hybridtrain.memory.lending import GetState, Lent, SharedState, StepNumber
 from hybridtrain.memory.sparse_rows import Packed
 from hybridtrain.protocol.notices import (
     Back,
+    Called,
     Gone,
     Progress,
     RequestProgress,
@@ -290,7 +291,7 @@ class Changed:
     groups: tuple[dict[str, Any], ...]
 
 
-Note = Paused | Resumed | Stopped | Described | Changed | Progress | Saved
+Note = Paused | Resumed | Stopped | Described | Changed | Called | Progress | Saved
 NOTES: tuple[type[Note], ...] = get_args(Note)
 
 # ---- replies ------------------------------------------------------------------------------------
@@ -396,4 +397,4 @@ Answer = (
     | Refused
     | SharedState
 )
-Reply = Answer | Stop | Gone | Back | RequestProgress | SavePermission
+Reply = Answer | Stop | Gone | Back | Called | RequestProgress | SavePermission

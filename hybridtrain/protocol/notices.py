@@ -5,6 +5,10 @@ A worker has left or is back, the run is to stop, or a restarted worker asks whe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+# Number of a learning-rate schedule, arguments of its ``step``.
+ScheduleCall = tuple[int, tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,16 @@ class Back:
     """The worker is there again."""
 
     worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A worker has called ``step`` of learning-rate schedules in its mini-batches.
+
+    It tells the server, and the server tells each other worker with its next answer.
+    """
+
+    calls: tuple[ScheduleCall, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ from hybridtrain.protocol.messages import (
     Stats,
     Stopped,
 )
-from hybridtrain.protocol.notices import Stop
+from hybridtrain.protocol.notices import Called, Stop
 from hybridtrain.protocol.server_events import (
     Admitted,
     BrokenOff,
@@ -67,6 +67,7 @@ from hybridtrain.server.membership import Membership
 from hybridtrain.server.refusals import missed, stuck
 from hybridtrain.server.rounds import Replies, Rounds
 from hybridtrain.server.run_statistics import RunStatistics
+from hybridtrain.server.schedule_calls import ScheduleCalls
 from hybridtrain.server.setup import Setup
 from hybridtrain.server.shared_parameters import lend, no_snapshot
 from hybridtrain.server.stop_requests import StopRequests
@@ -126,6 +127,7 @@ class Server:
         )
         self.assembly = Setup(self._rounds, self.membership, self.statistics, self._pool, late)
         self._wishes = StopRequests(members, self.statistics, self.requirements.whole_rounds)
+        self._calls = ScheduleCalls(members)
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -150,9 +152,9 @@ class Server:
             workers.free()
         workers.look()
         if not workers.one_by_one:
-            return self._on(event)
+            return self._calls.told_with(self._on(event))
         with workers.stopped(self.optimizers):
-            return self._on(event)
+            return self._calls.told_with(self._on(event))
 
     def _on(self, event: Event) -> Replies:
         if isinstance(event, Received):
@@ -219,6 +221,8 @@ class Server:
                 self.statistics.pause()
             case Resumed():
                 self.statistics.resume()
+            case Called():
+                self._calls.take(worker, message)
             case Changed(number, groups):
                 self.optimizers.hear(worker, Push(number, 0.0, groups=groups))
             case Stopped():

@@ -150,7 +150,7 @@ class Client(Conversation):
     def _makes(self, push: Push, then: Taking) -> bool:
         """Whether this worker has made the update itself, at its turn."""
         own = self.own
-        if self.updates is None or own is None or self.is_mixed():
+        if self.updates is None or own is None or self.has_called or self.is_mixed():
             return False
         if self.unsettled is not None:  # the row and the parameters are not this worker's yet
             self._await_offered()

@@ -19,10 +19,12 @@ from hybridtrain.errors import UserError
 from hybridtrain.protocol.messages import Changed, Push, Refused, Released, Reply, Request
 from hybridtrain.protocol.notices import (
     Back,
+    Called,
     Gone,
     Progress,
     RequestProgress,
     SavePermission,
+    ScheduleCall,
     Stop,
 )
 from hybridtrain.worker.connection import Connection
@@ -65,6 +67,9 @@ class Conversation(Crew):
         self.own: OwnSteps | None = None  # where workers step the masters
         self.maker: RoundMaker | None = None  # where the last of all makes the update
         self.updates: OwnUpdates | None = None  # where each makes its own, one by one
+        self._calls: list[ScheduleCall] = []  # of this worker; the server does not know them yet
+        self.has_called = False  # whether it has made any: then each update goes by the server
+        self.take_calls: Callable[[tuple[ScheduleCall, ...]], object] = lambda calls: None
 
     # ---- releases -------------------------------------------------------------------------------
 
@@ -132,6 +137,7 @@ class Conversation(Crew):
 
     def send_push(self, push: Push) -> None:
         """The server is to make this round."""
+        self._tell_calls()
         self._tell_owed(made=False)
         self.line.send(push)
 
@@ -140,6 +146,18 @@ class Conversation(Crew):
         maker = self.maker
         if maker is not None and (owed := maker.owed(made)) is not None:
             self.line.send(Changed(maker.optimizer, owed))
+
+    def call(self, call: ScheduleCall) -> None:
+        """This worker has called a learning-rate schedule: the server hears of it with the next
+        message.
+        """
+        self._calls.append(call)
+        self.has_called = True
+
+    def _tell_calls(self) -> None:
+        if self._calls:
+            calls, self._calls = self._calls, []
+            self.line.send(Called(tuple(calls)))
 
     def _give_up(self, *_: Any) -> None:
         """The server has stopped instead of answering."""
@@ -167,6 +185,7 @@ class Conversation(Crew):
 
     def _tell_steps(self, own: OwnSteps) -> None:
         self._await_offered()
+        self._tell_calls()
         push, self.offered = own.tell(self._tickets.ask())
         self.line.send(push)
 
@@ -211,6 +230,7 @@ class Conversation(Crew):
     ) -> tuple[Any, int | None]:
         if settles:
             self.settle()
+        self._tell_calls()
         self._tell_owed(made=True)
         self.line.send(request)
         return self._answer(kind, in_step)
@@ -232,7 +252,7 @@ class Conversation(Crew):
                 case SavePermission():  # this worker has failed: nothing else will be answered
                     self.save_permission = reply
                     raise StopRequested
-                case Stop() | Gone() | Back() | RequestProgress():
+                case Stop() | Gone() | Back() | Called() | RequestProgress():
                     self._hear(reply)
                 case Released() if kind is not Released:
                     self._hear(reply)
@@ -251,6 +271,8 @@ class Conversation(Crew):
                     self.offered.lost = True
             case Gone() | Back():
                 self.hear_of(reply)
+            case Called(calls):
+                self.take_calls(calls)
             case Released() | Refused():
                 assert self.offered is not None, "it was waited for later"
                 offered, self.offered = self.offered, None

@@ -41,6 +41,7 @@ def agree(session: Session | None, count: UpdateCount | None, collectives: Colle
     trainer = session.trainer
     trainer.should_stop = collectives.decide(trainer.should_stop, all_must_agree=False)
     count.reach(session.pull())
+    count.by_hand.meet()
     know_the_files(trainer, collectives)  # nobody moves parameters before all have read them
 
 

@@ -9,8 +9,9 @@ of, as on one device, whichever worker has made it; and an update has one row at
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
 from hybridtrain.lightning.async_training.update_count import (
     multiples,
@@ -19,6 +20,9 @@ from hybridtrain.lightning.async_training.update_count import (
 )
 from hybridtrain.lightning.hooks.loop_hooks import accumulates, set_logged_step
 from hybridtrain.worker.client import Client
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.participation.absent_steps import Absence
 
 
 class LogEvery(int):
@@ -44,10 +48,14 @@ class UpdateCount:
         trainer: of this worker.
         client: knows how many updates are behind the worker's parameters.
         expected: how many the user's schedulers were told.
+        absence: knows of mini-batches that do not count.
     """
 
-    def __init__(self, trainer: Any, client: Client, expected: ExpectedUpdates) -> None:
-        self._expected = expected
+    def __init__(
+        self, trainer: Any, client: Client, expected: ExpectedUpdates, absence: Absence
+    ) -> None:
+        self._expected, self._absence = expected, absence
+        self.by_hand = CallsByHand(trainer, client, expected)
         self._trainer, self._client, self._before = trainer, client, client.version
         loop: Any = trainer.fit_loop.epoch_loop
         self._lightnings, loop.update_lr_schedulers = loop.update_lr_schedulers, self._update
@@ -88,7 +96,8 @@ class UpdateCount:
                 self._made, self._counted = self._client.expected_version, False
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
-        self._lightnings(interval, update_plateau_schedulers)
+        if interval == "epoch" or not self._absence.passed:
+            self._lightnings(interval, update_plateau_schedulers)
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
             self._every.pass_over(self._made)

@@ -53,6 +53,7 @@ class ExpectedUpdates:
         self._trainer: Any = trainer
         self._requirements, self._n_workers = requirements, n_workers
         self.limit: int | None = None  # of scheduler steps, if somebody has been told an estimate
+        self.asked_for_end = False  # user code knows that this mini-batch is the worker's last
 
     def total(self) -> int | None:
         """Of the whole training; ``None``: nobody can tell, or it is Lightning's to say.
@@ -77,6 +78,14 @@ class ExpectedUpdates:
         exact &= all(len(set(p.sizes)) == 1 for p in map(plan_behind, self._loaders()) if p)
         self.limit = None if exact else found
         return found
+
+    def know_end(self) -> None:
+        """User code has asked whether this mini-batch is the last, and it is."""
+        self.asked_for_end = True
+
+    def begin_batch(self) -> None:
+        """It has not asked yet."""
+        self.asked_for_end = False
 
     def _loaders(self) -> list[Any]:
         combined = combined_loader(self._trainer.fit_loop)
@@ -124,12 +133,14 @@ def plan_behind(loader: Any) -> EpochPlan | None:
 # ---- what users ask -----------------------------------------------------------------------------
 
 _lightnings: Any = pl.Trainer.estimated_stepping_batches
+_is_last: Any = pl.Trainer.is_last_batch
 
 
 def answer_for_all_workers() -> None:
     """From now on trainers of this process, which is a worker's, ask their strategy first."""
     lightnings: Any = pl.Trainer
     lightnings.estimated_stepping_batches = property(_estimated)
+    lightnings.is_last_batch = property(_looked)
 
 
 def _estimated(trainer: pl.Trainer) -> float:
@@ -138,3 +149,12 @@ def _estimated(trainer: pl.Trainer) -> float:
     expected = None if context is None else context.expected_updates
     found = None if expected is None else expected.total()
     return _lightnings.fget(trainer) if found is None else found
+
+
+def _looked(trainer: pl.Trainer) -> bool:
+    """Whether this mini-batch is the worker's last of the epoch; it is noted that it is known."""
+    context = context_if_ours(trainer)
+    expected, last = None if context is None else context.expected_updates, _is_last.fget(trainer)
+    if expected is not None and last:
+        expected.know_end()
+    return bool(last)

@@ -8,7 +8,7 @@ and schedules in steps mean the same under every policy
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -16,6 +16,9 @@ import pytorch_lightning as pl
 from hybridtrain.lightning.hooks.loop_hooks import replace_validation_check, validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import step_scheduler
 from hybridtrain.lightning.run_context import context_of
+from hybridtrain.updates.groups import Groups, plain
+
+Schedules = tuple[list[dict[str, Any]], list[Groups]]
 
 
 def set_global_step(trainer: pl.Trainer, completed: int) -> None:
@@ -42,6 +45,23 @@ def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
         if config.interval == "step" and not config.reduce_on_plateau:
             for _ in range(multiples(config.frequency, before, now)):
                 step_scheduler(trainer, config.scheduler)
+
+
+def schedules_of(trainer: pl.Trainer) -> Schedules:
+    """The states of all schedules, and the hyper-parameters that they have moved."""
+    states = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    return states, list(map(plain, trainer.optimizers))
+
+
+def take_schedules(
+    trainer: pl.Trainer, states: Sequence[dict[str, Any]], groups: Sequence[Groups]
+) -> None:
+    """Go on with those of another worker."""
+    for config, state in zip(trainer.lr_scheduler_configs, states, strict=True):
+        config.scheduler.load_state_dict(state)
+    for optimizer, theirs in zip(trainer.optimizers, groups, strict=True):
+        for group, values in zip(optimizer.param_groups, theirs, strict=True):
+            group.update(values)
 
 
 def multiples(every: int, before: int, now: int) -> int:

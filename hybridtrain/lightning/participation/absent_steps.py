@@ -88,6 +88,11 @@ class Absence:
         precede(loop, "on_run_start", self._begin_epoch)
         precede(loop.batch_progress, "increment_processed", self._step_is_made)
 
+    @property
+    def passed(self) -> bool:
+        """Whether there was no mini-batch, or none that counted."""
+        return self._passed
+
     def begin(self, session: Session) -> None:
         """Training begins."""
         self._session = session

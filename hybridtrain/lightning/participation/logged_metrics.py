@@ -10,6 +10,11 @@ import pytorch_lightning as pl
 import torch
 from torch.utils._pytree import tree_map_only
 
+from hybridtrain.lightning.async_training.update_count import (
+    Schedules,
+    schedules_of,
+    take_schedules,
+)
 from hybridtrain.lightning.hooks.result_hooks import (
     begin_anew,
     described,
@@ -73,11 +78,13 @@ class StepOutcome:
     """What a mini-batch, or an evaluation, has brought about in a worker that took part in it.
 
     Metrics and decisions: the wish to stop, and what the callbacks that decide know.
+    ``schedules``: those that user code steps by hand, which others have not run.
     """
 
     metrics: dict[str, dict[str, Any]]
     should_stop: bool
     standings: list[dict[str, Any]]
+    schedules: Schedules | None
 
     @classmethod
     def of(
@@ -86,7 +93,9 @@ class StepOutcome:
         """Of this worker; ``collects``: see :func:`metrics_of`."""
         metrics = metrics_of(trainer, collects)
         standings = [standing_of(each, trainer.lightning_module) for each in callbacks]
-        return cls(metrics, bool(trainer.should_stop), standings)
+        by_hand = not trainer.lightning_module.automatic_optimization
+        schedules = schedules_of(trainer) if by_hand and trainer.optimizers else None
+        return cls(metrics, bool(trainer.should_stop), standings, schedules)
 
     def give(self, trainer: Any, callbacks: Sequence[pl.Callback]) -> None:
         """To this worker."""
@@ -94,6 +103,8 @@ class StepOutcome:
         trainer.should_stop = self.should_stop
         for callback, state in zip(callbacks, self.standings, strict=True):
             give_state(callback, trainer.lightning_module, state)
+        if self.schedules is not None:
+            take_schedules(trainer, *self.schedules)
 
 
 def steps_of(loop: Any) -> tuple[dict[str, Any], dict[str, Any]]:

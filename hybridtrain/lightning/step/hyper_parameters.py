@@ -37,7 +37,8 @@ class HyperParameters:
         if news is not None and len(news) == len(self._sent):
             for group, changed in zip(self._optimizer.param_groups, news, strict=True):
                 group.update(changed)
-            self._sent = plain(self._optimizer)
+            own = zip(self._sent, plain(self._optimizer), news, strict=True)
+            self._sent = tuple(old | {k: now[k] for k in changed} for old, now, changed in own)
         self._known = self._sent
 
     def put_back(self) -> None:
@@ -51,6 +52,13 @@ class HyperParameters:
             return mine
         known = self._known if len(self._known) == len(theirs) else theirs
         return [
-            group | {k: v for k, v in there.items() if is_theirs(k, group, old)}
+            group | {k: v for k, v in there.items() if is_theirs(k, group, old) and k not in own}
             for group, old, there in zip(mine, known, theirs, strict=True)
+            for own in [_scheduled(group)]
         ]
+
+
+def _scheduled(group: dict[str, Any]) -> set[str]:
+    """What a schedule moves, which is at this worker's version. Torch leaves marks in the group."""
+    own = {"lr"} if "initial_lr" in group else set()
+    return own | ({"momentum", "betas"} if "max_momentum" in group else set())

@@ -87,7 +87,8 @@ class InPlace:
     def unasked(self) -> Callable[[], object] | None:
         """What makes the step without asking, if that can be done."""
         own, offset = self._client.own, self._lent.offset
-        must_ask = not self._goes_first or self._is_old or self._client.is_mixed() or self.absent()
+        client, knows = self._client, self._goes_first and not self._is_old
+        must_ask = not knows or client.has_called or client.is_mixed() or self.absent()
         if must_ask or own is None or offset is None:
             return None
         return lambda: self._step(offset + own.made.total)

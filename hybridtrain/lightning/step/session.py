@@ -224,9 +224,10 @@ class Session:
         for optimizer, inside in zip(self._optimizers, numbers, strict=True):
             self.replica.admit(inside, takes_sparse(optimizer))
 
-    def snapshot(self) -> tuple[int, list[dict[str, Any]]]:
-        """A version and each optimizer's ``state_dict()``; parameters are brought to it,
-        unless user code has changed them (averaged weights, swapped in): those are to be saved.
+    def snapshot(self, reach: Callable[[int], object] = int) -> list[dict[str, Any]]:
+        """Each optimizer's ``state_dict()`` at one version. Parameters are brought to it, unless
+        user code has changed them (averaged weights, swapped in): those are to be saved. ``reach``
+        brings schedules, and so the learning rates, to it.
         """
         self._client.settle()
         changed = bool(self.replica.writes())
@@ -235,8 +236,9 @@ class Session:
             self.replica.refresh(keep=self._requirements.whole_rounds)
         elif not changed:
             self.replica.refresh()
+        reach(version)
         states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
-        return version, self.saved.with_inner(states)
+        return self.saved.with_inner(states)
 
     def pull(self) -> int:
         """Bring the module's parameters up to date; their version."""

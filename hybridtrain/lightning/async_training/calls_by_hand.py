@@ -1,0 +1,99 @@
+"""Learning-rate schedules that user code steps by hand, where workers run freely.
+
+On one device ``scheduler.step()`` in a mini-batch is a call for every mini-batch. Here each worker
+has a schedule of its own and runs some of the mini-batches. So a call in a mini-batch is told to
+the other workers, which make it as well, and the calls of all workers add up. A call that every
+worker makes (in a hook at the end of an epoch, in a validation, or because
+``trainer.is_last_batch``) is one call, and is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+
+from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
+from hybridtrain.lightning.async_training.update_count import (
+    Schedules,
+    schedules_of,
+    take_schedules,
+)
+from hybridtrain.lightning.run_context import context_of
+from hybridtrain.protocol.notices import ScheduleCall
+from hybridtrain.worker.client import Client
+
+Step = Callable[..., Any]
+
+
+class CallsByHand:
+    """Of one worker, whose training begins.
+
+    Args:
+        trainer: of this worker.
+        client: tells of the calls, and hears of those of the others.
+        expected: whether user code has asked for the end of the epoch.
+    """
+
+    def __init__(self, trainer: Any, client: Client, expected: ExpectedUpdates) -> None:
+        self._trainer, self._client, self._expected = trainer, client, expected
+        self._manual = not trainer.lightning_module.automatic_optimization
+        self._together = True  # all workers make the calls that are made now
+        self._steps: dict[int, Step] = {}  # by the number of the schedule
+        alone = client.n_workers == 1 or context_of(trainer).requirements.parameters == "own"
+        for number, config in enumerate(() if alone else trainer.lr_scheduler_configs):
+            by_step = config.reduce_on_plateau and config.interval == "step"
+            if self._manual or by_step:  # Lightning steps the others by the number of updates
+                call = partial(self._call, number)
+                self._steps[number] = replace_step(config.scheduler, call)
+        client.take_calls = self._take
+
+    def begin_batch(self) -> None:
+        """What is called from here on is this worker's own call."""
+        self._together = False
+        self._expected.begin_batch()
+
+    def meet(self) -> None:
+        """All workers are here: they go on with the schedules that have counted most calls."""
+        self._together = self._manual
+        if not self._steps:
+            return
+        known = self._client.gather("schedules", schedules_of(self._trainer))
+        take_schedules(self._trainer, *max(known, key=_n_calls))
+
+    def _call(self, number: int, *args: Any, **options: Any) -> Any:
+        """User code has called ``step`` of this worker's schedule."""
+        step = self._steps[number]
+        if self._together or self._expected.asked_for_end:
+            return step(*args, **options)
+        self._client.settle()
+        if not self._client.counted:  # another worker does the mini-batch, and calls
+            return None
+        self._client.call((number, *apply_to_collection((args, options), Tensor, Tensor.item)))
+        return step(*args, **options)
+
+    def _take(self, calls: Sequence[ScheduleCall]) -> None:
+        """Other workers have called."""
+        for optimizer in self._trainer.optimizers:
+            vars(optimizer)["_opt_called"] = True  # or schedules warn about the order
+        for number, args, options in calls:
+            self._steps[number](*args, **options)
+
+
+def _n_calls(found: Schedules) -> list[int]:
+    return [state.get("last_epoch", 0) for state in found[0]]
+
+
+def replace_step(schedule: Any, call: Step) -> Step:
+    """Let ``call`` be the schedule's ``step``; returns the original one.
+
+    In its class, since what is an attribute of a schedule is a part of its state.
+    """
+    kind = type(schedule)
+    instead = {"step": lambda self, *args, **options: call(*args, **options)}
+    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    schedule.__class__ = type(kind.__name__, (kind,), instead | names)
+    return partial(kind.step, schedule)
