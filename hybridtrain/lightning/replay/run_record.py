@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import platform
+import random
 import site
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ from copy import deepcopy
 from dataclasses import asdict
 from functools import cache, partial
 from importlib.metadata import version
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from pytorch_lightning.utilities.seed import isolate_rng
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import RunContext, context_of
+from hybridtrain.lightning.step.object_search import elements_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
@@ -34,6 +37,13 @@ from hybridtrain.util.input_files import open_input
 from hybridtrain.worker.client import Client
 
 _DIGITS = 16  # of a hash
+_LAYERS, _MOST_PARTS = 5, 1_000  # of a data set, in which generators of random numbers are sought
+_GENERATORS: tuple[tuple[type, str, str], ...] = (
+    (torch.Generator, "get_state", "set_state"),
+    (random.Random, "getstate", "setstate"),
+    (np.random.RandomState, "get_state", "set_state"),
+    (np.random.BitGenerator, "__getstate__", "__setstate__"),
+)
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -164,10 +174,29 @@ def data_teller(client: Client, trainer: Any) -> Callable[[int, Any], None]:
 def data_print(data: Any) -> dict[str, Any]:
     """The data set's length, and a hash of three of its items.
 
-    Random states are as before, afterwards. Data that cannot be looked up by number is named only.
+    Random states are as before, afterwards, also those of generators that the data set holds. Data
+    that cannot be looked up by number is named only.
     """
+    put_back = _generators_put_back(data)
     with isolate_rng():
-        return {"kind": type(data).__qualname__, **_looked_up(data)}
+        found = {"kind": type(data).__qualname__, **_looked_up(data)}
+    for restore in put_back:
+        restore()
+    return found
+
+
+def _generators_put_back(data: Any) -> list[Callable[[], object]]:
+    """What restores the states of the generators that a data set holds, or that its parts hold."""
+    found: list[Callable[[], object]] = []
+    layer = [data]
+    for _ in range(_LAYERS):
+        layer = [getattr(each, "bit_generator", each) for each in layer]  # numpy's
+        for each in layer:
+            for kind, get, put in _GENERATORS:
+                if isinstance(each, kind):
+                    found.append(partial(getattr(each, put), getattr(each, get)()))
+        layer = list(islice(chain.from_iterable(map(elements_of, layer)), _MOST_PARTS))
+    return found
 
 
 def _looked_up(data: Any) -> dict[str, Any]:
