@@ -251,11 +251,14 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         """Others may train on while worker 0 writes: weights, moments, step of one version."""
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
-        if self.tells and self._session is not None and self._session.has_own_parameters:
+        own = self._session is not None and self._session.has_own_parameters
+        if self.tells and own:
             return  # which are not to be touched in the middle of a step
-        self.flush()
+        between = self.collectives.local
+        if not (own and between):  # or it would hand over earlier than without a checkpoint
+            self.flush()
         if self._count is not None and self._session is not None and self.is_global_zero:
-            self._snapshot = self._session.snapshot(self._count.reach)
+            self._snapshot = self._session.snapshot(self._count.reach, between)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Copies, where others write meanwhile: a file's checksums are of what the file holds."""

@@ -35,6 +35,7 @@ class OwnReplica:
     ) -> None:
         self._keeps = keeps
         self._kept: dict[int, torch.Tensor] = {}  # by number, while the module has the masters
+        self._held: dict[int, torch.Tensor] = {}  # the masters that these are to be compared with
         self._parameters = list(parameters)
         device = self._parameters[0].device
         apart = device.type in KINDS
@@ -113,15 +114,23 @@ class OwnReplica:
             self._parameters[number].copy_(self._masters[number])
 
     @torch.no_grad()
+    def hold_masters(self) -> None:
+        """Newer ones are to be read, which the worker has not computed with."""
+        self._held = {number: self._masters[number].clone() for number in self._following}
+
+    @torch.no_grad()
     def put_back(self) -> None:
         """Training goes on: the module has the worker's own parameters again."""
         for number, value in self._kept.items():
             self._parameters[number].copy_(value)
-        self._kept.clear()
+        for number, value in self._held.items():
+            self._masters[number].copy_(value)
+        self.forget()
 
     def forget(self) -> None:
         """Training begins with the masters."""
         self._kept.clear()
+        self._held.clear()
 
     def kept(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Copies of the worker's own, wherever they are now."""

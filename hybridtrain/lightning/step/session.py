@@ -224,16 +224,20 @@ class Session:
         for optimizer, inside in zip(self._optimizers, numbers, strict=True):
             self.replica.admit(inside, takes_sparse(optimizer))
 
-    def snapshot(self, reach: Callable[[int], object] = int) -> list[dict[str, Any]]:
+    def snapshot(
+        self, reach: Callable[[int], object] = int, between: bool = False
+    ) -> list[dict[str, Any]]:
         """Each optimizer's ``state_dict()`` at one version. Parameters are brought to it, unless
         user code has changed them (averaged weights, swapped in): those are to be saved. ``reach``
-        brings schedules, and so the learning rates, to it.
+        brings schedules, and so the learning rates, to it. ``between``: workers run freely now.
         """
         self._client.settle()
+        if between and isinstance(self.replica, OwnReplica):
+            self.replica.hold_masters()
         changed = bool(self.replica.writes())
         version, saved = self._client.snapshot(refresh=not changed)
         if isinstance(self.replica, OwnReplica):
-            self.replica.refresh(keep=self._requirements.whole_rounds)
+            self.replica.refresh(keep=between or self._requirements.whole_rounds)
         elif not changed:
             self.replica.refresh()
         reach(version)

@@ -22,6 +22,7 @@ def lasting(run: Run, left: Left) -> Left:
     found = {"samples": counts["samples"], "epoch": counts["epoch"]}
     if strategies.counts_exactly(run.strategy, run.workers):
         found |= {name: counts[name] for name in ("global_step", "global_step saved", "updates")}
+        found["schedules"] = [each["last_epoch"] for each in left["schedules"]]
         if run.kind == "accumulating":  # each worker has a last, smaller group
             found = {name: found[name] for name in ("samples", "epoch")}
     if run.kind == "sums":  # the order of updates is nothing that these show
