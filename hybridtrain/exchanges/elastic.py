@@ -6,7 +6,8 @@ algorithm 1, and with all workers at once its synchronous form. The masters are 
     d = α (x_i - x̃);  x_i ← x_i - η g(x_i) - d;  x̃ ← x̃ + d
 
 ``d`` is that of the parameters before the step. EAMSGD is the same with a Nesterov momentum in the
-module's own optimizer.
+module's own optimizer. Where an epoch ends, each worker and the centre move towards each other once
+more, without a step: so the centre has what was trained whenever it is the result.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Elastic:
     _steps: int = field(default=0, init=False, repr=False)
     _since: int = field(default=0, init=False, repr=False)  # steps since the last offer
     _samples: float = field(default=0.0, init=False, repr=False)
-    _asks: bool = field(default=False, init=False, repr=False)  # for the centre, before a step
+    _asks: bool = field(default=False, init=False, repr=False)  # for the centre ...
+    _steps_then: bool = field(default=False, init=False, repr=False)  # ... before a step
 
     def __post_init__(self) -> None:
         positive("exchange.every", self.every)
@@ -67,6 +69,11 @@ class Elastic:
         if self._steps % self.every:
             local.step()
             return None
+        return self._drawn(local, steps=True)
+
+    def _drawn(self, local: Local, steps: bool) -> Offer:
+        """The worker and the centre move towards each other, once it knows where that is."""
+        self._steps_then = steps
         if local.fresh:
             return self._pulled(local, local.masters)
         self._asks = True
@@ -88,15 +95,18 @@ class Elastic:
         alpha = self.beta / local.workers if self.alpha is None else self.alpha
         force = torch._foreach_sub(list(centre), local.parameters)
         torch._foreach_mul_(force, alpha)
-        local.step()
+        if self._steps_then:
+            local.step()
         torch._foreach_add_(local.parameters, force)
         samples, self._samples, self._since = self._samples, 0.0, 0
         return Offer(force, samples, fetch=local.fresh)
 
     def flush(self, local: Local) -> Offer | None:
-        """Where all meet, each stays where it is; only what it has used is told."""
-        if local.fresh or not self._since:
+        """Where all meet in mid-epoch, each stays where it is; only what it has used is told."""
+        if not self._since or (local.fresh and not local.ends):
             return None
+        if local.ends and self._samples:
+            return self._drawn(local, steps=False)
         samples, self._samples, self._since = self._samples, 0.0, 0
         return Offer([None] * len(local.parameters), 0.0, fetch=False, samples=samples)
 

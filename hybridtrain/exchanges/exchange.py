@@ -57,6 +57,7 @@ class Local(Protocol):
     fresh: bool  # they are as they are now: nobody moves them while this worker computes
     worker: int  # its number
     workers: int  # how many train
+    ends: bool  # where all meet: training has ended, or the epoch has
 
     @property
     def masters(self) -> Sequence[torch.Tensor]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.agreement import agree
+from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch
 from hybridtrain.lightning.results.configured_model import before_configuring
 from hybridtrain.lightning.single_host import SingleHost
 from hybridtrain.protocol.messages import Paused, Resumed
@@ -53,16 +54,31 @@ class WorkerBarriers(SingleHost):
             self._has_asked = True
             self._count.reach(self._session.await_turn())
 
-    def flush(self) -> None:
-        """All hand over what their own steps have come to, unless not all come here."""
-        if self._session is not None and self._all_come:
-            self._hand_over(self._session)
+    def flush(self, ends: bool = False) -> None:
+        """All hand over what their own steps have come to, unless not all come here.
 
-    def _hand_over(self, session: Session) -> None:
+        ``ends``: no step follows in this epoch, which Lightning may not know yet.
+        """
+        if self._session is not None and self._all_come:
+            self._hand_over(self._session, ends)
+
+    def _hand_over(self, session: Session, ends: bool = False) -> None:
         owed = session.owes
-        session.flush()
+        session.flush(ends or has_ended_epoch(session.trainer))
         if owed and self._loaders is not None:
             self._loaders.commit()
+
+    def hand_over_last(self) -> None:
+        """A worker that trains freely stops: what it has come to since its last exchange counts.
+
+        In lock-step the others would have to come, too: a resumed run does these steps again.
+        """
+        stop, loaders = self.client.stop, self._loaders
+        if self._session is None or not self._session.has_own_parameters or loaders is None:
+            return
+        if stop is None or stop.now or self.requirements.whole_rounds or loaders.under_way:
+            return
+        self._hand_over(self._session, ends=True)
 
     def _come(self, to: str) -> None:
         """The others are to exchange, or to save, while this worker waits patiently."""
@@ -75,8 +91,11 @@ class WorkerBarriers(SingleHost):
     @property
     def _all_come(self) -> bool:
         """Whether the others do what this worker does, or run freely, so that none waits."""
-        broken_off = self.client.stop is not None or self.client.solo or self.tells
-        return not broken_off and not (self._alone and self.requirements.whole_rounds)
+        stop = self.client.stop
+        stopped = stop is not None and stop.behind is None
+        return not (stopped or self.client.solo or self.tells) and not (
+            self._alone and self.requirements.whole_rounds
+        )
 
     @property
     def _all_meet(self) -> bool:
@@ -92,18 +111,18 @@ class WorkerBarriers(SingleHost):
         if self._count is not None:
             self._count.begin_rows()
 
-    def align(self) -> None:
-        """All workers meet, and agree. In lock-step they always do."""
+    def align(self, ends: bool = False) -> None:
+        """All workers meet, and agree. In lock-step they always do. ``ends``: see ``flush``."""
         self.client.settle()
-        self.flush()  # before others are asked whether anything is left
+        self.flush(ends)  # before others are asked whether anything is left
         if self._losses is not None:
             self._losses.end_epoch()
-        self.meet()
+        self.meet(ends)
         self._absence.meet()
 
-    def meet(self) -> None:
+    def meet(self, ends: bool = False) -> None:
         """As in ``align``, at the end of a worker's part, which need not be the epoch's."""
-        self.flush()
+        self.flush(ends)
         self.collectives.local = False
         agree(self._session, self._count, self.collectives)
         if self._count is None and self._session is not None and self._all_meet:

@@ -314,6 +314,7 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         tear_down(trainer)
         return pack(trainer, None, job.room)
     except StopRequested as stop:
+        context.hand_over_last()
         client.note(Stopped())
         client.solo = True
         take_turn_saving(trainer)

@@ -197,8 +197,12 @@ class WorkerContext(RunContext, Protocol):
         """All workers are here."""
         ...
 
-    def align(self) -> None:
-        """All workers meet, and agree."""
+    def align(self, ends: bool = False) -> None:
+        """All workers meet, and agree; ``ends``: no step follows in this epoch."""
+        ...
+
+    def hand_over_last(self) -> None:
+        """This worker stops: what it has trained on its own is to count."""
         ...
 
     def await_turn(self) -> None:

@@ -11,6 +11,7 @@ from hybridtrain.lightning.async_training.update_count import agree_on_validatin
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.preflight.correction_checks import advise
+from hybridtrain.lightning.preflight.own_parameter_checks import advise_on_interval
 from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.monitoring.heartbeat import Doing
 from hybridtrain.worker.client import Client
@@ -82,9 +83,11 @@ class WorkerCallback(pl.Callback):
         self._beat(Doing.EPOCH)
         self._strategy.measure_device()
         self._client.check_stop()
-        self._strategy.align()
+        self._strategy.align(ends=True)
         if self._advises:
             advise(trainer.optimizers, self._client.stats()["staleness"]["mean"])
+            if self._strategy.session is not None and self._position.resumed is None:
+                advise_on_interval(self._strategy.exchange, self._strategy.session.steps)
             self._advises = False
         self._position.on(EpochEvent.CLOSES)  # not if this is broken off
 

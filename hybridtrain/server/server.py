@@ -187,7 +187,7 @@ class Server:
 
     def _call(self, message: Request | Note) -> Replies:
         """Workers that wait patiently come to a round, or a meeting, that is to be one of all."""
-        if not _calls(message):
+        if not _is_for_all(message):
             return []
         called = self._meeting.call()
         freed = [each for worker in called for each in self._rounds.join(worker)]
@@ -326,7 +326,7 @@ class Server:
         try:
             patient = isinstance(request, Gather) and request.patient
             calling = [
-                x for x in (*self._rounds.pushed.values(), *self._meeting.items) if _calls(x)
+                x for x in (*self._rounds.pushed.values(), *self._meeting.items) if _is_for_all(x)
             ]
             if patient and calling:
                 return [(worker, _call_to(calling[0]))]
@@ -381,7 +381,7 @@ class Server:
         self._pool.close()
 
 
-def _calls(message: Request | Note) -> bool:
+def _is_for_all(message: Request | Note) -> bool:
     return isinstance(message, Push | Gather) and message.calls
 
 

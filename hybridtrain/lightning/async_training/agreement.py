@@ -71,7 +71,7 @@ class Validations:
         """Whether anybody has come to where a validation is due. Once in an epoch, all meet."""
         epoch = self._trainer.fit_loop.epoch_progress.total.ready
         if self._decided is None or self._decided[0] != epoch:
-            self._strategy.align()
+            self._strategy.align(ends=True)
             self._decided = epoch, self._strategy.reduce_boolean_decision(mine, all=False)
         if self._decided[1]:
             self._strategy.validate_behind_last()

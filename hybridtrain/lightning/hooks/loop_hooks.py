@@ -75,6 +75,11 @@ def has_trained_epoch(trainer: Any) -> bool:
     return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
 
+def has_ended_epoch(trainer: Any) -> bool:
+    """Whether no mini-batch follows in this epoch, also because training is to stop."""
+    return has_trained_epoch(trainer) or bool(trainer.should_stop and may_stop_early(trainer))
+
+
 def validates_this_epoch(trainer: Any) -> bool:
     """As ``check_val_every_n_epoch`` wants it."""
     return bool(trainer.fit_loop.epoch_loop._should_check_val_epoch())

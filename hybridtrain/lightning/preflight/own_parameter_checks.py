@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Exchange
 from hybridtrain.lightning.run_context import RunContext
+from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
 
 
 def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
@@ -73,3 +77,14 @@ def _check_callbacks(trainer: Any, asked: str) -> None:
                 "worker's own parameters, and what is validated and saved are the masters; leave "
                 "it out, or use exchange=gradient"
             )
+
+
+def advise_on_interval(exchange: Exchange, steps: Sequence[RemoteOptimizer]) -> None:
+    """Warn, behind the first epoch, of exchanges that are further apart than that was long."""
+    made = max((step.count for step in steps if step.local is not None), default=None)
+    if made is not None and exchange.steps > made:
+        rank_zero_warn(
+            f"a worker has made {made} steps in the first epoch, and exchange={exchange} makes an "
+            f"exchange every {exchange.steps}: workers exchange only where all meet, such as the "
+            "end of an epoch; give a smaller interval, or see that this is meant"
+        )

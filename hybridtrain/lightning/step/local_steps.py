@@ -54,7 +54,7 @@ class LocalSteps:
         self._trained = parameters_of(optimizer)
         self.parameters = replica.parameters(numbers)
         self._masters = replica.masters(numbers)
-        self.samples = 0.0
+        self.samples, self.ends = 0.0, False
         self.fresh, self.worker, self.workers = fresh, worker, workers
 
     @property
@@ -85,8 +85,9 @@ class LocalSteps:
                 return self._exchange.step(self)
             return self._exchange.skip(self)
 
-    def flush(self) -> Leaving:
-        """What has not been handed over yet."""
+    def flush(self, ends: bool) -> Leaving:
+        """What has not been handed over yet; ``ends``: the epoch has, or training."""
+        self.ends = ends
         if self.owes and puts_off(self._optimizer):
             behind: Any = self._optimizer
             behind.catch_up()

@@ -155,12 +155,12 @@ class RemoteOptimizer:
         else:
             self._step_locally(self.local, 0.0)
 
-    def flush(self) -> None:
+    def flush(self, ends: bool) -> None:
         """Hand over what this worker's own steps have come to, where all workers do so."""
         if isinstance(self.in_place, PrivateState):
             self.in_place.catch_up()
         if self.local is not None:
-            self._hand_over(self.local, self.local.flush(), calls=self._whole_rounds)
+            self._hand_over(self.local, self.local.flush(ends), calls=self._whole_rounds)
 
     def _step_locally(self, local: LocalSteps, samples: float) -> None:
         """One step of the worker's own; with no samples, the others make it."""

@@ -322,16 +322,18 @@ class Session:
         return self._requirements.whole_rounds and any(local.owes for local in alone)
 
     def catch_up(self) -> None:
-        """In lock-step, behind a step of all: let the server do what it has put off."""
-        if any(map(puts_off, self._optimizers)) and not self.has_own_parameters:
+        """In lock-step, behind a step of all: see the masters, with what the server has put off."""
+        if isinstance(self.replica, OwnReplica):
+            self.replica.refresh()
+        elif any(map(puts_off, self._optimizers)):
             self.pull()
 
-    def flush(self) -> None:
+    def flush(self, ends: bool = False) -> None:
         """Hand over what this worker's own steps have come to, where all do so."""
         if isinstance(self._exchange, LocalExchange) and not self._exchange.keeps:
             self._put_back()  # a checkpoint may have been made since the last step
         for step in self.steps:
-            step.flush()
+            step.flush(ends)
 
     def await_turn(self) -> int:
         """Wait until no other worker computes, and the parameters are the newest; their version."""

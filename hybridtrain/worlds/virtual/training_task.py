@@ -135,6 +135,7 @@ class SimulatedWorker:
         fresh: bool,
     ) -> None:
         self.worker, self.workers, self.fresh = worker, workers, fresh
+        self.ends = True  # all meet at ends of epochs only
         self._all = [torch.nn.Parameter(master.clone()) for master in masters]
         self.values = [parameter.data for parameter in self._all]  # in the order of the task
         self.optimizer = make_optimizer(self._all)
