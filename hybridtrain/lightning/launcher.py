@@ -321,13 +321,11 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         end_worker(trainer, stop)
         raise
     except BaseException as error:
-        if not client.forked:
-            report_failure(trainer, error)
-            end_worker(trainer, error)
+        report_failure(trainer, error)
+        end_worker(trainer, error)
         raise
     finally:
-        if not client.forked:
-            leave_profile(trainer, client.worker)
+        leave_profile(trainer, client.worker)
 
 
 def arguments(job: _Job, back: Rejoin | None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ the out-of-memory killer, in the middle of a step.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import weakref
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory.available import available_bytes
-from hybridtrain.util.anonymous_files import anonymous_descriptor
+from hybridtrain.util.anonymous_files import anonymous_descriptor, shared_map
 
 # A cache line, and 16 float32: what the vectorised kernels need for equal bits.
 ALIGNMENT_BYTES = 64
@@ -42,7 +41,7 @@ class Arena:
     def __init__(self, fd: int, n_bytes: int) -> None:
         self.fd = fd
         self.n_bytes = n_bytes
-        self._map = mmap.mmap(fd, n_bytes)
+        self._map = shared_map(fd, n_bytes)
         weakref.finalize(self, os.close, fd)
 
     @classmethod

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import sys
 import tempfile
 from typing import Any
+from weakref import WeakKeyDictionary
+
+_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux
+_shared: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()  # maps, and what they map
 
 
 def anonymous_descriptor() -> int:
@@ -16,6 +22,28 @@ def anonymous_descriptor() -> int:
         return fd
     with tempfile.TemporaryFile() as file:  # macOS: an unlinked file
         return os.dup(file.fileno())
+
+
+def shared_map(fd: int, n_bytes: int) -> mmap.mmap:
+    """Map the file; ``fd`` stays open as long as the map is used."""
+    made = mmap.mmap(fd, n_bytes)
+    _shared[made] = fd
+    return made
+
+
+def stop_sharing_maps() -> None:
+    """In a forked process: no other process sees what this one writes to shared maps from now on.
+
+    Each map stays at its address, so tensors over it stay what they are.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    size, number, access = ctypes.c_size_t, ctypes.c_int, mmap.PROT_READ | mmap.PROT_WRITE
+    map_again = ctypes.CDLL(None).mmap
+    map_again.restype, own = ctypes.c_void_p, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
+    map_again.argtypes = [ctypes.c_void_p, size, number, number, number, ctypes.c_long]
+    for each, fd in list(_shared.items()):
+        map_again(ctypes.addressof(ctypes.c_char.from_buffer(each)), len(each), access, own, fd, 0)
 
 
 class SharedBytes:
@@ -32,7 +60,7 @@ class SharedBytes:
         fd = self._kept
         self._path, self._n_bytes = f"/proc/{os.getpid()}/fd/{fd}", n_bytes
         os.ftruncate(fd, n_bytes)
-        self.map = mmap.mmap(fd, n_bytes)
+        self.map = shared_map(fd, n_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("map", "_kept")}

@@ -8,7 +8,6 @@ says that the answer will never come.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -55,7 +54,6 @@ class Conversation(Crew):
         self.counted = True  # what was pushed, until somebody sets it anew
         self.save_permission: SavePermission | None = None  # once this worker has stopped
         self.line = line
-        self._pid = os.getpid()
         self.stop: Stop | None = None
         self._asked: dict[int, RequestProgress] = {}  # by whom it is for; not answered yet
         self.offered: PendingPush | None = None  # and not settled
@@ -188,11 +186,6 @@ class Conversation(Crew):
         self._tell_calls()
         push, self.offered = own.tell(self._tickets.ask())
         self.line.send(push)
-
-    @property
-    def forked(self) -> bool:
-        """Whether this is not the worker, but a process that its user's code has forked from it."""
-        return os.getpid() != self._pid
 
     # ---- stopping -------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ CHILDREN: list[tuple[Callable[[Client], None], int, str]] = [
     (leave_with_words, 1, "some words"),
     (speak, 1, "was forked from a worker"),
     (listen, 1, "was forked from a worker"),
-    (beat_and_return, 0, ""),
+    (beat_and_return, 1, "was forked from a worker"),
 ]
 
 

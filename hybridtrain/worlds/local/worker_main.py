@@ -20,7 +20,7 @@ from hybridtrain.protocol.messages import Stopped
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells
 from hybridtrain.worlds.local.cpu_scheduling import yield_when_woken
-from hybridtrain.worlds.local.forked_child import end_child, mute_children
+from hybridtrain.worlds.local.forked_child import mute_children
 from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
 from hybridtrain.worlds.local.worker_exit import Failed, Finished
 
@@ -84,13 +84,8 @@ def run_worker(
 
 def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped | None:
     try:
-        result = body(client)
-        if client.forked:
-            end_child(None)
-        return Finished(result)
+        return Finished(body(client))
     except BaseException as error:  # SystemExit too: the parent must hear of it, if it has not
-        if client.forked:
-            end_child(error)
         if isinstance(error, StopRequested):
             return Stopped()
         if isinstance(error, ChannelClosed):

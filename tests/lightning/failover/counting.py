@@ -1,0 +1,62 @@
+"""Masters that count: how many updates was each sample part of?
+
+A sample's gradient is that of one element, and Adam without memory moves an element by one wherever
+its gradient is not zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from hybridtrain import HybridStrategy
+
+N = 24
+STRATEGIES = (
+    "hybrid",
+    "async",
+    "backup",
+    "synchronous",
+    "k_async",
+    "k_batch_sync",
+    "k_batch_async",
+    "softsync",
+    "ssp",
+    "grace",
+    "hogwild",
+)
+
+
+class Counting(pl.LightningModule):
+    """Its parameter says how many updates each sample was part of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(N))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return -self.w[batch].sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("seen", self.w[batch].sum(), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([self.w], lr=1.0, betas=(0.0, 0.0), eps=1e-30)
+
+
+class Looking(Counting):
+    """Needs the mean of all gradients before it pushes."""
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        pass
+
+
+def counts_are(module: Any, strategy: HybridStrategy, epochs: int) -> None:
+    """Every sample was trained on once in each epoch."""
+    assert strategy.run_stats()["samples"] == N * epochs
+    if strategy.requirements.in_place:  # whose steps may be lost to one another
+        assert module.w.round().min() > 0 and module.w.round().max() <= epochs
+    else:
+        assert module.w.round().tolist() == [epochs] * N
