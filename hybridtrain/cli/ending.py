@@ -12,6 +12,7 @@ from typing import Any
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from hybridtrain.cli.exit_status import CommandOutcome, exit_code, interrupted
+from hybridtrain.worlds.local.signals import ending_signals
 
 
 def mapping_signals(
@@ -39,13 +40,13 @@ def mapping_signals(
 
 @contextmanager
 def terminating() -> Iterator[None]:
-    """SIGTERM ends a run as an exception would: callbacks save, children stop, status 143."""
+    """SIGTERM and SIGHUP end a run as an exception would: callbacks save, children stop."""
 
     def stop(signum: int, _: FrameType | None) -> None:
         raise SystemExit(128 + signum)
 
     try:
-        before = signal.signal(signal.SIGTERM, stop)
+        before = {s: signal.signal(s, stop) for s in ending_signals() if s != signal.SIGINT}
     except ValueError:  # not in the main thread
         yield
         return
@@ -53,7 +54,8 @@ def terminating() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
         signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after the first
 
 

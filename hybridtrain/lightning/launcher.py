@@ -126,8 +126,8 @@ class HybridLauncher(Launcher):
         """A signal ended the run: raise what Lightning does, once nothing is lost by it."""
         self._strategy.interrupted_by = interruption.signum
         save_finished(trainer, interruption.results, scratch)
-        if interruption.signum == signal.SIGTERM:
-            sys.exit(128 + signal.SIGTERM)
+        if interruption.signum != signal.SIGINT:
+            sys.exit(128 + interruption.signum)
         raise KeyboardInterrupt from None
 
     def _play(self, instead: Runner, job: _Job) -> Any:

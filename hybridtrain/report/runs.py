@@ -74,9 +74,8 @@ class Run:
     @property
     def status(self) -> str:
         """How it ended, in a word."""
-        return {None: "unfinished", 0: "finished", 130: "interrupted", 143: "interrupted"}.get(
-            self.exit, "failed"
-        )
+        known = {None: "unfinished", 0: "finished"} | dict.fromkeys((129, 130, 143), "interrupted")
+        return known.get(self.exit, "failed")
 
     @property
     def reason(self) -> str:

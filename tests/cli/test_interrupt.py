@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: a checkpoint, the shell's exit status, no process left."""
+"""Ctrl-C, SIGTERM and SIGHUP: a checkpoint, the shell's exit status, no process left."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from hybridtrain.util.files import fault_of
 from tests.cli.conftest import summary
 from tests.cli.tiny import TINY
 from tests.cli.zygote import Zygote, wait_for
+from tests.picking import by_default
 
 ENDLESS = [*TINY, "trainer.max_epochs=100000", "model.sleep_s=0.01", "trainer.log_every_n_steps=1"]
 
@@ -42,7 +43,9 @@ def _none_left(session: int) -> bool:
     [
         ("hybrid", signal.SIGINT, True),
         ("hybrid", signal.SIGTERM, False),
+        pytest.param("hybrid", signal.SIGHUP, True, marks=pytest.mark.slow),
         pytest.param("ddp", signal.SIGINT, False, marks=pytest.mark.slow),
+        pytest.param("ddp", signal.SIGHUP, False, marks=pytest.mark.slow),
     ],
 )
 def test_a_signal_ends_a_run_with_a_checkpoint_and_the_shells_status(
@@ -84,15 +87,18 @@ def test_a_second_signal_ends_a_run_at_once_though_its_workers_do_not_listen(
     assert _none_left(run.pid)
 
 
-def test_ctrl_c_ends_a_sweep_and_the_job_saves_a_checkpoint(zygote: Zygote) -> None:
+@pytest.mark.parametrize("signum", by_default([signal.SIGINT, signal.SIGHUP], signal.SIGINT))
+def test_a_signal_ends_a_sweep_and_the_job_saves_a_checkpoint(
+    zygote: Zygote, signum: signal.Signals
+) -> None:
     options = ["strategy=hybrid,ddp", "trainer.devices=2", "hydra.sweep.dir=jobs"]
     run = zygote.start(Path.cwd(), "-m", *ENDLESS, *options)
     run.until("jobs/0/.run_stats.json")
     run.until("jobs/0/checkpoints/last.ckpt")
-    os.killpg(run.pid, signal.SIGINT)
-    assert run.status() == 130
+    os.killpg(run.pid, signum)
+    assert run.status() == 128 + signum
     assert _none_left(run.pid)
-    assert summary("jobs/0")["exit"] == 130
+    assert summary("jobs/0")["exit"] == 128 + signum
     assert not Path("jobs/1").exists()
 
 

@@ -28,6 +28,7 @@ from hybridtrain.cli.claim import claim_new, release_all
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
 from hybridtrain.cli.quiet import hush
 from hybridtrain.util.anonymous_files import anonymous_descriptor
+from hybridtrain.worlds.local.signals import ending_signals
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
 ENVIRONMENT: dict[str, str] = {}  # as it was when the command started, before any job
@@ -73,7 +74,7 @@ def _forked_main(
     other.close()
     _in_group(0)
     die_with_parent(parent)
-    for signum in (signal.SIGINT, signal.SIGTERM):
+    for signum in ending_signals():
         default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
         signal.signal(signum, default)
     os.environ.clear()
@@ -167,9 +168,9 @@ def _in_group(pid: int) -> None:
 
 @contextlib.contextmanager
 def _passing_on(pid: int) -> Iterator[list[int]]:
-    """While the job runs, SIGINT and SIGTERM go to it instead of ending the sweep at once.
+    """While the job runs, signals that would end the sweep go to it.
 
-    Ctrl-C goes to the job's whole group, as the terminal would send it; SIGTERM to its first
+    Ctrl-C goes to the job's whole group, as the terminal would send it; others to its first
     process. Yields the list of signals passed on; the third kills the job.
     """
     seen: list[int] = []
@@ -184,7 +185,7 @@ def _passing_on(pid: int) -> Iterator[list[int]]:
             else:
                 os.kill(pid, signum)
 
-    before = {x: signal.signal(x, pass_on) for x in (signal.SIGINT, signal.SIGTERM)}
+    before = {x: signal.signal(x, pass_on) for x in ending_signals()}
     try:
         yield seen
     finally:

@@ -106,7 +106,9 @@ def plain(value: Any) -> Any:
 
 def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
     """The summary as aligned text."""
-    how = {0: "Finished", 130: "Interrupted", 143: "Terminated"}.get(summary.exit, "Failed")
+    how = {0: "Finished", 129: "Hung up", 130: "Interrupted", 143: "Terminated"}.get(
+        summary.exit, "Failed"
+    )
     workers = f"{summary.workers} worker{'s' * (summary.workers != 1)}"
     head = (
         f"{how} after {_duration(summary.wall_s)}: {summary.strategy}, {workers}, {summary.device}"

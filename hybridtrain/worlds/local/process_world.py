@@ -122,7 +122,7 @@ class ProcessWorld:
                 how many updates there have been.
 
         Raises:
-            Interrupted: if SIGINT or SIGTERM ended the run.
+            Interrupted: if a signal ended the run.
             BaseException: what the first failing worker raised, with its traceback as a note.
         """
         whole_rounds = self.server.requirements.whole_rounds

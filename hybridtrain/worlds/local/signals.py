@@ -11,6 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 
+def ending_signals() -> list[int]:
+    """Those that end a run; SIGHUP, of a terminal that closes, unless it is ignored (nohup)."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
+
+
 class Interrupted(BaseException):
     """A signal ended the run. ``signum`` says which.
 
@@ -24,7 +30,7 @@ class Interrupted(BaseException):
 
 @contextmanager
 def caught_signals(caught: list[int], selector: selectors.BaseSelector) -> Iterator[None]:
-    """SIGINT and SIGTERM are only noted in ``caught``, and the selector tells that one has come.
+    """Signals that end a run are only noted in ``caught``, and wake the selector.
 
     Only the main thread can catch signals; elsewhere they are somebody else's.
     """
@@ -34,8 +40,7 @@ def caught_signals(caught: list[int], selector: selectors.BaseSelector) -> Itera
     read_fd, write_fd = os.pipe()
     os.set_blocking(write_fd, False)
     wakeup = signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    former = {s: signal.signal(s, lambda n, _: caught.append(n)) for s in numbers}
+    former = {s: signal.signal(s, lambda n, _: caught.append(n)) for s in ending_signals()}
     selector.register(read_fd, selectors.EVENT_READ, ("signal", None))
     try:
         yield

@@ -22,6 +22,7 @@ from hybridtrain.worlds.local.channel import Channel, ChannelClosed, SharedBells
 from hybridtrain.worlds.local.cpu_scheduling import yield_when_woken
 from hybridtrain.worlds.local.forked_child import mute_children
 from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
+from hybridtrain.worlds.local.signals import ending_signals
 from hybridtrain.worlds.local.worker_exit import Failed, Finished
 
 Body = Callable[[Client], Any]
@@ -119,8 +120,8 @@ def _prepare_process(birth: WorkerStart) -> None:
     # Ctrl-C reaches the whole process group, a service manager's SIGTERM often too. The parent
     # decides what follows; a worker that dies on its own would tear the run apart.
     signal.set_wakeup_fd(-1)  # the parent's, if forked
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for signum in ending_signals():
+        signal.signal(signum, signal.SIG_IGN)
     keep_freed_memory()
     yield_when_woken()
     torch.set_num_threads(birth.threads)

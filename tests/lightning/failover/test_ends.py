@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -228,10 +229,11 @@ def test_ctrl_c_leaves_a_checkpoint_and_no_process(
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_parent_alone_ends_with_143(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_parent_alone_ends_with_its_number(tmp_path: Path, signum: int) -> None:
     process = start("hybrid", tmp_path, "training")
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 143
+    process.send_signal(signum)
+    assert process.wait(30) == 128 + signum
     assert wait_until_empty(process.pid) == []
     assert (tmp_path / "interrupted/interrupted.ckpt").is_file()
 
@@ -245,12 +247,30 @@ def test_sigkill_of_the_parent_leaves_no_worker(tmp_path: Path) -> None:
     assert wait_until_empty(process.pid) == []
 
 
+@pytest.mark.slow
+def test_a_terminal_that_closes_leaves_a_checkpoint(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        script = [sys.executable, "-c", textwrap.dedent(SCRIPT), "hybrid", str(tmp_path)]
+        os.execv(sys.executable, script)
+    said = b""
+    while b"training" not in said:
+        said += os.read(terminal, 1024)
+    os.close(terminal)  # what is printed from now on cannot be written
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + signal.SIGHUP
+    assert (tmp_path / "interrupted/interrupted.ckpt").is_file()
+    assert wait_until_empty(pid) == []
+
+
 class Interrupting(Regression):
-    """The calling process is interrupted in worker 0's second epoch."""
+    """The calling process gets a signal in worker 0's second epoch."""
+
+    signum = signal.SIGINT
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         if (self.global_rank, self.current_epoch, batch_idx) == (0, 1, 1):
-            os.kill(os.getppid(), signal.SIGINT)
+            os.kill(os.getppid(), self.signum)
         time.sleep(0.01)
         return super().training_step(batch, batch_idx)
 
@@ -269,6 +289,29 @@ def test_an_interrupted_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     assert 8 < step < 1000
     _, resumed = fit("hybrid", 3, 4, Regression(adam), regression_data(96), str(path), max_epochs=9)
     assert resumed.current_epoch == 9 and resumed.global_step > step
+
+
+class HungUp(Interrupting):
+    signum = signal.SIGHUP
+
+
+def test_a_closed_terminal_ends_a_run_as_sigterm_does_unless_nohup_was_asked_for(
+    tmp_path: Path,
+) -> None:
+    former = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    options = {"default_root_dir": tmp_path, "enable_checkpointing": True, "max_epochs": 3}
+    try:
+        trainer = make_trainer("hybrid", 2, **options)
+        trainer.fit(HungUp(), DataLoader(regression_data(), 6))
+        assert trainer.current_epoch == 3
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with pytest.raises(SystemExit) as ended:
+            make_trainer("hybrid", 2, **options).fit(HungUp(), DataLoader(regression_data(), 6))
+        assert ended.value.code == 128 + signal.SIGHUP
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGHUP, former)
+    assert len(list(tmp_path.rglob("interrupted.ckpt"))) == 1
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "ssp"])
