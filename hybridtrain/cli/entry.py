@@ -22,10 +22,12 @@ from hybridtrain.cli.resume import resume_arguments
 from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
+from hybridtrain.util.standard_streams import hold_standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: this process' own) and return its exit status."""
+    hold_standard_streams()
     job_process.remember_environment()
     hush()
     job_launcher.ROWS.clear()
@@ -43,8 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
     """Run one command line; ``overrides`` is filled in, for whoever has to explain an error."""
-    if not {"", str(Path.cwd())}.intersection(sys.path):
-        sys.path.insert(0, str(Path.cwd()))  # the console script: a user's module lies here
+    try:
+        here = str(Path.cwd())
+    except FileNotFoundError:
+        raise UserError("the working directory has been deleted; cd to another one") from None
+    if not {"", here}.intersection(sys.path):
+        sys.path.insert(0, here)  # the console script: a user's module lies here
     flags, found = _split(list(argv))
     overrides[:] = found
     found = resume_arguments.expanded(found, bool({"-m", "--multirun"} & set(flags)))

@@ -7,7 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridtrain.cli.explain import explain
 
@@ -46,6 +46,19 @@ def guarded(action: Callable[[], CommandOutcome], overrides: list[str]) -> Comma
         return interrupted(signal.SIGPIPE)
     except BaseException as error:  # a GeneratorExit or a group of them, too
         return _failure(error, overrides)
+
+
+def printed(text: str, outcome: CommandOutcome) -> CommandOutcome:
+    """Print a text; the outcome, which is a failure if standard output takes nothing any more."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # a full disk
+        line = f"the summary could not be printed ({error.strerror})"
+        print(f"hybridtrain: {line}", file=sys.stderr)
+        return replace(outcome, exit=outcome.exit or FAILED, error=outcome.error or line)
+    return outcome
 
 
 def _failure(error: BaseException, overrides: list[str]) -> CommandOutcome:

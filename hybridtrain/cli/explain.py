@@ -47,8 +47,8 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str | None:
         return find_fault(overrides) or one_line(error).split(" Config search path:")[0]
     if isinstance(error, OSError) and _in_hydra(error):
         return (
-            f"the run directory {error.filename} cannot be written ({error.strerror}); "
-            "choose another with hydra.run.dir=DIR"
+            f"the run directory cannot be written ({error.filename or 'a file in it'}: "
+            f"{error.strerror}); choose another with hydra.run.dir=DIR"
         )
     return None
 

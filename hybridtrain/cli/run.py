@@ -26,7 +26,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from hybridtrain.cli.best_checkpoint import best_checkpoint, has_validated, metrics_of
 from hybridtrain.cli.ending import mapping_signals, no_process_left, terminating
 from hybridtrain.cli.evaluate import Subject, evaluate, has_test
-from hybridtrain.cli.exit_status import BAD_INPUT, FAILED, CommandOutcome, guarded
+from hybridtrain.cli.exit_status import BAD_INPUT, FAILED, CommandOutcome, guarded, printed
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.cli.replay.record_header import describe_run, seed_all
 from hybridtrain.cli.resume.continued_logs import go_on
@@ -81,7 +81,8 @@ def execute(cfg: DictConfig) -> CommandOutcome:
     with terminating(), no_process_left(), vanishing_sockets():
         outcome = guarded(lambda: mapping_signals(body, strategy), overrides)
     if box:
-        outcome = _sum_up(cfg, box[0], outcome, time.perf_counter() - began)
+        ended, wall_s = outcome, time.perf_counter() - began
+        outcome = guarded(lambda: _sum_up(cfg, box[0], ended, wall_s), overrides)
     return replace(outcome, directory=short(cfg.run_dir))
 
 
@@ -252,8 +253,7 @@ def _sum_up(
     if outcome.exit == BAD_INPUT and not result.updates:
         return outcome  # the line that says what to do is all there is to say
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
-    print("\n".join(summary.lines(result, directory, tensorboard)), flush=True)
-    return outcome
+    return printed("\n".join(summary.lines(result, directory, tensorboard)), outcome)
 
 
 def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: CommandOutcome) -> str | None:

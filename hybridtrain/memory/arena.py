@@ -62,10 +62,14 @@ class Arena:
         except OSError as error:
             os.close(fd)
             raise UserError(
-                f"{_asked(n_bytes, unused) / 2**20:,.0f} MiB of shared host memory were "
+                f"{_asked(n_bytes, unused) / 2**20:,.1f} MiB of shared host memory were "
                 "asked for parameters and gradients, but the system refused them "
-                f"({error.strerror}); use fewer workers, a smaller model, or a machine with more "
-                "memory"
+                f"({error.strerror}); "
+                + (
+                    "raise its limit of file sizes: ulimit -f unlimited"
+                    if error.errno == errno.EFBIG
+                    else "use fewer workers, a smaller model, or a machine with more memory"
+                )
             ) from error
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

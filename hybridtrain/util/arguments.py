@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.standard_streams import hold_standard_streams
 
 
 def options(
@@ -44,6 +45,7 @@ def command(
     What ``action`` returns, or 0; 0 after ``usage`` for ``-h`` and ``--help``; 2 after one line on
     standard error for bad input; 130 after Ctrl-C.
     """
+    hold_standard_streams()
     given = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(given):
         print(usage)

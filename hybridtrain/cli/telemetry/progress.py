@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytorch_lightning as pl
@@ -136,4 +137,5 @@ class PlainProgress(ProgressBar):
             for name, value in trainer.progress_bar_metrics.items()
             if isinstance(value, int | float)
         ]
-        print("  ".join(parts), flush=True)
+        with suppress(OSError):  # a full disk, a reader that has gone: training goes on
+            print("  ".join(parts), flush=True)

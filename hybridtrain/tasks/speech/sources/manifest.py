@@ -93,10 +93,11 @@ def _utterance(path: Path, line: int, row: dict[str, str | None]) -> Utterance:
 
 def _require_columns(path: Path, found: Sequence[str]) -> None:
     missing = [column for column in REQUIRED if column not in found]
+    names = " ".join(",".join(found).split()) or "none"
     if missing:
         raise UserError(
             f"{path}, line 1: the column {missing[0]} is missing (needed:"
-            f" wav_filename,wav_filesize,transcript; found: {','.join(found) or 'none'})"
+            f" wav_filename,wav_filesize,transcript; found: {names})"
         )
 
 
