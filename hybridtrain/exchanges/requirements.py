@@ -55,6 +55,11 @@ class Requirements:
         return self.parameters == "own" or self.private_state
 
     @property
+    def schedules_own_steps(self) -> bool:
+        """Whether a schedule counts its worker's own steps, several of which make an update."""
+        return self.parameters == "own" and self.gathers > 1
+
+    @property
     def in_place(self) -> bool:
         """Whether workers write to the masters."""
         return self.parameters == "shared"

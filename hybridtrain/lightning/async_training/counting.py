@@ -15,10 +15,12 @@ from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
 from hybridtrain.lightning.async_training.update_count import (
     multiples,
+    scheduled_steps,
     set_global_step,
     step_schedulers,
 )
 from hybridtrain.lightning.hooks.loop_hooks import accumulates, set_logged_step
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ class UpdateCount:
         loop: Any = trainer.fit_loop.epoch_loop
         self._lightnings, loop.update_lr_schedulers = loop.update_lr_schedulers, self._update
         self._automatic = trainer.lightning_module.automatic_optimization
+        self._own = context_of(trainer).requirements.schedules_own_steps
+        self._steps = scheduled_steps(trainer)
         # With manual optimization Lightning counts mini-batches, of any number of steps.
         self._numbers_rows = self._automatic or client.n_workers > 1
         self._made, self._counted = client.version, True  # the last step; by Lightning, too
@@ -92,7 +96,7 @@ class UpdateCount:
             if not accumulates(self._trainer):
                 if self._client.unsettled is not None and self._must_be_exact():
                     self._client.settle()
-                self._catch_up()
+                self._step_own() if self._own else self._catch_up()
                 self._made, self._counted = self._client.expected_version, False
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
@@ -106,10 +110,18 @@ class UpdateCount:
         """Whether somebody needs the number of the update before the release says it."""
         now, schedules = self._client.expected_version, self._trainer.lr_scheduler_configs
         logs = self._trainer.loggers and multiples(int(self._every), self._every.before, now) > 0
-        return bool(logs) or any(config.interval == "step" for config in schedules)
+        follow = any(config.interval == "step" for config in schedules) and not self._own
+        return bool(logs) or follow
+
+    def _step_own(self) -> None:
+        """Schedules of the worker's own optimizer, behind a step of that."""
+        limit = self._expected.limit
+        if not self._absence.passed and (limit is None or self._steps < limit):
+            self._lightnings("step", False)
+            self._steps += 1
 
     def _catch_up(self) -> None:
-        if self._automatic:
+        if self._automatic and not self._own:
             now, limit = self._client.expected_version, self._expected.limit
             step_schedulers(self._trainer, self._before, now if limit is None else min(now, limit))
             self._before = now

@@ -18,6 +18,8 @@ synchronous). It is an estimate
 - where workers have mini-batches of other sizes (as if all took equally many), where each has a
   loader of its own (as if all were as long as this worker's), and where several loaders are
   combined;
+- where workers have optimizers of their own, and schedules count each worker's steps: as if all
+  made equally many;
 - where gradients are dropped (``on_nonfinite``), workers lost, or the training is stopped.
 
 Where the estimate is too low, schedulers stay where they are for the steps beyond it, as
@@ -69,11 +71,15 @@ class ExpectedUpdates:
         if math.isinf(epoch):
             return None
         accumulated, epochs = int(trainer.accumulate_grad_batches), max(trainer.max_epochs, 1)
-        found = updates_of(self._requirements, math.ceil(epoch / accumulated), epochs)
-        if trainer.max_steps != -1:
-            found = min(found, trainer.max_steps)
-        alone = self._n_workers == 1 or self._requirements.takes_turns
-        exact = self._requirements.gathers == 1 and self._requirements.later is None
+        wants, most = self._requirements, trainer.max_steps
+        if own := wants.schedules_own_steps:
+            found = epochs * math.ceil(math.ceil(epoch / self._n_workers) / accumulated)
+            most = math.ceil(most * wants.gathers / self._n_workers) if most != -1 else most
+        else:
+            found = updates_of(wants, math.ceil(epoch / accumulated), epochs)
+        found = found if most == -1 else min(found, most)
+        alone = self._n_workers == 1 or wants.takes_turns
+        exact = alone and most == -1 if own else wants.gathers == 1 and wants.later is None
         exact &= (accumulated == 1 or alone) and len(self._loaders()) == 1
         exact &= all(len(set(p.sizes)) == 1 for p in map(plan_behind, self._loaders()) if p)
         self.limit = None if exact else found

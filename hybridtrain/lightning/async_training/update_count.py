@@ -47,6 +47,12 @@ def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
                 step_scheduler(trainer, config.scheduler)
 
 
+def scheduled_steps(trainer: pl.Trainer) -> int:
+    """How many steps schedules that count steps have seen."""
+    configs = [c for c in trainer.lr_scheduler_configs if c.interval == "step"]
+    return max((getattr(c.scheduler, "last_epoch", 0) * c.frequency for c in configs), default=0)
+
+
 def schedules_of(trainer: pl.Trainer) -> Schedules:
     """The states of all schedules, and the hyper-parameters that they have moved."""
     states = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
