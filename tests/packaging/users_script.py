@@ -1,0 +1,62 @@
+"""A program as users write it, with every public name; mypy holds it to its types."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytorch_lightning as pl
+
+import hybridtrain
+from hybridtrain import HybridStrategy, StepProfiler
+from hybridtrain.exchanges import Await, Exchange, Leaving, Local, LocalExchange, Offer
+from hybridtrain.policies import (
+    Accumulate,
+    Apply,
+    Began,
+    Drop,
+    Fact,
+    Joined,
+    Left,
+    Needs,
+    Order,
+    Policy,
+    Pushed,
+    Ready,
+    Release,
+    SetTimer,
+    TimerFired,
+    Waiting,
+    make_policy,
+)
+
+
+class EachAtOnce:
+    """Applies each gradient on arrival."""
+
+    def begin(self, n_workers: int) -> Needs:
+        """Workers may be ahead of one another."""
+        return Needs(whole_rounds=False)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        """Apply what was pushed, release its worker."""
+        match fact:
+            case Pushed(worker):
+                return [Apply((worker,)), Release((worker,))]
+            case Joined() | Left() | Waiting() | Ready() | Began() | TimerFired():
+                return []
+        return []
+
+
+POLICIES: list[Policy] = [EachAtOnce(), make_policy({"name": "backup", "k": 2})]
+ORDERS: list[Order] = [Accumulate((0,)), Drop((0,)), SetTimer(1.0)]
+PARTS: list[type[Exchange] | type[LocalExchange] | type[Local]] = []
+LEAVING: list[Leaving] = [None]
+KINDS: tuple[type[Offer], type[Await]] = (Offer, Await)
+
+
+def main() -> str:
+    """Make a trainer with a policy of one's own."""
+    strategy = HybridStrategy(policy=EachAtOnce(), record="record.bin", start_method="fork")
+    trainer = pl.Trainer(strategy=strategy, devices=2, profiler=StepProfiler())
+    updates: object = strategy.run_stats()["updates"]
+    return f"{hybridtrain.__version__} {trainer.global_step} {updates}"
