@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -55,7 +56,7 @@ from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client, StopRequested
 from hybridtrain.worker.device.cuda import forbids_fork
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
-from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.worlds.local.process_world import BeginAnew, ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted
 
 
@@ -98,27 +99,38 @@ class HybridLauncher(Launcher):
         snapshot = carried(trainer, start_method)
         scratch = Scratch()
         job = _Job(trainer, function, args, kwargs, snapshot, [], room=scratch.path)
-        n_workers, threads = strategy.world_size, threads_of_a_worker(strategy)
+        threads = threads_of_a_worker(strategy)
         check_startup(strategy, start_method, threads, usable_cores(), job)
+        strategy.interrupted_by, judge = None, Judge(strategy.on_failure)
+        results = None
+        while results is None:
+            try:
+                results = self._run(job, judge, start_method, threads)
+            except BeginAnew as lost:
+                time.sleep(lost.delay_s)
+            except Interrupted as interruption:
+                self._interrupt(interruption, trainer, scratch)
+        return unpack(trainer, results, scratch)
+
+    def _run(self, job: _Job, judge: Judge, start_method: str, threads: int) -> list[Any]:
+        """Train with new workers; what they return."""
+        strategy, trainer = self._strategy, job.trainer
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
         server = serving(strategy, trainer, threads, in_update)
         interrupt_updates(server, strategy.faults)
-        watch = WorkerWatch.of(trainer, server, n_workers)
-        world = world_of(strategy, server, start_method, threads)
-        strategy.interrupted_by = None
+        watch = WorkerWatch.of(trainer, server, strategy.world_size)
+        world = world_of(strategy, server, judge, start_method, threads)
         try:
             with surroundings(strategy, trainer), warnings_noted(trainer) as job.warned:
                 job.loggers = logger_states(trainer) if start_method == "fork" else []
-                results = world.run(partial(_run_in_process, job), partial(_run_again, job))
-        except Interrupted as interruption:
-            self._interrupt(interruption, trainer, scratch)
+                return world.run(partial(_run_in_process, job), partial(_run_again, job))
         finally:
-            faults = strategy.faults.conclude(well=sys.exc_info()[0] is None)
+            error = sys.exc_info()[0]
+            faults = {} if error is BeginAnew else strategy.faults.conclude(well=error is None)
             kept = strategy.keeping.figures() | strategy.device_memory.figures()
             strategy.remember_stats(server.statistics.stats() | faults | kept)
             if watch is not None:
                 watch.conclude()
-        return unpack(trainer, results, scratch)
 
     def _interrupt(
         self, interruption: Interrupted, trainer: pl.Trainer, scratch: Scratch
@@ -168,10 +180,12 @@ def pages_of(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
         pages.close()
 
 
-def world_of(strategy: RunContext, server: Server, start_method: str, threads: int) -> ProcessWorld:
+def world_of(
+    strategy: RunContext, server: Server, judge: Judge, start_method: str, threads: int
+) -> ProcessWorld:
     """Where workers run, with somebody who looks for those that hang, and for slow ones."""
     watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))
-    judge, size, grace_s = Judge(strategy.on_failure), strategy.world_size, strategy.stop_grace_s
+    size, grace_s = strategy.world_size, strategy.stop_grace_s
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
     places = [devices[number % len(devices)] for number in range(size)]
     return ProcessWorld(

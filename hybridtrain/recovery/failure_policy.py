@@ -82,10 +82,14 @@ class GoOn:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """A new process is to take the worker's place, after ``delay_s``."""
+    """A new process is to take the worker's place, after ``delay_s``.
+
+    ``anew``: nobody can tell it where training is, so all workers begin as at the start.
+    """
 
     delay_s: float
     number: int  # of this restart, from 1
+    anew: bool = False
 
 
 Verdict = End | GoOn | Replace
@@ -93,10 +97,14 @@ Verdict = End | GoOn | Replace
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """What is left: so many other ``workers``; ``known``: where training was, some time ago."""
+    """What is left: so many other ``workers``; ``known``: where training was, some time ago.
+
+    ``early``: no worker has come to where it would tell that.
+    """
 
     workers: int
     known: bool = False
+    early: bool = False
 
 
 @dataclass
@@ -127,7 +135,7 @@ class Judge:
             case "continue":
                 return self._go_on(left.workers)
             case "restart":
-                return self._replace(worker, left.known or left.workers > 0, at_s)
+                return self._replace(worker, left, at_s)
         return End()
 
     def _go_on(self, n_left: int) -> Verdict:
@@ -136,9 +144,10 @@ class Judge:
         left = f"{n_left} worker{'s' * (n_left != 1)} would be left"
         return End(f"{left}, fewer than min_workers={self.chosen.min_workers}")
 
-    def _replace(self, worker: int, known: bool, at_s: float) -> Verdict:
+    def _replace(self, worker: int, left: WorkerGone, at_s: float) -> Verdict:
         most = self.chosen.max_restarts
-        if not known:
+        known = left.known or left.workers > 0
+        if not (known or left.early):
             return End("nobody is left who could say where training is")
         if most is not None and self.restarts >= most:
             return End(f"it was restarted as often as max_restarts={most} allows in a run")
@@ -148,4 +157,4 @@ class Judge:
         delay_s = min(_FIRST_DELAY_S * 2 ** self._recent[worker], _LONGEST_DELAY_S)
         self._recent[worker] += 1
         self.restarts += 1
-        return Replace(delay_s, self.restarts)
+        return Replace(delay_s, self.restarts, anew=not known)

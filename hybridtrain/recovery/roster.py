@@ -11,7 +11,8 @@ waits in a step, for it answers at once. Its answer counts once, and only the on
 question: where the one asked fails, ends or goes to a meeting, another one is asked. In lock-step
 what the lost worker has pushed lies in its row; then nobody is asked before the update is made. If
 all are away, one begins where training was some time ago (``kept``), and answers for the others as
-soon as it waits in its step, for whatever: it may wait for them.
+soon as it waits in its step, for whatever: it may wait for them. Before the first report all begin
+anew.
 A process that the system refuses to start is tried again, and its worker is called anew then.
 
 An announced restart happens, or the user is told why not: training is over, or the run ends.
@@ -28,6 +29,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import cast
 
 from hybridtrain.errors import UserError
 from hybridtrain.recovery.actions import (
@@ -71,7 +73,7 @@ class Roster:
     judge: Judge
     grace_s: float = 30.0
     whole_rounds: bool = True
-    kept: bytes = b""  # where training was some time ago
+    kept: bytes | None = None  # where training was some time ago; empty: it cannot be told
     written: bool = False  # the last checkpoint
     began_s: float = 0.0  # the end, once it has
     deadline_s: float | None = None  # of the end
@@ -138,9 +140,10 @@ class Roster:
         ``waits``: if the run ends, it may write the last checkpoint.
         """
         others = sum(state in THERE for n, state in enumerate(self.states) if n != worker)
-        verdict: Verdict = End()
+        early = self.kept is None and not self._finished
+        gone, verdict = WorkerGone(others, bool(self.kept), early), cast(Verdict, End())
         if training and not self.ending:
-            verdict = self.judge.failed(worker, error, WorkerGone(others, bool(self.kept)), at_s)
+            verdict = self.judge.failed(worker, error, gone, at_s)
         elif not (self.ending or self.judge.ends_all or isinstance(error, UserError)):
             verdict = End("training had not begun, so there is nothing to go on from")
         if isinstance(verdict, Replace):

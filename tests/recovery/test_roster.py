@@ -122,9 +122,20 @@ def test_what_a_lost_process_was_asked_its_successor_is_asked_anew() -> None:
 
 def test_if_nobody_is_left_who_knows_the_run_ends_and_says_so() -> None:
     made = roster(2)
+    made.told(0, None, 0, b"")  # it cannot be told
     lose(made, 0)
     verdict = made.failed(1, LOST, 0.0, training=True)
     assert isinstance(verdict, End) and "nobody is left" in verdict.reason
+
+
+def test_if_nobody_has_told_yet_all_begin_anew() -> None:
+    made = roster(2)
+    lose(made, 0)
+    assert made.failed(1, LOST, 0.0, training=True) == Replace(0.5, 2, anew=True)
+    made = roster(2)
+    made.finished(0)
+    verdict = made.failed(1, LOST, 0.0, training=True)
+    assert isinstance(verdict, End), "training is over"
 
 
 def test_before_training_there_is_nothing_to_go_on_from() -> None:

@@ -225,7 +225,7 @@ class FreeRun:
         mourned = self.roster.states[worker] in THERE
         if mourned:
             verdict = self.roster.failed(worker, LOST, self.now_s, training=True)
-            if not isinstance(verdict, Replace):
+            if not isinstance(verdict, Replace) or verdict.anew:
                 self.over = True
                 return
             self._send(self.server.on(Removed(worker, returns=True)))

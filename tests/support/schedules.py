@@ -238,6 +238,10 @@ class Schedule:
 
     def _follow(self, worker: int, verdict: Any) -> None:
         match verdict:
+            case Replace(anew=True):
+                self.processes[worker].mode = "lost"
+                self._end("all begin anew")
+                self._break(worker)
             case Replace():
                 self.announced.add(worker)
                 self.brought.discard(worker)

@@ -48,16 +48,23 @@ _PLACE = "the memory of this run"
 _OURS = "hybridtrain_run"
 
 
-def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
-    """Whether a checkpoint of now will say all that is needed.
+def has_begun(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
+    """Whether a checkpoint of now tells how the epoch is shared.
 
-    In lock-step that is one loader, of which something has been drawn in this epoch, and one step
-    for so many mini-batches. Where workers run freely, the shared queue knows what is left.
+    Where workers run freely, the shared queue knows that.
+    """
+    waits = context_of(trainer).requirements.whole_rounds
+    return not waits or all(each.has_begun(trainer.current_epoch) for each in samplers)
+
+
+def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
+    """Whether such a checkpoint will say all that is needed.
+
+    In lock-step that is one loader, and one step for so many mini-batches.
     """
     if not context_of(trainer).requirements.whole_rounds:
         return True
-    begun = [sampler.has_begun(trainer.current_epoch) for sampler in samplers]
-    return begun == [True] and bool(trainer.lightning_module.automatic_optimization)
+    return len(samplers) == 1 and bool(trainer.lightning_module.automatic_optimization)
 
 
 def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None:
@@ -117,10 +124,11 @@ class RejoinState:
             self._begun, self._generators = client.version, look()
             if self._pages is not None:
                 self._pages.begin(client.worker, client.version, self._generators)
-        due = client.is_leader and self._kept_in != epoch
-        if due and can_be_advanced(self._trainer, self._loaders.samplers):
+        samplers = self._loaders.samplers
+        if client.is_leader and self._kept_in != epoch and has_begun(self._trainer, samplers):
             self._kept_in = epoch  # once in an epoch, in case that all are lost at once
-            client.note(Progress(None, self.tell()))
+            known = can_be_advanced(self._trainer, samplers)
+            client.note(Progress(None, self.tell() if known else b""))
 
     def _push(self, *_: Any) -> None:
         assert self._pages is not None, "nobody looks otherwise"

@@ -80,7 +80,16 @@ _POLL_S = 1.0
 _STOPPED_S = 1.0  # in the middle of an update, which takes milliseconds
 _EVENTS = dict.fromkeys((Push, Average, Begin), LifecycleEvent.WAITS)
 _EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
+_ANEW = ", and all begin anew: no worker had told where training is"
 _SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
+
+
+class BeginAnew(BaseException):
+    """All workers were lost before any had told where training is: run again in ``delay_s``."""
+
+    def __init__(self, delay_s: float) -> None:
+        super().__init__("all workers are lost")
+        self.delay_s = delay_s
 
 
 @dataclass
@@ -123,6 +132,7 @@ class ProcessWorld:
 
         Raises:
             Interrupted: if a signal ended the run.
+            BeginAnew: if the user wants it restarted, and it can only begin with other processes.
             BaseException: what the first failing worker raised, with its traceback as a note.
         """
         whole_rounds = self.server.requirements.whole_rounds
@@ -296,12 +306,15 @@ class ProcessWorld:
                 to_stderr(f"{in_words(error)}; the others go on without it{worker.aftermath()}")
                 worker.mourned = True
                 self._on(Removed(number, announced=True))
-            case Replace(delay_s, restart):
-                to_stderr(
-                    f"{in_words(error)}; restart {restart}, in {delay_s:g} s{worker.aftermath()}"
-                )
-                worker.mourned = True
-                self._on(Removed(number, announced=True, returns=True))
+            case Replace(delay_s, restart, anew):
+                news = f"; restart {restart}, in {delay_s:g} s" + _ANEW * anew
+                to_stderr(f"{in_words(error)}{news}{worker.aftermath()}")
+                if anew:
+                    self._failure = BeginAnew(delay_s)
+                    self._end()
+                else:
+                    worker.mourned = True
+                    self._on(Removed(number, announced=True, returns=True))
             case End(reason):
                 if reason:
                     error.add_note(f"The run ends, because {reason}.")
@@ -367,7 +380,7 @@ class ProcessWorld:
     def _react_to_signals(self) -> None:
         while self._signals:
             signum = self._signals.pop(0)
-            if not self.roster.ending:
+            if not self.roster.ending or isinstance(self._failure, BeginAnew):
                 self._failure = Interrupted(signum)
                 self._end()
             elif time.monotonic() > self.roster.began_s + _SAME_SIGNAL_S:

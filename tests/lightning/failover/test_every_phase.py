@@ -123,3 +123,13 @@ def test_so_it_does_where_hooks_look_at_the_mean(
     tmp_path: Path, strategy: Any, choice: str, phase: str
 ) -> None:
     lose(tmp_path, strategy, choice, phase, module=Looking)
+
+
+ALL = [
+    (strategy, phase) for strategy in (*STRATEGIES, {"name": "ssp", "lead": 0}) for phase in PHASES
+]
+
+
+@pytest.mark.parametrize(("strategy", "phase"), but_slow(ALL, lambda case, n: n % 23 != 0))
+def test_all_may_be_lost_in_the_same_phase(tmp_path: Path, strategy: Any, phase: str) -> None:
+    lose(tmp_path, strategy, "restart", phase, workers=(0, 1))
