@@ -17,7 +17,7 @@ from tests.lightning.toys import Regression, distance, fit, regression_data
 from tests.picking import but_slow, by_default
 
 # One update for each mini-batch.
-EACH = ("synchronous", "async", "hogwild", "ssp", "grace", "switch")
+EACH = ("synchronous", "async", "hogwild", "ssp", "grace")
 FREE = (*EACH, "backup", "k_async", "k_batch_sync", "k_batch_async", "softsync")
 BATCHES, EPOCHS, GAMMA = 12, 2, 0.95
 
