@@ -110,7 +110,7 @@ class HybridLauncher(Launcher):
                 time.sleep(lost.delay_s)
             except Interrupted as interruption:
                 self._interrupt(interruption, trainer, scratch)
-        return unpack(trainer, results, scratch)
+        return unpack(trainer, results, scratch, job.given())
 
     def _run(self, job: _Job, judge: Judge, start_method: str, threads: int) -> list[Any]:
         """Train with new workers; what they return."""
@@ -146,7 +146,7 @@ class HybridLauncher(Launcher):
         """Run the workers in this process."""
         self._strategy.keeping.broken_since_s = None
         results = instead.play(self._strategy, lambda copy: partial(_run_in_worker, copy), job)
-        return unpack(job.trainer, results) if results else None
+        return unpack(job.trainer, results, given=job.given()) if results else None
 
     def kill(self, signum: Any) -> None:
         """Nothing: the parent passes signals on to its workers itself."""
@@ -285,11 +285,15 @@ class _Job:
     warned: Warned | None = None  # that SLURM is about to end the job
     room: str = ""  # the path of a scratch file for what would be too much for a message
 
+    def given(self) -> dict[str, Any]:
+        """The arguments of the function."""
+        return signature(self.function).bind(*self.args, **self.kwargs).arguments
+
     def named(self) -> dict[str, Any]:
         """The parts, by the names that users know them by."""
         trainer: Any = self.trainer
         given: dict[str, Any] = {"model": trainer.lightning_module}
-        given |= signature(self.function).bind(*self.args, **self.kwargs).arguments
+        given |= self.given()
         given |= {f"callbacks[{n}]": callback for n, callback in enumerate(trainer.callbacks)}
         given |= {f"loggers[{n}]": logger for n, logger in enumerate(trainer.loggers)}
         return given | {"strategy": strategy_of(trainer), "trainer": trainer}
@@ -346,7 +350,7 @@ def arguments(job: _Job, back: Rejoin | None) -> dict[str, Any]:
     """Of the trainer's function."""
     if back is not None:
         return back.arguments(job.function, job.args, job.kwargs)
-    return signature(job.function).bind(*job.args, **job.kwargs).arguments
+    return job.given()
 
 
 def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:

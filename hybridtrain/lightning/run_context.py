@@ -136,7 +136,7 @@ class RunContext(Protocol):
         """What the server has counted."""
         ...
 
-    def remember_training(self, parts: dict[str, Any]) -> None:
+    def remember_training(self, parts: dict[str, Any], expected: Expected) -> None:
         """What a checkpoint is to say of optimizers and schedulers."""
         ...
 

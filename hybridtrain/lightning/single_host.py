@@ -6,8 +6,10 @@ from abc import abstractmethod
 from typing import Any
 
 import torch
+from pytorch_lightning.strategies import Strategy
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.async_training.expected_updates import answer_for_all_workers
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.prefetch import Ahead
@@ -15,7 +17,11 @@ from hybridtrain.lightning.devices.device_memory import DeviceMemory
 from hybridtrain.lightning.devices.out_of_memory import out_of_memory
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.preflight.machine_checks import check_loader
+from hybridtrain.lightning.results.training_at_home import trained_optimizers
+from hybridtrain.lightning.run_context import Expected
 from hybridtrain.worker.client import Client
+
+_OPTIMIZERS: Any = Strategy.optimizers
 
 
 class SingleHost:
@@ -29,6 +35,9 @@ class SingleHost:
     _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
+    expected_updates: Expected | None = None  # where workers run freely, or have trained
+    _schedules: list[Any]
+    _lacks_optimizers = False  # in the calling process
     _collectives: Collectives | None = None  # of a worker
     _ahead: Ahead | None = None  # where workers compute on devices of their own
 
@@ -70,9 +79,38 @@ class SingleHost:
         """What this worker needs of its device is known better now."""
         self.device_memory.measure(self.root_device, self.workers_per_device, self.global_rank)
 
-    def remember_training(self, parts: dict[str, Any]) -> None:
+    def remember_training(self, parts: dict[str, Any], expected: Expected) -> None:
         """The calling process has no optimizers of its own; its checkpoints have their states."""
-        self._trained = parts
+        self._trained, self.expected_updates = parts, expected
+        self._lacks_optimizers = True
+        answer_for_all_workers()
+
+    def _at_home(self) -> None:
+        """In a process that has not trained, optimizers are made once somebody asks for them."""
+        if self._lacks_optimizers and self._client is None and self._trained is not None:
+            self._lacks_optimizers = False  # also while the user's hook runs
+            module = self.lightning_module  # type: ignore[attr-defined]
+            self.optimizers, self._schedules = trained_optimizers(module, self._trained)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """Lightning's."""
+        self._at_home()
+        return list(_OPTIMIZERS.fget(self))
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        _OPTIMIZERS.fset(self, optimizers)
+
+    @property
+    def lr_scheduler_configs(self) -> list[Any]:
+        """Likewise."""
+        self._at_home()
+        return self._schedules
+
+    @lr_scheduler_configs.setter
+    def lr_scheduler_configs(self, configs: list[Any]) -> None:
+        self._schedules = configs
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
@@ -80,7 +118,7 @@ class SingleHost:
         """As Lightning does it; after training also in the calling process, unless it failed."""
         if self._client is None and self.keeping.refuses(filepath):
             return
-        if self._trained is not None and checkpoint.get("optimizer_states") == []:
+        if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, **self._trained}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 

@@ -79,7 +79,6 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     _session: Session | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _count: UpdateCount | None = None  # where workers run freely
-    expected_updates: ExpectedUpdates | None = None  # likewise
     _losses: FailureHandling | None = None  # once training has begun
     interrupted_by: int | None = None  # the signal that ended the last run
     callbacks_at_home: list[pl.Callback] | None = None  # of workers
@@ -135,6 +134,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self._loaders = Loaders(trainer, client, self.requirements, self.data_options)
         self._absence = Absence(trainer, client, self._loaders, self.requirements)
         self._loaders.attach()
+        self.expected_updates = None
         if not self.requirements.whole_rounds:
             self.expected_updates = ExpectedUpdates(trainer, self.requirements, client.n_workers)
             answer_for_all_workers()
@@ -172,7 +172,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
                 self._back.catch_up()
             self._session.install()
             if not self.requirements.whole_rounds:
-                assert self.expected_updates is not None, "workers run freely"
+                assert isinstance(self.expected_updates, ExpectedUpdates), "workers run freely"
                 trainer, expected = self._session.trainer, self.expected_updates
                 self._count = UpdateCount(trainer, self.client, expected, self._absence)
             if self._count is not None and self.client.joins:

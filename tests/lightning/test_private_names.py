@@ -39,6 +39,7 @@ DEFINED_IN = {
     "_copy_state_dict": "torchmetrics.metric",
     "_data_connector": f"{TRAINER}.trainer",
     "_data_fetcher": "pytorch_lightning.loops.fit_loop",
+    "_data_source": "pytorch_lightning.loops.fit_loop",
     "_every_n_train_steps": "pytorch_lightning.callbacks.model_checkpoint",
     "_find_last_checkpoints": "pytorch_lightning.callbacks.model_checkpoint",
     "_generate_state_key": "pytorch_lightning.callbacks.callback",

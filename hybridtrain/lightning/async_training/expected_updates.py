@@ -143,7 +143,7 @@ _is_last: Any = pl.Trainer.is_last_batch
 
 
 def answer_for_all_workers() -> None:
-    """From now on trainers of this process, which is a worker's, ask their strategy first."""
+    """From now on trainers of this process ask their strategy first."""
     lightnings: Any = pl.Trainer
     lightnings.estimated_stepping_batches = property(_estimated)
     lightnings.is_last_batch = property(_looked)

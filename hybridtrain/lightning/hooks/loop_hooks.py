@@ -133,6 +133,55 @@ def combined_loader(loop: Any) -> Any:
     return loop._combined_loader
 
 
+def loops_of(trainer: Any) -> list[Any]:
+    """Those that iterate over loaders in the trainer's function."""
+    fit = trainer.fit_loop
+    return {
+        "fit": [fit, fit.epoch_loop.val_loop],
+        "validate": [trainer.validate_loop],
+        "test": [trainer.test_loop],
+        "predict": [trainer.predict_loop],
+    }[str(trainer.state.fn.value)]
+
+
+def _sizes(trainer: Any) -> dict[str, tuple[Any, str]]:
+    """What is known of them before they run: where it is kept, and its name there."""
+    loops = loops_of(trainer)
+    if trainer.state.fn == "predict":
+        return {"predict": (loops[0], "max_batches")}
+    evaluation = {"evaluation": (loops[-1], "_max_batches")}
+    if trainer.state.fn != "fit":
+        return evaluation
+    own = {name: (loops[0], name) for name in ("max_batches", "min_epochs")}
+    return evaluation | own | {"val_check_batch": (trainer, "val_check_batch")}
+
+
+def sizes_of(trainer: Any) -> dict[str, Any]:
+    """How many mini-batches the loops have, and the like."""
+    return {key: getattr(*where) for key, where in _sizes(trainer).items()}
+
+
+def set_sizes(trainer: Any, sizes: dict[str, Any]) -> None:
+    """The same in a trainer whose loops have not run."""
+    for key, (owner, name) in _sizes(trainer).items():
+        setattr(owner, name, sizes[key])
+
+
+def has_loaders(loop: Any) -> bool:
+    """Whether there is anything that it iterates over."""
+    return loop._combined_loader is not None
+
+
+def source_of(loop: Any) -> Any:
+    """Where its loaders come from."""
+    return loop._data_source
+
+
+def give_loaders(loop: Any, combined: Any) -> None:
+    """What it iterates over."""
+    loop._combined_loader = combined
+
+
 def forget_loaders(loop: Any) -> None:
     """An evaluation makes its loaders anew when it begins next."""
     loop._combined_loader = None

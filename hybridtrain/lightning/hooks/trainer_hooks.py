@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -76,6 +77,20 @@ def end_interrupted(trainer: Any, error: BaseException) -> None:
     """After a run that ``error`` has ended: callbacks and loggers hear of it."""
     call._interrupt(trainer, error)
     trainer._teardown()
+
+
+def attach_data(trainer: Any, given: Mapping[str, Any]) -> None:
+    """What was given to the trainer's function is where its loops get their loaders from."""
+    fit = trainer.state.fn == "fit"
+    stage = str(trainer.state.fn.value)
+    stages = ("train", "val") if fit else ({"validate": "val"}.get(stage, stage),)
+    names = {f"{stage}_dataloaders" if fit else "dataloaders": stage for stage in stages}
+    loaders = {f"{stage}_dataloaders": given.get(name) for name, stage in names.items()}
+    data = given.get("datamodule")
+    for name, each in loaders.items():
+        if isinstance(each, pl.LightningDataModule):
+            data, loaders[name] = each, None
+    trainer._data_connector.attach_data(trainer.lightning_module, **loaders, datamodule=data)
 
 
 def attach_module_callbacks(trainer: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from hybridtrain.lightning.results.callback_state import (
 )
 from hybridtrain.lightning.results.configured_model import load_weights
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
+from hybridtrain.lightning.results.training_at_home import Sizes, UpdatesAtHome
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill
 from hybridtrain.util.files import interrupted_in
@@ -55,6 +56,7 @@ class WorkerResult:
     module: CallbackState
     before_configuring: CallbackState | None
     loggers: list[dict[str, Any]]
+    sizes: Sizes
     outputs: Outputs | None
 
 
@@ -80,6 +82,7 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
         module=of_module(trainer.lightning_module),
         before_configuring=context_of(trainer).before_configuring,
         loggers=[of_logger(logger) for logger in trainer.loggers],
+        sizes=Sizes.of(trainer),
     )
 
 
@@ -87,8 +90,11 @@ def unpack(
     trainer: pl.Trainer,
     results: Sequence[WorkerResult | Outputs | None],
     scratch: Scratch | None = None,
+    given: Mapping[str, Any] | None = None,
 ) -> Any:
     """Called in the parent; returns what the trainer's method would have returned here.
+
+    ``given``: the arguments of that method.
 
     Raises:
         RuntimeError: if the worker that should have packed has died before it could.
@@ -106,8 +112,9 @@ def unpack(
     show_metrics(trainer, _load(home.tensors))
     trainer.state = home.trainer_state
     _restore_progress(trainer, home.progress)
+    home.sizes.give(trainer, given or {})
     if heavy["trained"] is not None:
-        context_of(trainer).remember_training(heavy["trained"])
+        context_of(trainer).remember_training(heavy["trained"], UpdatesAtHome(home.sizes.total))
     give_to_module(trainer.lightning_module, home.module)
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         attach_module_callbacks(trainer)
