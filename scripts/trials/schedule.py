@@ -1,7 +1,7 @@
 """A run in which workers are killed or raise at random moments, and perhaps a signal ends it.
 
-Each sample has a coordinate of its own, and plain SGD adds to it whenever the sample is in an
-update, so parameters say which samples are behind them.
+Each sample has a coordinate of its own, which moves by 1 whenever the sample is in an update,
+whatever the weight, so parameters say which samples are behind them.
 """
 
 from __future__ import annotations
@@ -49,6 +49,18 @@ class Plan:
     max_restarts: int | None
     back_off_s: float
     looks: bool  # at gradients before a step, so that all wait for their mean
+    on_failure: str = "restart"
+    alone: bool = False  # workers make updates without the server, which is only told
+
+    @property
+    def samples(self) -> int:
+        """Of an epoch."""
+        return 8 * SAMPLES if self.alone else SAMPLES
+
+    @property
+    def workers(self) -> int:
+        """More where each may be lost."""
+        return 2 * WORKERS if self.alone and self.on_failure == "continue" else WORKERS
 
 
 def drawn(policy: str, seed: int) -> Plan:
@@ -67,6 +79,14 @@ def drawn(policy: str, seed: int) -> Plan:
     return Plan(policy, tuple(blows), step_s, slow, most, 0.3, rng.random() < 0.5)
 
 
+def drawn_alone(policy: str, seed: int, on_failure: str) -> Plan:
+    """Kills only, while workers compute nothing but updates; one worker is left in any case."""
+    rng = random.Random(f"{policy} {seed} {on_failure}")
+    most = 2 * WORKERS - 1 if on_failure == "continue" else 12
+    blows = [(rng.random() / 2, "kill", 1) for _ in range(most)]
+    return Plan(policy, tuple(blows), 0.0, 0.0, None, 0.1, False, on_failure, True)
+
+
 @dataclass
 class Seen:
     """What became of it."""
@@ -76,6 +96,7 @@ class Seen:
     error: str = ""
     interrupted_by: int | None = None
     announced: int = 0
+    struck: int = 0
     started: int = 0
     called_off: int = 0
     missing: int = 0
@@ -114,9 +135,9 @@ class Seen:
 class Count(pl.LightningModule):
     """Adds to the coordinates of the samples of each mini-batch."""
 
-    def __init__(self, diary: torch.Tensor, step_s: float) -> None:
+    def __init__(self, diary: torch.Tensor, step_s: float, samples: int = SAMPLES) -> None:
         super().__init__()
-        self.counts = torch.nn.Parameter(torch.zeros(SAMPLES))
+        self.counts = torch.nn.Parameter(torch.zeros(samples))
         self.diary, self.step_s = diary, step_s
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -124,7 +145,8 @@ class Count(pl.LightningModule):
         page = self.diary[self.global_rank]
         page[1 : 1 + len(ids)] = ids
         page[0] = len(ids)
-        time.sleep(self.step_s)
+        if self.step_s:
+            time.sleep(self.step_s)
         return -self.counts[ids].mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -132,7 +154,7 @@ class Count(pl.LightningModule):
         self.log("n", float(len(batch[0])), sync_dist=True, on_epoch=True)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1.0)
+        return torch.optim.Adam(self.parameters(), lr=1.0, betas=(0.0, 0.0))
 
 
 class Looking(Count):
@@ -170,11 +192,17 @@ class Fragile(pl.Callback):
 
 def try_schedule(policy: str, seed: int) -> Seen:
     """One run, in processes of its own."""
-    plan = drawn(policy, seed)
+    return try_plan(drawn(policy, seed), seed)
+
+
+def try_plan(plan: Plan, seed: int) -> Seen:
+    """The same, of this plan."""
     hand = _Hand(plan, random.Random(seed))
-    ending = run_apart(lambda folder: _trial(plan, seed, folder), LIMIT_S, hand, _forget_marks)
+    limit_s = 4 * LIMIT_S if plan.alone else LIMIT_S
+    ending = run_apart(lambda folder: _trial(plan, seed, folder), limit_s, hand, _forget_marks)
     seen: Seen = ending.result or _without_result(plan, ending)
     seen.left = [name for name in ending.left if ".raise-" not in name]
+    seen.struck = hand.struck
     seen.output, seen.nobody = ending.output[-6000:], seen.nobody or hand.nobody
     if seen.outcome == "interrupted" and hand.signalled_s is not None:
         seen.stopped_s = time.monotonic() - hand.signalled_s
@@ -198,6 +226,7 @@ class _Hand:
         self._blows, self._rng = list(plan.blows), rng
         self._next_s: float | None = None
         self.signalled_s: float | None = None
+        self.struck = 0  # workers that were killed
         self.nobody = False
 
     def __call__(self, session: int, folder: Path) -> bool:
@@ -223,6 +252,7 @@ class _Hand:
             if kind == "kill":
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
+                    self.struck += 1
             else:
                 (folder / f".raise-{pid}").touch()
 
@@ -234,30 +264,36 @@ def _trial(plan: Plan, seed: int, folder: Path) -> Seen:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     failure_policy._FIRST_DELAY_S, failure_policy._LONGEST_DELAY_S = plan.back_off_s, 1.0
-    seen, diary = Seen(plan), work.blank_diary(WORKERS)
-    tap = tapped(plan.policy == "hybrid", diary, keeps=False)
+    seen, diary = Seen(plan), work.blank_diary(plan.workers)
+    tap = None if plan.alone else tapped(plan.policy == "hybrid", diary, keeps=False)
     states = _listen(seen, folder)
+    most = {"max_restarts": plan.max_restarts} if plan.on_failure == "restart" else {}
     strategy: Any = HybridStrategy(
-        plan.policy, on_failure="restart", max_restarts=plan.max_restarts, stop_grace_s=GRACE_S
+        plan.policy, on_failure=plan.on_failure, stop_grace_s=GRACE_S, **most
     )
+    counts: torch.Tensor | None = None
     try:
-        _fit(strategy, plan, seed, folder, diary)
+        counts = _fit(strategy, plan, seed, folder, diary)
         seen.outcome = "finished"
     except BaseException as error:
         notes = " ".join(getattr(error, "__notes__", []))
         seen.outcome, seen.error = "ended", f"{type(error).__name__}: {error} {notes}"[-2000:]
         if strategy.interrupted_by is not None:
             seen.outcome, seen.interrupted_by = "interrupted", strategy.interrupted_by
-    _judge(seen, tap, states, folder)
+    if tap is not None:
+        _judge(seen, tap, states, folder)
+    elif counts is not None:
+        _judge_counts(seen, counts, strategy.run_stats(), folder)
     return seen
 
 
-def _fit(strategy: Any, plan: Plan, seed: int, folder: Path, diary: torch.Tensor) -> None:
+def _fit(strategy: Any, plan: Plan, seed: int, folder: Path, diary: torch.Tensor) -> torch.Tensor:
+    """How often each sample is in an update."""
     where = random.Random(seed).choice(HOOKS)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
-        devices=WORKERS,
+        devices=plan.workers,
         max_epochs=EPOCHS,
         logger=False,
         callbacks=[
@@ -268,10 +304,12 @@ def _fit(strategy: Any, plan: Plan, seed: int, folder: Path, diary: torch.Tensor
         enable_model_summary=False,
         num_sanity_val_steps=0,
     )
-    data = TensorDataset(torch.arange(SAMPLES))
+    data = TensorDataset(torch.arange(plan.samples))
     training = DataLoader(data, BATCH, shuffle=True)
     kind = Looking if plan.looks else Count
-    trainer.fit(kind(diary, plan.step_s), training, DataLoader(data, 16))
+    module = kind(diary, plan.step_s, plan.samples)
+    trainer.fit(module, training, DataLoader(data, plan.samples // 6))
+    return module.counts.detach()
 
 
 def _listen(seen: Seen, folder: Path) -> list[torch.Tensor]:
@@ -323,3 +361,20 @@ def _judge(seen: Seen, tap: Tap, states: list[torch.Tensor], folder: Path) -> No
         seen.torn |= not (step < len(states) and torch.equal(made, states[step]))
         if seen.outcome == "finished" or path == interrupted:
             seen.saved_at = max(step, seen.saved_at or 0)
+
+
+def _judge_counts(seen: Seen, counts: torch.Tensor, stats: dict[str, Any], folder: Path) -> None:
+    """Nobody has seen each update: parameters, the run's own figures and the checkpoint say it."""
+    used, wanted = counts.round(), torch.full_like(counts, EPOCHS)
+    more = int(stats["samples"]) - int(wanted.sum())
+    if seen.plan.policy == "hogwild":  # what was stepped and not counted is done again
+        seen.missing, seen.twice = max(0, -more), max(0, more)
+    else:
+        seen.torn = not torch.allclose(counts, used, atol=1e-3)
+        seen.missing = int((wanted - used).clamp(min=0).sum())
+        seen.twice = int((used - wanted).clamp(min=0).sum()) + abs(more)
+    seen.updates = int(stats["updates"])
+    (path,) = folder.glob("*.ckpt")
+    checkpoint = torch.load(path, weights_only=True)
+    seen.saved_at = checkpoint["global_step"]
+    seen.torn |= not torch.equal(checkpoint["state_dict"]["counts"], counts)

@@ -175,9 +175,9 @@ class ProcessWorld:
         for, unless the run ends.
         """
         ends = self.roster.ending or bool(self._signals)
-        if for_s >= _STOPPED_S and (ends or is_stopped(pid)):
+        if for_s >= min(_STOPPED_S, self.grace_s / 4) and (ends or is_stopped(pid)):
             for worker in self._workers:
-                if worker.pid == pid:
+                if not worker.gone and worker.pid == pid:
                     worker.kill("was stopped in the middle of an update, and killed")
 
     # ---- one turn of the loop -------------------------------------------------------------------
