@@ -43,6 +43,7 @@ from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
+from hybridtrain.report.history import read_history
 from hybridtrain.util.files import short
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
@@ -248,12 +249,21 @@ def _sum_up(
         result.take(stats)
     result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
     result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt or "")
+    if cfg.ckpt is not None and not cfg.test_only:
+        result.total = _total(trainer, directory if result.resumed else None)
     summary.write(result, directory)
     outcome = replace(outcome, exit=result.exit, error=result.error)
     if outcome.exit == BAD_INPUT and not result.updates:
         return outcome  # the line that says what to do is all there is to say
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
     return printed("\n".join(summary.lines(result, directory, tensorboard)), outcome)
+
+
+def _total(trainer: pl.Trainer, directory: Path | None) -> dict[str, int]:
+    """Updates and samples with those behind the checkpoint, as far as they are known."""
+    rows = {} if directory is None else read_history(directory).columns
+    known = {name: round(rows[name][-1]) for name in ("updates", "samples") if rows.get(name)}
+    return known or ({"updates": trainer.global_step} if trainer.global_step else {})
 
 
 def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: CommandOutcome) -> str | None:

@@ -88,6 +88,8 @@ def test_a_run_killed_with_all_its_processes_goes_on_to_the_same_bits(
     history = [float(row["updates"]) for row in table("here/history.csv")]
     assert history == sorted(history) and history[-1] == 6 * EPOCHS
     assert float(table("here/history.csv")[-1]["samples"]) == EPOCHS * 24
+    assert summary("here")["total"] == {"updates": 6 * EPOCHS, "samples": EPOCHS * 24}
+    assert summary("here")["updates"] < 6 * EPOCHS and summary("whole")["total"] == {}
 
 
 def rows(found: list[dict[str, str]]) -> list[tuple[tuple[str, str], ...]]:
@@ -215,6 +217,8 @@ def test_options_that_differ_are_shown_and_can_be_insisted_on(ended: Command) ->
     done = ended("resume=old", "trainer.max_epochs=3", "resume_override=true")
     assert done.code == 0, done.err
     assert summary("old")["updates"] == 6
+    assert summary("old")["total"] == {"updates": 18, "samples": 72}
+    assert "updates      6 (in all 18)" in done.out and "24 (in all 72), " in done.out
 
 
 @pytest.mark.parametrize(

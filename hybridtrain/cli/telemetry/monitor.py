@@ -90,6 +90,7 @@ class RunMonitor(pl.Callback):
         self.hparams: dict[str, Any] | None = None  # given by the command line, logged at the start
         self.goes_on_at: int | None = None  # updates behind the checkpoint of a run that goes on
         self._samples = 0.0
+        self._first = 0  # updates behind the checkpoint that training goes on from
         self._counts = True  # nobody knows better
         self._steps, self._every = 0, 1
         self._began: float | None = None
@@ -126,6 +127,7 @@ class RunMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock."""
         self._counts = getattr(strategy_of(trainer), "run_stats", None) is None
+        self._first = trainer.global_step
         self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
         if self._history is not None and self.goes_on_at is not None:
             with self._disk():
@@ -205,7 +207,8 @@ class RunMonitor(pl.Callback):
             self._follows = False
         train_s = self._elapsed_s()
         workers = trainer.world_size
-        counted = {"updates": trainer.global_step, "samples": self._samples * workers}
+        updates, samples = trainer.global_step - self._first, self._samples * workers
+        counted = {"updates": updates, "samples": samples}
         return RunStats.of(known, **counted, workers=workers, train_s=train_s)
 
     def _elapsed_s(self) -> float:

@@ -27,8 +27,9 @@ class Summary:
     strategy: str
     workers: int
     device: str
-    updates: int = 0
+    updates: int = 0  # since this command began, as everything that is counted
     samples: int = 0
+    total: dict[str, int] = field(default_factory=dict)  # updates, samples; with those before it
     samples_per_s: float = 0.0  # of training time, validation and start-up left out
     effective_batch: float | None = None  # samples per update
     train_s: float = 0.0  # of training alone
@@ -115,8 +116,11 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
     )
     waiting = ", ".join(f"{100 * x:.1f}" for x in summary.waiting_share if x is not None)
     rows = [
-        ("updates", f"{summary.updates}"),
-        ("samples", f"{summary.samples}, {summary.samples_per_s:.4g} a second"),
+        ("updates", f"{summary.updates}{_total(summary, 'updates')}"),
+        (
+            "samples",
+            f"{summary.samples}{_total(summary, 'samples')}, {summary.samples_per_s:.4g} a second",
+        ),
         ("per update", _effective_batch(summary)),
         ("waiting", f"{waiting} % of the time, worker by worker" if waiting else ""),
         ("slow", str(Slow(**summary.slow)) if summary.slow else ""),
@@ -137,6 +141,11 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         rows.append(("TensorBoard", f"tensorboard --logdir {shlex.quote(short(directory))}"))
     width = max(len(name) for name, _ in rows)
     return [head, *(f"  {name.ljust(width)}  {text}" for name, text in rows if text)]
+
+
+def _total(summary: Summary, what: str) -> str:
+    """Of a run that goes on from a checkpoint."""
+    return f" (in all {summary.total[what]})" if what in summary.total else ""
 
 
 def _resumed(summary: Summary) -> str:
