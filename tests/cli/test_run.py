@@ -29,6 +29,7 @@ KEYS = {
         "resumed",
         "handed_over",
         "device_memory",
+        "total",
     ),
 }
 

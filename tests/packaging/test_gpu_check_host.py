@@ -66,11 +66,6 @@ def test_of_a_small_model_noise_is_not_taken_for_a_loss() -> None:
     assert not host.judged(falling(17), STEADY, MIB).right
 
 
-def test_available_memory_is_that_of_the_machine() -> None:
-    whole = host._read("MemTotal")
-    assert 0 < host.available() < whole
-
-
 # ---- page-locking --------------------------------------------------------------------------------
 
 LOCKED = {"pageable": {"up_GB_s": 8.5}, "locked": {"up_GB_s": 53.0}, "refused": ""}

@@ -110,7 +110,7 @@ def test_the_server_takes_the_lock_from_a_process_that_is_stopped() -> None:
                 os.kill(pid, signal.SIGKILL)
 
         with shared.locked.stopped(lambda: restored.append("x"), frees):
-            assert len(heard) == 3 and sorted(set(heard)) == heard, "longer each time"
+            assert len(heard) >= 3 and sorted(set(heard)) == heard, "longer each time"
             assert restored == ["x"] and shared.made.total == 0
 
     holding(shared, others)

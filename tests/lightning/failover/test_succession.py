@@ -109,7 +109,9 @@ class Course:
         self.loop._should_accumulate = lambda: False
         self.client: Any = Counting()
         expected: Any = SimpleNamespace(limit=None)  # nobody has been told how many there will be
-        self.trainer, self.count = trainer, UpdateCount(trainer, self.client, expected)
+        absence: Any = SimpleNamespace(passed=False)  # each mini-batch counts
+        self.trainer = trainer
+        self.count = UpdateCount(trainer, self.client, expected, absence)
 
     def step(self, version: int) -> int | None:
         """A mini-batch whose release has this version; the step of its row, if there is one."""
