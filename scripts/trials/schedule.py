@@ -224,6 +224,8 @@ class _Hand:
 
     def __init__(self, plan: Plan, rng: random.Random) -> None:
         self._blows, self._rng = list(plan.blows), rng
+        # Where one is hit after the other, who was hit before comes back first.
+        self._least = plan.workers if plan.alone and plan.on_failure == "restart" else 0
         self._next_s: float | None = None
         self.signalled_s: float | None = None
         self.struck = 0  # workers that were killed
@@ -235,6 +237,9 @@ class _Hand:
             if (folder / "begun").exists() and self._blows:
                 self._next_s = now_s + self._blows[0][0]
         elif self._blows and now_s >= self._next_s:
+            if len(members(session)) - 1 < self._least:
+                self._next_s = now_s + self._blows[0][0]
+                return True
             _, kind, n = self._blows.pop(0)
             self._strike(session, folder, kind, n)
             self._next_s = now_s + (self._blows[0][0] if self._blows else 0.0)
