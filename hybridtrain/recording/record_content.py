@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import PurePath
 from typing import Any
 
-from hybridtrain.errors import UserError
-from hybridtrain.recording.record_file import NOBODY, Record
+from hybridtrain.recording.record_file import NOBODY
 from hybridtrain.util.descriptions import EACH, Rule, misfit, real, whole
 
 _BELOW = Rule(
@@ -25,13 +24,12 @@ _ABOUT = (Rule("", lambda x: isinstance(x, dict) and "config" not in x), _CONFIG
 _HEADER = {
     "kinds": [str],
     "workers": whole(1, NOBODY - 1),
-    "threads?": whole(1, 2**16),
-    "server_threads?": whole(1, 2**16),
-    **dict.fromkeys(("policy?", "correction?", "exchange?", "update?"), str),
-    "requirements?": {"parameters": str},
-    "versions?": {EACH: str},
-    "code?": {EACH: str},
-    "about?": _ABOUT,
+    **dict.fromkeys(("threads", "server_threads"), whole(1, 2**16)),
+    **dict.fromkeys(("policy", "correction?", "exchange?", "update?"), str),
+    "requirements": {"parameters": str},
+    "versions": {EACH: str},
+    "code": {EACH: str},
+    "about": _ABOUT,
 }
 _STATS = {
     "updates": whole(),
@@ -44,24 +42,11 @@ _STATS = {
 _TOLD = {
     "header": _HEADER,
     "begin?": {"parameters": str},
-    "end?": {"parameters?": (None, str), "optimizers?": str, "stats?": _STATS},
+    "end?": {"parameters": (None, str), "optimizers": str, "stats?": _STATS},
     EACH: {"kind?": str, "length?": whole(), "items?": str, "batch?": whole()},  # of data, saving
-}
-_REPLAYED = {
-    "header": {
-        **dict.fromkeys(("threads", "server_threads", "policy", "requirements"), object),
-        **dict.fromkeys(("versions", "code", "about"), object),
-    },
-    "end?": {"parameters": object, "optimizers": object},
 }
 
 
 def misfit_of_record(told: dict[str, Any]) -> str | None:
     """What of it makes no sense, and why."""
     return misfit(told, _TOLD, "record")
-
-
-def require_replayable(record: Record) -> None:
-    """Raises ``UserError`` unless the record says all that a run is repeated by."""
-    if (lacking := misfit(record.told, _REPLAYED, "record")) is not None:
-        raise UserError(f"{record.path}: this record cannot be replayed: {lacking}")

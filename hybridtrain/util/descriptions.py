@@ -6,7 +6,7 @@ A description is one of
 - a tuple of descriptions: any of them;
 - ``[description]``: a list or tuple of such members;
 - ``{name: description}``: a mapping with these keys, and maybe others. ``name?`` may be absent,
-  and ``*`` describes the value of every key.
+  and ``*`` describes the value of every key, ``*loop`` of those that end so.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def _first(parts: Iterable[tuple[Any, Any, str]]) -> str | None:
 def _members(value: Any, wanted: dict[str, Any], place: str) -> Iterator[tuple[Any, Any, str]]:
     for name, inner in wanted.items():
         key = name.removesuffix("?")
-        if name == EACH:
-            yield from ((each, inner, f"{place}.{key}") for key, each in value.items())
+        if name.startswith(EACH):
+            found = [key for key in value if str(key).endswith(name[1:])]
+            yield from ((value[key], inner, f"{place}.{key}") for key in found)
         elif key in value or key == name:
             yield value.get(key, _ABSENT), inner, f"{place}.{key}"
 

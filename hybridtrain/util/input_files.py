@@ -15,13 +15,6 @@ from pathlib import Path
 from hybridtrain.errors import UserError
 
 TEXT_BYTES = 2**30  # of a text that is read as a whole
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 def open_input(path: str | Path, what: str, most_bytes: int | None = None) -> BufferedReader:
@@ -42,7 +35,7 @@ def open_input(path: str | Path, what: str, most_bytes: int | None = None) -> Bu
     found = os.fstat(fd)
     fault = None
     if not stat.S_ISREG(found.st_mode):
-        fault = f"it is {_KINDS.get(stat.S_IFMT(found.st_mode), 'of a strange kind')}, no file"
+        fault = "it is a directory, a FIFO or a device, and no regular file"
     elif most_bytes is not None and found.st_size > most_bytes:
         fault = f"it has {found.st_size:,} bytes, and at most {most_bytes:,} are read"
     if fault is not None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hybridtrain import HybridStrategy
 from hybridtrain.recording import read_record
-from hybridtrain.recording.record_file import CELL_BYTES
+from hybridtrain.recording.record_file import CELL_BYTES, Writer
 from tests.cli.conftest import Command, Result
 from tests.cli.tiny import TINY
+from tests.cli.zygote import Zygote
 from tests.lightning.toys import fit
 from tests.picking import by_default
 
@@ -93,6 +96,51 @@ def test_a_record_that_was_cut_short_is_replayed_as_far_as_it_goes(
     assert result.code == 0
     assert f"events   {left} of {left}\n" in result.out
     assert "it ends before the run does" in result.out
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        ("header.about.checkpoints", ["../outside.ckpt"], "a path below the run's directory"),
+        ("header.about.run_dir", 5, "record.header.about.run_dir is 5"),
+        ("header.about.config.trainer", 5, "config.trainer is 5"),
+        ("header.about.config.model", {"x": 1}, "configuration: model._target_="),
+        ("header.threads", -1, "record.header.threads is -1, and must be a whole number from 1 on"),
+        ("header.code", {"/dev/zero": "0"}, "/dev/zero is not there"),
+        ("end.stats.training_s", float("nan"), "must be a finite number"),
+        ("begin", {}, "record.begin.parameters is missing"),
+        ("data 0", {"kind": 7}, "kind is 7"),
+    ],
+)
+def test_a_record_that_makes_no_sense_is_refused_in_one_line(
+    command: Command, replay: Replay, path: str, value: Any, line: str, run_once: Path
+) -> None:
+    record = read_record(run_once / "record.bin")
+    told = json.loads(json.dumps(record.told))
+    *above, last = path.split(".")
+    node = told
+    for name in above:
+        node = node[name]
+    node[last] = value
+    writer = Writer(Path("record.bin"), record.kinds)
+    for name, said in told.items():
+        writer.tell({name: said})
+    writer.close()
+    result = replay(
+        "run=record.bin", *([] if "code" in path or "model" in path else ["anyway=true"])
+    )
+    assert result.code == 2 and line in result.complaint
+    assert not Path("../outside.ckpt").exists()
+
+
+@pytest.fixture(scope="module")
+def run_once(tmp_path_factory: pytest.TempPathFactory, zygotes: list[Zygote]) -> Path:
+    """The directory of a run that several tests look at."""
+    folder = tmp_path_factory.mktemp("once")
+    if not zygotes:
+        zygotes.append(Zygote())
+    assert zygotes[-1].start(folder, *TWO, "strategy=hybrid").status() == 0
+    return folder / "run"
 
 
 # ---- differences --------------------------------------------------------------------------------

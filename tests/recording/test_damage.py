@@ -18,8 +18,9 @@ from hybridtrain.recording import Record, read_record
 from hybridtrain.recording.record_file import CELL_BYTES, CRC_BYTES, NOBODY, TELLS, Writer
 from hybridtrain.recording.recorded_times import times_of
 from hybridtrain.recording.recorder import KINDS
+from tests.support.headers import header
 
-HEADER = {"kinds": KINDS, "workers": 2, "threads": 1, "server_threads": 1, "about": {}}
+HEADER = header(2)
 Event = tuple[str, int, int, float, float, float]
 
 
@@ -38,7 +39,7 @@ def written(path: Path, header: Any = HEADER) -> bytes:
     writer.tell({"header": header})
     for event in events():
         writer.event(*event)
-    writer.tell({"end": {"parameters": "f" * 32}})
+    writer.tell({"end": {"parameters": "f" * 32, "optimizers": "0" * 32}})
     writer.close()
     return path.read_bytes()
 

@@ -27,6 +27,7 @@ from hybridtrain.recording.record_file import CELL_BYTES, Writer
 from hybridtrain.recording.recorder import KINDS, OwnTime, RecordingServer
 from hybridtrain.server.server import Server
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
+from tests.support.headers import header
 
 
 def recorded(folder: Path, policy: Any = "async", **options: Any) -> Record:
@@ -222,7 +223,7 @@ def test_news_that_nobody_has_asked_for_change_no_service_time(
         monkeypatch.setattr(Server, "on", lambda self, event: replies)
         server.on(Received(worker, said))
 
-    writer.tell({"header": {"kinds": KINDS, "workers": 2}})
+    writer.tell({"header": header(2)})
     happens(1.0, 0, Begin(), Released(0))
     happens(3.0, 1, Resumed(), Gone(1, 0))
     happens(5.0, 0, Gather("epoch", b""))
@@ -239,7 +240,7 @@ def test_steps_that_are_told_of_together_share_their_time_and_all_their_samples_
 ) -> None:
     at_s, writer = [1.0], Writer(tmp_path / "record.bin", KINDS)
     server = RecordingServer(writer, make_policy("hogwild"), 1, clock=lambda: at_s[0])
-    writer.tell({"header": {"kinds": KINDS, "workers": 1}})
+    writer.tell({"header": header(1)})
     monkeypatch.setattr(Server, "on", lambda self, event: [(0, Released(0))])
     made = tuple(Push(0, 4.0, own=True, age=0) for _ in range(3))
     for push in (made[0], replace(made[0], former=made)):
@@ -276,7 +277,7 @@ def test_what_is_no_record_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 def test_a_damaged_record_is_named_and_never_executed(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "x.bin", KINDS)
-    writer.tell({"header": {"kinds": ["Push"], "workers": 1}})
+    writer.tell({"header": header(1, ["Push"])})
     writer.event("Gather", 0, 0, 0.0, 0.0, 0.0)
     writer.close()
     assert "unknown kind" in complaint(tmp_path / "x.bin")
@@ -303,7 +304,7 @@ def test_where_nothing_can_be_written_is_said_before_a_process_starts(tmp_path: 
 
 def test_service_times_of_a_worker_that_has_done_nothing_are_refused(tmp_path: Path) -> None:
     writer = Writer(tmp_path / "record.bin", KINDS)
-    writer.tell({"header": {"kinds": KINDS, "workers": 2}})
+    writer.tell({"header": header(2)})
     writer.event("Push", 0, 0, 0.0, 1.5, 4.0)
     writer.close()
     with pytest.raises(UserError, match="worker 1 has pushed nothing"):

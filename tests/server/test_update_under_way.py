@@ -34,6 +34,7 @@ from hybridtrain.util.turn_taking import Ended
 from hybridtrain.worlds.in_process import ThreadWorld
 from hybridtrain.worlds.virtual.training_task import TimedOptimizers
 from tests.support.bodies import descend
+from tests.support.headers import header
 from tests.support.served import Make, Served, gathered, refusals, released, sgd, stopped
 
 
@@ -299,8 +300,7 @@ def test_every_push_is_answered_whatever_happens_meanwhile(given: Any) -> None:
 def recorded(path: Path, seed: int) -> Any:
     """Two workers, whose updates end at any time; what they have come to."""
     chance, writer = random.Random(seed), Writer(path, KINDS)
-    about = {"workers": 2, "threads": 1, "server_threads": 1, "about": {}}
-    writer.tell({"header": {"kinds": KINDS, **about}})
+    writer.tell({"header": header(2)})
     server = RecordingServer(writer, make_policy("async"), 2)
     world = ThreadWorld(server, 2, 1, lambda worker: False)
     world.start([partial(descend, n_steps=4)] * 2)

@@ -22,7 +22,6 @@ from hybridtrain.lightning.replay.replay_fit import changed_code, changed_versio
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.recording import Record
-from hybridtrain.recording.record_content import require_replayable
 from hybridtrain.recording.replayer import Replayed
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
@@ -76,7 +75,6 @@ def about(record: Record) -> dict[str, Any]:
     Raises:
         UserError: if it was not the command line that made it.
     """
-    require_replayable(record)
     told: dict[str, Any] = record.header["about"]
     if "config" not in told:
         raise UserError(

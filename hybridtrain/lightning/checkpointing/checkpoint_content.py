@@ -8,72 +8,63 @@ users' own parts are for these to judge.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.mid_epoch import read_format
+from hybridtrain.lightning.hooks.trainer_hooks import dumper
 from hybridtrain.util.descriptions import EACH, Rule, misfit, real, whole
 
 _VERSION = Rule(
     "a version such as 2.6.1",
     lambda x: isinstance(x, str) and re.match(r"\d{1,9}(\.\d{1,9}){1,3}", x) is not None,
 )
+_RATE = (Tensor, real(0))
 _COUNTS = {EACH: whole()}
-_PROGRESS = {"total": _COUNTS, "current": _COUNTS}
-_BATCHES = {**_PROGRESS, "is_last_batch": bool}
-_FIT_LOOP = {
-    "epoch_progress": _PROGRESS,
-    "epoch_loop.batch_progress": _BATCHES,
+_PROGRESS = {"total": _COUNTS, "current": _COUNTS, "is_last_batch?": bool}
+_OF_OPTIMIZER = {"optimizer": {"step": _PROGRESS, "zero_grad": _PROGRESS}}
+_LOOP = {
+    "*progress": (_OF_OPTIMIZER, _PROGRESS),
     "epoch_loop.state_dict?": {"_batches_that_stepped?": whole()},
-    "epoch_loop.scheduler_progress?": _PROGRESS,
-    "epoch_loop.automatic_optimization.optim_progress?": {
-        "optimizer": {"step": _PROGRESS, "zero_grad": _PROGRESS}
-    },
-    "epoch_loop.manual_optimization.optim_step_progress?": _PROGRESS,
-    "epoch_loop.val_loop.batch_progress?": _BATCHES,
 }
-_GROUP = {
-    "params": [whole()],
-    **dict.fromkeys(("lr?", "initial_lr?", "momentum?", "eps?"), (Tensor, real(0))),
-    "weight_decay?": (Tensor, real()),
-    "betas?": [(Tensor, real(0))],
-}
-_VALUE = (Tensor, None, bool, real(), str, list, dict)  # of a state; a text may name a method
-_OPTIMIZER = {"state?": {EACH: {EACH: _VALUE}}, "param_groups?": [_GROUP]}
-_SCHEDULER = {"last_epoch?": whole(-1), "_step_count?": whole(), "base_lrs?": [(Tensor, real())]}
+_FIT_LOOP = {**_LOOP, "epoch_progress": _PROGRESS, "epoch_loop.batch_progress": _PROGRESS}
 _LOADER = {
     **dict.fromkeys(("lap", "batches", "length"), whole()),
-    "spans": [Rule("two positions", lambda x: misfit(x, [whole()], "") is None and len(x) == 2)],
+    "spans": [[whole()]],
     "seed": (None, whole()),
     "indices": (None, Tensor),
     "sizes?": (None, [whole()]),
 }
-_DICE = {"torch": Tensor}
-_OURS = {
-    "format": whole(1),
-    "epoch": whole(),
-    "batches": whole(),
-    "loaders": [_LOADER],
-    "over?": bool,
-    "dice?": (None, _DICE),
-    "metrics?": {EACH: Tensor},
-}
 _WEIGHTS = {
-    "state_dict": {EACH: object},
+    "state_dict": dict,
     "epoch?": whole(),
     "global_step?": whole(),
     "pytorch-lightning_version": _VERSION,
-    "hybridtrain?": _OURS,
+    "hybridtrain?": {
+        "format": whole(1),
+        "epoch": whole(),
+        "batches": whole(),
+        "loaders": [_LOADER],
+    },
 }
+_GROUP = {
+    "params": [whole()],
+    **dict.fromkeys(("lr?", "initial_lr?", "momentum?", "eps?", "weight_decay?"), _RATE),
+    "betas?": [_RATE],
+}
+_VALUE = (Tensor, None, bool, real(), str, list, dict)  # of a state; a text may name a method
 _FULL = {
-    "loops?": {"fit_loop": _FIT_LOOP},
-    "optimizer_states": [_OPTIMIZER],
-    "lr_schedulers": [_SCHEDULER],
-    "callbacks?": {EACH: object},
+    "loops?": {"fit_loop": _FIT_LOOP, "*loop": _LOOP},
+    "optimizer_states": [{"state?": {EACH: {EACH: _VALUE}}, "param_groups?": [_GROUP]}],
+    "lr_schedulers": [{"last_epoch?": whole(-1), "_step_count?": whole(), "base_lrs?": [_RATE]}],
+    "callbacks?": dict,
 }
+_MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf"}
 
 
 def check_content(content: Any, source: str, resumes: bool) -> None:
@@ -97,5 +88,53 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
             "anew with these weights load them in your module, to test them say test_only=true"
         )
     described = {**_WEIGHTS, **_FULL} if resumes else _WEIGHTS
-    if (fault := misfit(content, described, "checkpoint")) is not None:
+    fault = misfit(content, described, "checkpoint")
+    if fault is None and resumes:
+        fault = next(filter(None, map(_uneven, content["optimizer_states"])), None)
+    if fault is not None:
         raise UserError(f"{source}: the file was changed or is damaged: {fault}")
+
+
+def _uneven(optimizer: Mapping[str, Any]) -> str | None:
+    """What the state of one parameter lacks, or is of another kind than that of its neighbours."""
+    states = optimizer.get("state", {})
+    for group in optimizer.get("param_groups", []):
+        members = {n: states[n] for n in group["params"] if n in states}
+        kinds: dict[str, set[str]] = defaultdict(set)
+        for number, state in members.items():
+            lacks = group.get("amsgrad") and "max_exp_avg_sq" not in state
+            if lacks or any(set(state) < set(other) for other in members.values()):
+                return f"the optimizer's state of parameter {number} is not whole"
+            shapes = {x.shape for name, x in state.items() if name in _MOMENTS and _filled(x)}
+            for name, value in state.items():
+                kinds[name].add(_kind(value))
+                if len(kinds[name] - {"NoneType"}) > 1 or len(shapes) > 1:
+                    return f"{name} of parameter {number} is {_kind(value)}, which does not fit"
+    return None
+
+
+def _filled(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _kind(value: Any) -> str:
+    return ("a tensor" if value.numel() else "empty") if _filled(value) else type(value).__name__
+
+
+def restore_or_refuse(trainer: Any) -> None:
+    """Let the trainer raise ``UserError`` where a callback or optimizer cannot restore."""
+    connector = dumper(trainer)
+    for name in ("restore_callbacks", "restore_training_state"):
+        vars(connector)[name] = restoring()(getattr(connector, name))
+
+
+@contextmanager
+def restoring() -> Iterator[None]:
+    """Raise ``UserError`` where what a checkpoint holds cannot be restored."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"ckpt: a part of the checkpoint cannot be restored: {said}") from error

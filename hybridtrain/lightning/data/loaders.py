@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.update_count import precede
-from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
+from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.mid_epoch import (
@@ -117,7 +117,9 @@ class Loaders:
         context = context_of(self._trainer)
         load, save = context.load_checkpoint, context.save_checkpoint
         vars(context).update(
-            load_checkpoint=lambda *args, **rest: self.restore(load(*args, **rest)),
+            load_checkpoint=lambda path, *args, **rest: self.restore(
+                load(path, *args, **rest), f"ckpt_path={path}"
+            ),
             save_checkpoint=lambda first, *args, **rest: save(self.write(first), *args, **rest),
         )
         trainer = self._trainer
@@ -297,10 +299,15 @@ class Loaders:
         state = {"over": over, "dice": dice, "metrics": self._ends.state()}
         return {**checkpoint, KEY: {**ours, **state}}
 
-    def restore(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def restore(self, checkpoint: dict[str, Any], source: str = "ckpt_path") -> dict[str, Any]:
         """The checkpoint as Lightning is to see it; training will go on from there."""
         resumes = self._trainer.state.fn == "fit"
-        check_content(checkpoint, "ckpt_path", resumes)
+        check_content(checkpoint, source, resumes)
+        with restoring():
+            self._go_on_from(checkpoint, resumes)
+        return checkpoint
+
+    def _go_on_from(self, checkpoint: dict[str, Any], resumes: bool) -> None:
         if resumes:
             self.position.resume(read(checkpoint))
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
@@ -309,7 +316,6 @@ class Loaders:
         if self.position.resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
             warnings.filterwarnings("ignore", message)  # and it is all right
-        return checkpoint
 
     def _settle(self) -> None:
         """Counters have been restored, and loaders may have been made before they were."""

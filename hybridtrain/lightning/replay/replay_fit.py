@@ -12,7 +12,6 @@ from hybridtrain.lightning.checkpointing.periodic import scheduled
 from hybridtrain.lightning.replay.in_process_runner import CELLS, InProcessRunner
 from hybridtrain.lightning.replay.run_record import differences, hash_now, versions
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
-from hybridtrain.recording.record_content import require_replayable
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.recording.replayer import Replayed, Replayer
@@ -67,7 +66,6 @@ def replay_fit(
 
 def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
     strategy, kind = context_if_ours(trainer), type(strategy_of(trainer)).__name__
-    require_replayable(record)
     if strategy is None:
         raise UserError(f"{kind} was given, but only runs of HybridStrategy are replayed")
     if record.in_place:
