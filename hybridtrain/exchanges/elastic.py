@@ -80,10 +80,14 @@ class Elastic:
         return Offer([None] * len(local.parameters), 0.0)
 
     def skip(self, local: Local) -> Offer | None:
-        """Without data there is no force, either; the others do not wait for this worker."""
+        """Without a step there is a force, too, if the worker has made one since the last."""
         self._steps, self._since = self._steps + 1, self._since + 1
-        due = not self._steps % self.every and local.fresh
-        return Offer([None] * len(local.parameters), 0.0) if due else None
+        if self._steps % self.every or not local.fresh:
+            return None
+        if self._samples:
+            return self._drawn(local, steps=False)
+        self._since = 0
+        return Offer([None] * len(local.parameters), 0.0)
 
     def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Offer | None:
         if not self._asks:

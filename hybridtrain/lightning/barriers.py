@@ -73,12 +73,13 @@ class WorkerBarriers(SingleHost):
 
         In lock-step the others would have to come, too: a resumed run does these steps again.
         """
-        stop, loaders = self.client.stop, self._loaders
-        if self._session is None or not self._session.has_own_parameters or loaders is None:
+        session, stop, wants = self._session, self.client.stop, self.requirements
+        asked = stop is not None and not stop.now
+        begun = self._loaders is not None and self._loaders.under_way
+        if session is None or wants.whole_rounds or not asked or begun:
             return
-        if stop is None or stop.now or self.requirements.whole_rounds or loaders.under_way:
-            return
-        self._hand_over(self._session, ends=True)
+        if session.has_own_parameters:
+            self._hand_over(session, ends=True)
 
     def _come(self, to: str) -> None:
         """The others are to exchange, or to save, while this worker waits patiently."""

@@ -187,9 +187,7 @@ class Server:
 
     def _call(self, message: Request | Note) -> Replies:
         """Workers that wait patiently come to a round, or a meeting, that is to be one of all."""
-        if not _is_for_all(message):
-            return []
-        called = self._meeting.call()
+        called = self._meeting.call() if getattr(message, "calls", False) else []
         freed = [each for worker in called for each in self._rounds.join(worker)]
         return freed + [(worker, _call_to(message)) for worker in called]
 
@@ -325,9 +323,8 @@ class Server:
         tag = request.tag if isinstance(request, Gather) else type(request).__name__
         try:
             patient = isinstance(request, Gather) and request.patient
-            calling = [
-                x for x in (*self._rounds.pushed.values(), *self._meeting.items) if _is_for_all(x)
-            ]
+            known: list[Request] = [*self._rounds.pushed.values(), *self._meeting.items]
+            calling = [each for each in known if getattr(each, "calls", False)]
             if patient and calling:
                 return [(worker, _call_to(calling[0]))]
             self._meeting.bring(worker, tag, request, patient)
@@ -379,10 +376,6 @@ class Server:
         """End the threads of the update."""
         self._rounds.optimizers.close()
         self._pool.close()
-
-
-def _is_for_all(message: Request | Note) -> bool:
-    return isinstance(message, Push | Gather) and message.calls
 
 
 def _call_to(message: Request | Note) -> Gathered:

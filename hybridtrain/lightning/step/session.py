@@ -330,7 +330,7 @@ class Session:
 
     def flush(self, ends: bool = False) -> None:
         """Hand over what this worker's own steps have come to, where all do so."""
-        if isinstance(self._exchange, LocalExchange) and not self._exchange.keeps:
+        if isinstance(self._exchange, LocalExchange) and (ends or not self._exchange.keeps):
             self._put_back()  # a checkpoint may have been made since the last step
         for step in self.steps:
             step.flush(ends)

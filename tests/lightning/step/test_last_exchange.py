@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.exchanges.elastic import Elastic
+from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
 from hybridtrain.lightning.preflight.own_parameter_checks import advise_on_interval
 from tests.lightning.toys import Recorder, Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
@@ -78,12 +79,14 @@ def fitted(
     module = Toy().double()
     before = flat(module)
     saves = ModelCheckpoint(folder, monitor="norm", save_top_k=-1)
+    # Behind these the module has the masters, until the next mini-batch begins.
+    alone = [PeriodicCheckpoint(str(folder), every_s=0.001)] if how == "signal" else []
     trainer = make_trainer(
         HybridStrategy(**SCHEMES[name][1]),
         workers,
         min_epochs=0,
         max_epochs=1,
-        callbacks=[saves, Ends(how, 3)],
+        callbacks=[saves, Ends(how, 3), *alone],
         enable_checkpointing=True,
     )
     given = data or regression_data(N, torch.float64)
