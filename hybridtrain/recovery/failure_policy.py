@@ -133,14 +133,18 @@ class Judge:
             case _ if isinstance(error, KeyboardInterrupt):
                 return End()  # of the user's code, as no signal makes one: so it is meant
             case "continue":
-                return self._go_on(left.workers)
+                return self._go_on(worker, left, at_s)
             case "restart":
                 return self._replace(worker, left, at_s)
         return End()
 
-    def _go_on(self, n_left: int) -> Verdict:
-        if n_left >= self.chosen.min_workers:
+    def _go_on(self, worker: int, gone: WorkerGone, at_s: float) -> Verdict:
+        """Where training is is known behind the last update: then one process is enough."""
+        n_left = gone.workers
+        if n_left >= (1 if gone.known else self.chosen.min_workers):
             return GoOn()
+        if gone.known:
+            return self._replace(worker, gone, at_s)
         left = f"{n_left} worker{'s' * (n_left != 1)} would be left"
         return End(f"{left}, fewer than min_workers={self.chosen.min_workers}")
 

@@ -84,6 +84,7 @@ class Roster:
     _questions: int = 0
     _refused: Counter[int] = field(default_factory=Counter)  # starts, one after the other
     _finished: bool = False  # somebody has done its job
+    _home: bool = False  # and that of the first worker, which speaks for all
     _rescued: bool = False
     _broken_off: bool = False
 
@@ -108,12 +109,13 @@ class Roster:
     @property
     def over(self) -> bool:
         """Whether nobody is left, and nobody will come."""
-        return all(state is S.GONE for state in self.states)
+        return all(state is S.GONE for state in self.states) and not self._closes
 
     @property
     def away(self) -> bool:
         """Whether somebody is to come back."""
-        return S.FAILED in self.states or S.CALLED in self.states  # asked for in each turn
+        # Asked for in each turn.
+        return S.FAILED in self.states or S.CALLED in self.states or self._closes
 
     @property
     def telling(self) -> bool:
@@ -153,9 +155,9 @@ class Roster:
             self.on(worker, E.STOPS if waits and isinstance(verdict, End) else E.ENDS)
         return verdict
 
-    def finished(self, worker: int) -> None:
-        """It has done its job."""
-        self._finished = True
+    def finished(self, worker: int, first: bool = True) -> None:
+        """It has done its job; ``first``: as the one that speaks for all."""
+        self._finished, self._home = True, self._home or first
         self.on(worker, E.ENDS)
 
     def stopped(self, worker: int) -> list[Act]:
@@ -213,6 +215,8 @@ class Roster:
             return self._end(at_s, self.deadline_s)
         if not self.away:
             return []
+        if self._closes:
+            return [] if self._bodies else self._close()
         if self._finished and not self.those(*THERE):
             return self._call_off()
         for worker in self.those(S.FAILED):
@@ -233,6 +237,17 @@ class Roster:
                 self._asked[worker] = able[0], self._questions
                 acts.append(Ask(able[0], worker, self._questions))
         return acts
+
+    @property
+    def _closes(self) -> bool:
+        """Whether one process is to do again what the first worker does behind the last update."""
+        lost = self._finished and not self._home and not self.ending
+        return bool(lost and self.kept) and not self.those(*THERE)
+
+    def _close(self) -> list[Act]:
+        worker = min(self.those(*AWAY), default=0)
+        text = f"worker {worker} begins again, to finish: training is over, the first worker lost"
+        return [Say(text), Start(worker, self.kept or b"")]
 
     def _call_off(self) -> list[Act]:
         """The others have done everything."""

@@ -96,6 +96,7 @@ class Membership:
     def back(self, worker: int) -> None:
         """A new process begins as this worker; whoever comes to a meeting waits for it."""
         self._forget(worker)
+        self.members.add(worker)
         self.joining.add(worker)
         self.meeting.expected.add(worker)
 
@@ -107,6 +108,8 @@ class Membership:
         self.rounds.refresh(worker)
         freed = self.rounds.join(worker)
         self.statistics.comes(worker)
-        away = sorted(self.missing)  # it may have heard of some, and forgets none by hearing twice
-        news = [(worker, Gone(each, self.rounds.version, for_now=True)) for each in away]
+        version, missing = self.rounds.version, self.missing
+        away = sorted({*range(self.statistics.n_workers)} - self.members | missing)
+        # It may have heard of some, and forgets none by hearing twice.
+        news = [(worker, Gone(each, version, for_now=each in missing)) for each in away]
         return [*news, (worker, Done()), *self._news(Back(worker)), *freed]

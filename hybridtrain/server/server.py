@@ -318,7 +318,7 @@ class Server:
     def _meet(self, worker: int, request: Gather | Share | Install) -> Replies:
         if self._stopped or self._rounds.broken:
             return [(worker, Stop(now=True))]
-        if self._finished:
+        if self._finished and worker not in self.membership.joining:
             return self._refuse([worker], missed(min(self._finished), [worker]))
         tag = request.tag if isinstance(request, Gather) else type(request).__name__
         try:

@@ -32,13 +32,17 @@ class FailureHandling:
         if back is None:
             know_the_loggers(trainer, strategy.collectives)
         LeaderFailover(trainer, client)
-        if choice == "continue":
-            loaders.remembers = self._whole_rounds
-        else:
-            client.tells = RejoinState(trainer, loaders, strategy.rng_mailbox, back).tell
-        if choice == "continue" or not self._whole_rounds:  # in lock-step a place is kept
+        goes_on = choice == "continue"
+        loaders.remembers = goes_on and self._whole_rounds
+        state = RejoinState(trainer, loaders, strategy.rng_mailbox, back, asked=not goes_on)
+        if goes_on or not self._whole_rounds:  # in lock-step a place is kept
             self._making_up = LostSampleRedistribution(
-                trainer, client, lambda: loaders.samplers, loaders.position, self._meet_early
+                trainer,
+                client,
+                lambda: loaders.samplers,
+                loaders.position,
+                self._meet_early,
+                state.keep,
             )
 
     def _meet_early(self) -> None:

@@ -37,8 +37,9 @@ class LeaderFailover:
 
     def __init__(self, trainer: pl.Trainer, client: Client) -> None:
         self._trainer: Any = trainer
-        self._client, self._leads = client, client.is_leader
+        self._client, self._leads = client, client.worker == 0
         client.on_change = self._look
+        self._look()  # a new process may begin as the first
 
     def _look(self) -> None:
         before, self._leads = self._leads, self._client.is_leader

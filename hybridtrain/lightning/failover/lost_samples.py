@@ -33,6 +33,7 @@ class LostSampleRedistribution:
         samplers: of the training loaders.
         position: of this worker.
         align: brings all workers to the same parameters, and calls ``meet``.
+        keep: tells the parent where training is, behind the last update.
     """
 
     def __init__(
@@ -42,9 +43,11 @@ class LostSampleRedistribution:
         samplers: Callable[[], list[EpochSampler]],
         position: EpochPosition,
         align: Callable[[], None],
+        keep: Callable[[], None],
     ) -> None:
         self._trainer: Any = trainer
         self._client, self._samplers, self._align = client, samplers, align
+        self._keep = keep
         self._position = position
         precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._look)
 
@@ -70,7 +73,11 @@ class LostSampleRedistribution:
                 self._go_on(left)
                 return
             self._complain(left)
-        if self._position.on(EpochEvent.ALL_MEET) and client.gone:
+        if not self._position.on(EpochEvent.ALL_MEET):
+            return
+        if self._trainer.current_epoch + 1 == self._trainer.max_epochs:
+            self._keep()
+        if client.gone:
             self._position.change_lengths()
             for sampler in samplers:
                 sampler.shares_with(client.there)

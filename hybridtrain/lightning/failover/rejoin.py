@@ -90,6 +90,7 @@ class RejoinState:
         loaders: of this worker.
         pages: for the states of this worker's generators, in lock-step.
         back: if this worker itself is there again.
+        asked: by others, in the middle of a step; else this worker tells by itself.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class RejoinState:
         loaders: Loaders,
         pages: RngMailbox | None,
         back: Rejoin | None,
+        asked: bool,
     ) -> None:
         self._trainer: Any = trainer
         self._client = context_of(trainer).client
@@ -106,7 +108,9 @@ class RejoinState:
         self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
         self._begun: int | None = None  # the version that the step under way began with
         self._generators: dict[str, Any] = {}  # their states before its first mini-batch came
-        precede(trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._fetch)
+        if asked:
+            precede(trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._fetch)
+            self._client.tells = self.tell
         if pages is not None:
             precede(self._client, "offer", self._push)
             precede(trainer.fit_loop.epoch_loop.val_loop, "run", self._break)
@@ -129,6 +133,11 @@ class RejoinState:
             self._kept_in = epoch  # once in an epoch, in case that all are lost at once
             known = can_be_advanced(self._trainer, samplers)
             client.note(Progress(None, self.tell() if known else b""))
+
+    def keep(self) -> None:
+        """Training is complete: if all are lost now, one process can do what follows."""
+        if self._client.is_leader:
+            self._client.note(Progress(None, self.tell()))
 
     def _push(self, *_: Any) -> None:
         assert self._pages is not None, "nobody looks otherwise"
@@ -154,7 +163,7 @@ class RejoinState:
         checkpoint = self._loaders.write(checkpoint, for_now=True)
         loggers = [identity(logger) for logger in trainer.loggers]
         checkpoint[_OURS] = {
-            "generators": self._generators,
+            "generators": self._generators or look(),
             "breaks": self._breaks,
             "loggers": loggers,
             "should_stop": trainer.should_stop,

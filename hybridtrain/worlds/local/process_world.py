@@ -247,9 +247,9 @@ class ProcessWorld:
     def _take(self, worker: WorkerProcess, message: Any, selector: BaseSelector) -> None:
         roster, number = self.roster, worker.number
         match message:
-            case Finished(result):
+            case Finished(result, first):
                 worker.request, worker.result = None, result
-                roster.finished(number)
+                roster.finished(number, first)
                 self._on(Completed(number))
             case Failed():
                 worker.request = None  # it waits for no answer any more

@@ -11,9 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The worker has done its job; ``result`` is what it returns."""
+    """The worker has done its job; ``result`` is what it returns, if ``first``, for all."""
 
     result: Any
+    first: bool = True
 
 
 @dataclass(frozen=True, slots=True)

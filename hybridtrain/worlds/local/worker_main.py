@@ -85,7 +85,7 @@ def run_worker(
 
 def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped | None:
     try:
-        return Finished(body(client))
+        return Finished(body(client), client.is_leader)
     except BaseException as error:  # SystemExit too: the parent must hear of it, if it has not
         if isinstance(error, StopRequested):
             return Stopped()
