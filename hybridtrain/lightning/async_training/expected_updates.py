@@ -67,7 +67,7 @@ class ExpectedUpdates:
             return None
         if trainer.train_dataloader is None:
             trainer.fit_loop.setup_data()
-        epoch = self._mini_batches()
+        epoch = self.mini_batches()
         if math.isinf(epoch):
             return None
         accumulated, epochs = int(trainer.accumulate_grad_batches), max(trainer.max_epochs, 1)
@@ -97,7 +97,7 @@ class ExpectedUpdates:
         combined = combined_loader(self._trainer.fit_loop)
         return [] if combined is None else combined.flattened
 
-    def _mini_batches(self) -> float:
+    def mini_batches(self) -> float:
         """Of all workers in one epoch; infinite: unknown."""
         combined = combined_loader(self._trainer.fit_loop)
         if not self._loaders() or combined.limits is None:

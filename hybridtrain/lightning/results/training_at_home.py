@@ -24,6 +24,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     source_of,
 )
 from hybridtrain.lightning.hooks.trainer_hooks import attach_data, configured_optimizers
+from hybridtrain.lightning.run_context import context_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ class Sizes:
         total = None
         with suppress(Exception):  # of loaders that cannot tell
             total = trainer.estimated_stepping_batches if trainer.state.fn == "fit" else None
-        return cls(sizes_of(trainer), list(map(has_loaders, loops_of(trainer))), total)
+        known, expected = sizes_of(trainer), context_of(trainer).expected_updates
+        if expected is not None and total is not None:  # one queue has the mini-batches of all
+            known["max_batches"] = expected.mini_batches()
+        return cls(known, list(map(has_loaders, loops_of(trainer))), total)
 
     def give(self, trainer: Any, given: Mapping[str, Any]) -> None:
         """To the trainer of the calling process; ``given``: the arguments of its function."""
@@ -65,8 +69,12 @@ class UpdatesAtHome:
         """As worker 0 has said it; ``None``: it is Lightning's to say."""
         return self._total
 
+    def mini_batches(self) -> float:
+        """None are to follow."""
+        return 0
+
     def know_end(self) -> None:
-        """Nothing is to follow."""
+        """Nor does the last."""
 
 
 class LoadersAtHome(CombinedLoader):
