@@ -3,6 +3,7 @@
 python scripts/parity.py                              the whole table, two and three workers
 python scripts/parity.py --only 'optimizers/*'        some cases
 python scripts/parity.py --write docs/parity.md       also as Markdown
+python scripts/parity.py --one-worker --write docs/parity.md    one worker of each strategy alone
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from tests.parity.case import Case, Grade
 from tests.parity.cases import CASES
 from tests.parity.cases.traps import NOT_APPLICABLE
 from tests.parity.harness import STRATEGIES, Harness, Job
+from tests.parity.one_worker import CLAIMS, ONE_WORKER, cell, compared, good
+from tests.parity.one_worker import judge as judge_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ def main() -> int:
     options = arguments()
     began = time.monotonic()
     cases = [c for c in CASES.values() if fnmatchcase(c.id, options.only) and not c.gpu]
+    if options.one_worker:
+        return one_worker(options)
     with tempfile.TemporaryDirectory() as folder:
         harness = Harness(Path(folder), options.jobs)
         try:
@@ -61,7 +66,9 @@ def main() -> int:
     seconds = time.monotonic() - began
     show(rows, seconds)
     if options.write:
-        options.write.write_text(markdown(rows, seconds), encoding="utf-8")
+        page = options.write.read_text(encoding="utf-8") if options.write.exists() else ""
+        alone = ONE_WORKER_HEAD + page.partition(ONE_WORKER_HEAD)[2].partition(TRAPS)[0]
+        options.write.write_text(markdown(rows, seconds, alone), encoding="utf-8")
     return 0 if all(row.good for row in rows) else 1
 
 
@@ -72,6 +79,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3], help="how many")
     parser.add_argument("--only", default="*", help="a pattern of theme/name")
     parser.add_argument("--write", type=Path, help="a Markdown file")
+    parser.add_argument("--one-worker", action="store_true", help="that section alone")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 2, help="runs at a time")
     return parser.parse_args()
 
@@ -105,6 +113,48 @@ def judge(harness: Harness, case: Case, strategy: str, workers: int) -> Row:
     verdict = harness.verdict(case, strategy, workers, "union")
     good = verdict.grade <= case.allowed(workers)
     return Row(case, strategy, workers, grade, verdict.grade, verdict.largest, note, good)
+
+
+# ---- one worker of each strategy ----------------------------------------------------------------
+
+
+def one_worker(options: argparse.Namespace) -> int:
+    """Measure, show, and put that section into the page."""
+    wanted = [(c, s) for c in ONE_WORKER if fnmatchcase(c.id, options.only) for s in CLAIMS]
+    wanted = [(c, s) for c, s in wanted if compared(c, s)]
+    with tempfile.TemporaryDirectory() as folder:
+        harness = Harness(Path(folder), options.jobs)
+        try:
+            for case, strategy in wanted:
+                harness.start(Job(case, "ddp", 1))
+                harness.start(Job(case, strategy, 1))
+            console = Console(stderr=True)
+            found = {e: judge_alone(harness, *e) for e in track(wanted, "one", console=console)}
+        finally:
+            harness.close()
+    section = one_worker_markdown({e: cell(*e, found[e]) for e in wanted})
+    print(section)
+    if options.write:
+        page = options.write.read_text(encoding="utf-8")
+        begin, _, rest = page.partition(ONE_WORKER_HEAD)
+        if not rest:
+            begin, _, rest = page.partition(TRAPS)
+            rest = TRAPS + rest
+        traps = rest[rest.index(TRAPS) :]
+        options.write.write_text(f"{begin}{section}\n\n{traps}", encoding="utf-8")
+    return 0 if all(good(*each, found[each]) for each in wanted) else 1
+
+
+def one_worker_markdown(cells: dict[tuple[Case, str], str]) -> str:
+    """Of each case and strategy; of each strategy what is not compared, and why."""
+    lines = [ONE_WORKER_HEAD, f"| case | {' | '.join(f'`{s}`' for s in CLAIMS)} |"]
+    lines.append("| --- " * (len(CLAIMS) + 1) + "|")
+    for case in dict.fromkeys(case for case, _ in cells):
+        row = [cells.get((case, strategy), "not compared") for strategy in CLAIMS]
+        lines.append(f"| {case.id} | {' | '.join(row)} |")
+    lines += ["", "| strategy | where it is not all, to the bit |", "| --- | --- |"]
+    lines += [f"| `{name}` | {claim.why or 'all'} |" for name, claim in CLAIMS.items()]
+    return "\n".join(lines)
 
 
 # ---- showing ------------------------------------------------------------------------------------
@@ -148,7 +198,7 @@ def show(rows: Sequence[Row], seconds: float) -> None:
     console.print(summary(rows, seconds))
 
 
-def markdown(rows: Sequence[Row], seconds: float) -> str:
+def markdown(rows: Sequence[Row], seconds: float, one_worker: str) -> str:
     """``docs/parity.md``."""
     columns = sorted({(row.strategy, row.workers) for row in rows})
     of = {(row.case.id, row.strategy, row.workers): row for row in rows}
@@ -159,7 +209,7 @@ def markdown(rows: Sequence[Row], seconds: float) -> str:
         cells = [words(of[case.id, *column]) for column in columns if (case.id, *column) in of]
         lines.append(f"| {case.id} | {' | '.join(cells)} | {case.reason} |")
     exceptions = [f"- Trap {n}: {why}" for n, why in sorted(NOT_APPLICABLE.items())]
-    lines += ["", TRAPS, *(exceptions or ["None."])]
+    lines += ["", one_worker.rstrip("\n"), "", TRAPS, *(exceptions or ["None."])]
     return "\n".join(lines) + "\n"
 
 
@@ -184,6 +234,14 @@ table. Not compared are times, the versions of libraries, and our one key in a c
 Wider tolerances: bfloat16 1e-2 to 5e-2, L-BFGS with line search 1e-3. Against the union only
 weights, optimizer and scheduler states and counters are compared, because a mini-batch's loss is
 another one there. What else a case leaves out is written in it (`facets`, `ignore`).
+"""
+ONE_WORKER_HEAD = """## One worker of each strategy
+
+Made by `python scripts/parity.py --one-worker --write docs/parity.md`. With one worker a strategy
+is one device: all that is listed above is compared with `ddp` and one process, which draws
+mini-batches and random numbers alike. *Both refuse it*: the case has more steps than its schedule.
+*Refused*: the strategy says so before training. For what several workers count see
+[strategies](strategies.md#what-is-counted).
 """
 TRAPS = """## Traps
 

@@ -40,11 +40,14 @@ def last_version(trainer: Any) -> int | None:
 
 
 def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
-    """Those that count steps, for the steps from ``before`` to ``now``."""
+    """Those that count steps, for the steps from ``before`` to ``now``, as Lightning would."""
+    progress = trainer.fit_loop.epoch_loop.scheduler_progress
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and not config.reduce_on_plateau:
             for _ in range(multiples(config.frequency, before, now)):
+                progress.increment_ready()
                 step_scheduler(trainer, config.scheduler)
+                progress.increment_completed()
 
 
 def scheduled_steps(trainer: pl.Trainer) -> int:
