@@ -90,13 +90,20 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
     described = {**_WEIGHTS, **_FULL} if resumes else _WEIGHTS
     fault = misfit(content, described, "checkpoint")
     if fault is None and resumes:
-        fault = next(filter(None, map(_uneven, content["optimizer_states"])), None)
+        weights = content["state_dict"].values()
+        alike = all(map(_filled, weights)) and all(weight.numel() for weight in weights)
+        faults = (_uneven(each, alike) for each in content["optimizer_states"])
+        fault = next(filter(None, faults), None)
     if fault is not None:
         raise UserError(f"{source}: the file was changed or is damaged: {fault}")
 
 
-def _uneven(optimizer: Mapping[str, Any]) -> str | None:
-    """What the state of one parameter lacks, or is of another kind than that of its neighbours."""
+def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
+    """Name what the state of one parameter lacks, or has of another kind than its neighbours.
+
+    Args:
+        alike: no weight is a scalar or empty, so no state of a weight is, either.
+    """
     states = optimizer.get("state", {})
     for group in optimizer.get("param_groups", []):
         members = {n: states[n] for n in group["params"] if n in states}
@@ -107,7 +114,7 @@ def _uneven(optimizer: Mapping[str, Any]) -> str | None:
                 return f"the optimizer's state of parameter {number} is not whole"
             shapes = {x.shape for name, x in state.items() if name in _MOMENTS and _filled(x)}
             for name, value in state.items():
-                kinds[name].add(_kind(value))
+                kinds[name].add(_kind(value) if alike else type(value).__name__)
                 if len(kinds[name] - {"NoneType"}) > 1 or len(shapes) > 1:
                     return f"{name} of parameter {number} is {_kind(value)}, which does not fit"
     return None

@@ -194,6 +194,7 @@ def test_without_numba_everything_goes_through_torch(text: Path, monkeypatch: An
 
 def test_a_cache_that_cannot_be_written_is_said_and_done_without(monkeypatch: Any) -> None:
     import numba
+    import numba.typed  # it compiles functions of its own where it is imported first
 
     real = numba.njit
 
