@@ -60,6 +60,7 @@ FLOORS = (
     "memory",
     "protocol",
     "policies",
+    "options",
     "exchanges",
     "updates",
     "monitoring",

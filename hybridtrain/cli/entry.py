@@ -13,13 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import hydra
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.cli import claim, hydra_config
+from hybridtrain.cli import claim, explain, hydra_config
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush
 from hybridtrain.cli.resume import resume_arguments
 from hybridtrain.cli.sweep import job_launcher, job_process
+from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
 from hybridtrain.util.standard_streams import hold_standard_streams
@@ -55,6 +57,7 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
     overrides[:] = found
     found = resume_arguments.expanded(found, bool({"-m", "--multirun"} & set(flags)))
     overrides[:] = found
+    explain.check_groups(found)
     job_process.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]
     return _hydra_main([*flags, *found])
 
@@ -78,12 +81,10 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
     results: list[CommandOutcome] = []
 
     def task(cfg: DictConfig) -> CommandOutcome:
-        cfg = for_lightning(cfg)
         # In case Hydra's callbacks are left out.
-        claim.claim_or_refuse(Path(cfg.run_dir), "hydra.run.dir")
-        from hybridtrain.cli.run import execute
-
-        results.append(execute(cfg))
+        claim.claim_or_refuse(Path(str(cfg.run_dir)), "hydra.run.dir")
+        overrides = [str(x) for x in HydraConfig.get().overrides.task]
+        results.append(guarded(lambda: _run(cfg, overrides), overrides))
         return results[-1]
 
     hydra_config.register()
@@ -113,10 +114,21 @@ def for_lightning(cfg: DictConfig) -> DictConfig:
     return cfg if present == plain else OmegaConf.create(present)
 
 
+def _run(cfg: DictConfig, overrides: list[str]) -> CommandOutcome:
+    """Refuse what cannot be meant before torch and Lightning are imported, which takes seconds."""
+    check_config(cfg, overrides)
+    cfg = for_lightning(cfg)
+    from hybridtrain.cli.run import execute
+
+    return execute(cfg)
+
+
 def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
     from hybridtrain.cli.sweep.sweep_page import leave_page
 
     print("\n" + job_launcher.table(job_launcher.ROWS), flush=True)
+    if all(row.outcome.metric is None for row in job_launcher.ROWS):
+        print("no metric to compare: name one that the module logs with task.metric=…", flush=True)
     if (page := leave_page(job_launcher.ROWS, job_launcher.DIRECTORY[0])) is not None:
         print(f"\nside by side: {page}", flush=True)
     failed = [row for row in job_launcher.ROWS if row.outcome.exit != 0]

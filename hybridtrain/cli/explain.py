@@ -8,6 +8,7 @@ alternatives and the closest of them are named.
 from __future__ import annotations
 
 import difflib
+import errno
 import traceback
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -20,6 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridtrain.cli import hydra_config
 from hybridtrain.errors import UserError
+from hybridtrain.options import strategy_arguments
+from hybridtrain.util.option_types import shown
+
+STRATEGY = "hybridtrain.HybridStrategy"
 
 EXTRAS = {
     "soundfile": "speech",
@@ -45,6 +50,8 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str | None:
         return None
     if isinstance(error, HydraException | OmegaConfBaseException):
         return find_fault(overrides) or one_line(error).split(" Config search path:")[0]
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return f"{shown(error.filename)}: this is longer than names of files may be"
     if isinstance(error, OSError) and _in_hydra(error):
         return (
             f"the run directory cannot be written ({error.filename or 'a file in it'}: "
@@ -79,21 +86,28 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
 
 def find_fault(overrides: Sequence[str]) -> str | None:
     """Say what is wrong with the first faulty override, or None when each alone is fine."""
-    parsed: list[Override] = []
-    for text in overrides:
-        try:
-            parsed += hydra_config.parse([text])
-        except HydraException:
-            return f"cannot read {text!r}: write key=value, for example trainer.devices=4"
+    try:
+        parsed = _parsed(overrides)
+    except UserError as error:
+        return str(error)
     choices = hydra_config.groups()
-    for item in parsed:
-        if item.key_or_group in choices and (line := _group_fault(item, choices)):
-            return line
     base = base_config(parsed)
     for item in parsed:
         if line := _key_fault(item, base, choices):
             return _other_choice(item, parsed, choices) or line
     return None
+
+
+def _parsed(overrides: Sequence[str]) -> list[Override]:
+    """The overrides, read one by one; raises UserError for one that cannot be."""
+    parsed: list[Override] = []
+    for text in overrides:
+        try:
+            parsed += hydra_config.parse([text])
+        except HydraException:
+            line = f"cannot read {shown(text)}: write key=value, for example trainer.devices=4"
+            raise UserError(line) from None
+    return parsed
 
 
 def values(item: Override) -> list[str]:
@@ -126,13 +140,27 @@ def _chosen(parsed: Sequence[Override]) -> list[str]:
     return [f"{group}={name}" for group, name in chosen.items()]
 
 
+def check_groups(overrides: Sequence[str]) -> None:
+    """See that what is chosen of a group is there; raises UserError. Hydra says it at length."""
+    choices = hydra_config.groups()
+    for item in _parsed(overrides):
+        if item.key_or_group in choices and (line := _group_fault(item, choices)):
+            raise UserError(line)
+
+
 def _group_fault(item: Override, choices: dict[str, list[str]]) -> str | None:
     group = item.key_or_group
-    for value in values(item):
-        if value not in choices[group] and value != "null" and "[" not in value:
+    known = [*choices[group], *["null"] * (group == "experiment")]
+    if item.is_delete():
+        return f"~{group}: every run has this group. Choose one of {', '.join(known)}."
+    given = item.value()
+    several = given if isinstance(given, list) and given else values(item)
+    for value in several:
+        if value not in known:
+            said = shown(value) if isinstance(value, str) else repr(value)
             return (
-                f"{group}={value}: there is no {group} {value!r}{closest(value, choices[group])} "
-                f"Choose one of {', '.join(choices[group])}."
+                f"{group}={value if said == repr(value) else said}: there is no {group} "
+                f"{said}{closest(str(value), known)} Choose one of {', '.join(known)}."
             )
     return None
 
@@ -146,6 +174,9 @@ def _key_fault(item: Override, base: DictConfig, choices: dict[str, list[str]]) 
     *parents, leaf = key.split(".")
     node, above = _deepest(base, parents)
     wanted = [*parents, leaf][len(above)]
+    if above == ["strategy"] and node.get("_target_") == STRATEGY:
+        given: Any = OmegaConf.to_container(node, resolve=False)
+        return strategy_arguments.unknown(wanted, given, "strategy.")
     if not isinstance(node, DictConfig):
         return f"{key}: {'.'.join(above)} is a single value and has no key {wanted!r}"
     if wanted in node:

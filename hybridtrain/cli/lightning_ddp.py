@@ -12,22 +12,20 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.util import get_temp_dir
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from pytorch_lightning.strategies import DDPStrategy
 
 from hybridtrain.cli.sweep.job_process import PARENT
-from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.trainer_hooks import ProcessLauncher, ScriptLauncher
 from hybridtrain.worlds.local.parent_death import bind_loaders, die_with_parent
 
-START_METHODS = ("auto", "fork", "spawn", "popen")
-StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
+StartMethod = Literal["popen", "spawn", "fork"]
 
 
 def lightning_ddp(
-    start_method: str = "auto",
+    start_method: StartMethod | Literal["auto"] = "auto",
     process_group_backend: str | None = None,
     find_unused_parameters: bool = False,
     **options: Any,
@@ -38,14 +36,10 @@ def lightning_ddp(
     moment and never see the command line. A forked process cannot use CUDA once its parent has, so
     there each rank is the command run again (Lightning's ``popen``).
     """
-    if start_method not in START_METHODS:
-        raise UserError(
-            f"strategy.start_method={start_method}: choose one of {', '.join(START_METHODS)}"
-        )
     if start_method == "auto":
         start_method = "popen" if torch.cuda.is_available() else "fork"
     return BoundDDP(
-        start_method=cast(StartMethod, start_method),
+        start_method=start_method,
         process_group_backend=process_group_backend,
         find_unused_parameters=find_unused_parameters,
         **options,

@@ -11,7 +11,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
-from hydra.utils import instantiate
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.callbacks import (
@@ -21,6 +20,7 @@ from pytorch_lightning.callbacks import (
     ProgressBar,
 )
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.cli.best_checkpoint import best_checkpoint, has_validated, metrics_of
@@ -39,7 +39,7 @@ from hybridtrain.cli.telemetry.run_stats import up_to_date
 from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
-from hybridtrain.cli.validation.target_checks import check_targets
+from hybridtrain.cli.validation.target_checks import check_targets, made
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
@@ -98,70 +98,42 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     check_targets(cfg)
     drawn_seed = seed_all(cfg.seed, drawn_seed)
     _try_optimizer(cfg)
-    module = instantiate(cfg.model, _convert_="all")
-    _must_be(module, pl.LightningModule, "model", cfg.model)
-    data = instantiate(cfg.data, _convert_="all") if cfg.data.get("_target_") else None
-    if data is not None:
-        _must_be(data, pl.LightningDataModule, "data", cfg.data)
+    module = made("model", cfg.model, pl.LightningModule)
+    data = made("data", cfg.data, pl.LightningDataModule) if cfg.data.get("_target_") else None
     step = 0 if cfg.ckpt is None else check_checkpoint(Path(cfg.ckpt), module, not cfg.test_only)
-    loggers = [instantiate(x, _convert_="all") for x in _named(cfg.logger)]
+    loggers = _named("logger", cfg.logger, Logger)
     callbacks = _callbacks(cfg, loggers)
     if cfg.get("resume") is not None:
         go_on(loggers, callbacks, step)
     trainer = _trainer(cfg, callbacks, loggers)
-    if cfg.get("profile"):
-        vars(trainer)["profiler"] = _profiler(cfg)
     describe_run(cfg, trainer, drawn_seed)
     return Parts(module, data, trainer, loggers)
 
 
 def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) -> pl.Trainer:
-    strategy = instantiate(cfg.strategy, _convert_="all")
-    make = instantiate(cfg.trainer, _partial_=True, _convert_="all")
-    try:
-        trainer: pl.Trainer = make(strategy=strategy, callbacks=callbacks, logger=loggers or False)
-    except UserError:
-        raise
-    except Exception as error:  # TypeError, ValueError, Misconfiguration ...: it has no one type
-        raise UserError(f"trainer: Lightning refused its options: {error}") from error
+    strategy = made("strategy", cfg.strategy, Strategy)
+    parts = {"strategy": strategy, "callbacks": callbacks, "logger": loggers or False}
+    trainer: pl.Trainer = made("trainer", cfg.trainer, pl.Trainer, **parts)
+    if cfg.profile:
+        vars(trainer)["profiler"] = StepProfiler(cfg.run_dir)
     return trainer
-
-
-def _profiler(cfg: DictConfig) -> StepProfiler:
-    """Of ``profile=true``."""
-    if cfg.trainer.profiler is not None:
-        raise UserError(
-            f"profile=true was given together with trainer.profiler={cfg.trainer.profiler}; a "
-            "trainer has one profiler: leave one of them out"
-        )
-    return StepProfiler(cfg.run_dir)
 
 
 def _try_optimizer(cfg: DictConfig) -> None:
     """Let the optimizer judge its options on a parameter nobody needs."""
-    if not cfg.optimizer.get("_partial_"):
-        return
-    try:
-        instantiate(cfg.optimizer, _convert_="all")([torch.zeros(1, requires_grad=True)])
-    except (TypeError, ValueError) as error:
-        raise UserError(
-            f"optimizer: {cfg.optimizer._target_} refused its options: {error}"
-        ) from error
+    if cfg.optimizer.get("_partial_"):
+        made("optimizer", cfg.optimizer, object, params=[torch.zeros(1, requires_grad=True)])
 
 
-def _must_be(thing: Any, kind: type, key: str, node: DictConfig) -> None:
-    if not isinstance(thing, kind):
-        raise UserError(f"{key}._target_={node['_target_']} is no {kind.__name__}")
-
-
-def _named(group: DictConfig | None) -> list[DictConfig]:
+def _named(group: str, parts: DictConfig, kind: type) -> list[Any]:
     """The members of a group of named parts; those set to null are left out."""
-    return [x for x in (group or {}).values() if x is not None and x.get("_target_")]
+    given = {str(name): x for name, x in parts.items() if x and x.get("_target_")}
+    return [made(f"{group}.{name}", x, kind) for name, x in given.items()]
 
 
 def _callbacks(cfg: DictConfig, loggers: list[Logger]) -> list[Callback]:
     """The callbacks, without those that the trainer's own switches turn off."""
-    found: list[Callback] = [instantiate(x, _convert_="all") for x in _named(cfg.callbacks)]
+    found: list[Callback] = _named("callbacks", cfg.callbacks, Callback)
     off: list[type[Callback]] = []
     if cfg.trainer.enable_progress_bar is False or cfg.trainer.barebones:
         off.append(ProgressBar)

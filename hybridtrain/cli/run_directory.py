@@ -42,7 +42,7 @@ def keeping_whole(trainer: Trainer) -> Iterator[None]:
     if hasattr(strategy, "keeping"):
         yield
         return
-    strategy.keeping = keeping = CheckpointWriting.of("blocking")
+    strategy.keeping = keeping = CheckpointWriting("blocking")
     with keeping.listening(trainer):
         keeping.take_over(trainer, changes=False)
         yield

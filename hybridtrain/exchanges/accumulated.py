@@ -15,25 +15,16 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridtrain.errors import UserError
-from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
+from hybridtrain.exchanges.compression import Compressor, make_codec
 from hybridtrain.exchanges.exchange import RESIDUALS, Await, Leaving, Local, Offer, Parameters
+from hybridtrain.options.exchange_options import AccumulatedOptions
 from hybridtrain.util.named_choice import BriefRepr
-from hybridtrain.util.number_checks import positive
 
 
 @dataclass(repr=False)
-class Accumulated(BriefRepr):
-    """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``.
+class Accumulated(AccumulatedOptions, BriefRepr):
+    """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``."""
 
-    ``compress``: how the sum is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
-    ``fetch``: ``"overlapped"``, or ``None``: the worker waits for it.
-    """
-
-    n_push: int = 1
-    n_fetch: int = 1
-    compress: CodecSpec = None
-    fetch: str | None = None
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "user"
     keeps: ClassVar[bool] = False
@@ -45,15 +36,9 @@ class Accumulated(BriefRepr):
     _sums: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        positive("exchange.n_push", self.n_push)
-        positive("exchange.n_fetch", self.n_fetch)
-        if self.fetch not in (None, "overlapped"):
-            raise UserError(
-                f"exchange.fetch={self.fetch!r} was given; it must be overlapped (computing goes "
-                "on meanwhile), or null (the worker waits)"
-            )
-        self.compress = make_codec(self.compress)
-        self.compressor = Compressor(self.compress)
+        super().__post_init__()
+        self.compress = codec = make_codec(self.compress)
+        self.compressor = Compressor(codec)
 
     @property
     def steps(self) -> int:

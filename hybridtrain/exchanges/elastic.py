@@ -18,24 +18,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Local, Offer, Parameters
-from hybridtrain.util.number_checks import positive
+from hybridtrain.options.exchange_options import ElasticOptions
 
 
 @dataclass
-class Elastic:
-    """Every ``every`` steps a worker and the centre move towards each other.
+class Elastic(ElasticOptions):
+    """Every ``every`` steps a worker and the centre move towards each other."""
 
-    Args:
-        every: τ, a worker's own steps between two.
-        alpha: α; ``None``: ``beta`` divided by the number of workers.
-        beta: by how much of the way the centre moves where all workers pull at once.
-    """
-
-    every: int = 10
-    alpha: float | None = None
-    beta: float = 0.9
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "sum"
     keeps: ClassVar[bool] = True
@@ -44,12 +34,6 @@ class Elastic:
     _samples: float = field(default=0.0, init=False, repr=False)
     _asks: bool = field(default=False, init=False, repr=False)  # for the centre ...
     _steps_then: bool = field(default=False, init=False, repr=False)  # ... before a step
-
-    def __post_init__(self) -> None:
-        positive("exchange.every", self.every)
-        for name, value in (("alpha", self.alpha), ("beta", self.beta)):
-            if value is not None and not 0 <= value <= 1:
-                raise UserError(f"exchange.{name}={value!r} was given; it must be from 0 to 1")
 
     @property
     def steps(self) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.number_checks import is_number, positive
 
 
 def fragments_of(tensors: Sequence[torch.Tensor], number: int) -> list[list[int]]:
@@ -43,28 +42,21 @@ def check_tensors(n_tensors: int, number: int) -> None:
         )
 
 
-def check_fragments(every: int, number: int, overlap: int, mix: float) -> None:
+def check_fragments(every: int, number: int, overlap: int) -> None:
     """What makes sense without knowing the parameters.
 
     Raises:
         UserError: naming what does not.
     """
-    positive("exchange.every", every)
-    positive("exchange.fragments", number)
     if number > every:
         raise UserError(
             f"exchange.fragments={number} was given with every={every}, but each fragment has a "
             f"step of its own among these; give from 1 to {every}, or a larger every"
         )
     apart = every // number
-    if type(overlap) is not int or not 0 <= overlap < apart:
+    if overlap >= apart:
         raise UserError(
             f"exchange.overlap={overlap!r} was given; it must be a whole number from 0 to "
             f"{apart - 1}, for the next fragment travels after every / fragments = {every} / "
             f"{number} steps"
-        )
-    if not is_number(mix) or not 0 <= mix <= 1:
-        raise UserError(
-            f"exchange.mix={mix!r} was given; it must be from 0 (take over the masters) to 1 (keep "
-            "one's own)"
         )

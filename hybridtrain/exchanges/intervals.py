@@ -8,8 +8,7 @@ from typing import Any, Literal, Protocol
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.exchange import Local
-from hybridtrain.util.named_choice import hint
-from hybridtrain.util.number_checks import positive
+from hybridtrain.options.exchange_options import Every
 
 FIRST_DECAY = "first_decay"
 At = int | Literal["first_decay"]
@@ -117,9 +116,6 @@ class Later:
         self._over = state["over"]
 
 
-Every = int | Sequence[int] | Mapping[str, Any]
-
-
 def interval(given: Every) -> Interval:
     """From a number, one for each worker, or what changes them.
 
@@ -127,52 +123,16 @@ def interval(given: Every) -> Interval:
     ``at: first_decay``: until the learning rate falls. ``{longest: 32, seconds_per_step: [1, 2]}``:
     as many steps as each worker makes while the fastest makes 32 (DyLU: Liu et al. 2024,
     arXiv:2401.09135, section 5).
-
-    Raises:
-        UserError: if it makes no sense.
     """
-    if isinstance(given, Mapping):
-        return _changing({str(key): value for key, value in given.items()})
-    several = isinstance(given, Sequence) and bool(given) and not isinstance(given, str | bytes)
-    numbers: Any = given if several else (given,)
-    lengths = tuple(positive("exchange.every", each) for each in numbers)
-    return Fixed(lengths, f"exchange.every={list(lengths)}" if several else None)
+    if isinstance(given, int):
+        return Fixed((given,))
+    if not isinstance(given, Mapping):
+        return Fixed(tuple(given), f"exchange.every={list(given)}")
+    return Later(**given) if "then" in given else _by_speed(**given)
 
 
-def _changing(given: dict[str, Any]) -> Interval:
-    forms = (("then", "at", "first"), ("longest", "seconds_per_step"))
-    takes = next((form for form in forms if form[0] in given), None)
-    unknown = [key for key in given if key not in (takes or ())]
-    if takes is None or unknown:
-        close = hint(unknown[0], takes) if takes and unknown else ""
-        raise UserError(
-            f"exchange.every={given} was given{close}; give a number, a list with one for each "
-            f"worker, {{then: 16, at: 1000}}, {{then: 16, at: {FIRST_DECAY}}} or {{longest: 32, "
-            "seconds_per_step: [1.0, 2.5]}"
-        )
-    if takes[0] == "then":
-        return _later(**given)
-    return _by_speed(**given)
-
-
-def _later(then: int, at: Any = None, first: int = 1) -> Later:
-    if at != FIRST_DECAY and (type(at) is not int or at < 1):
-        raise UserError(
-            f"exchange.every.at={at!r} was given; it must be a step from 1 on, or {FIRST_DECAY}"
-        )
-    return Later(positive("exchange.every.then", then), at, positive("exchange.every.first", first))
-
-
-def _by_speed(longest: int, seconds_per_step: Any = None) -> Fixed:
+def _by_speed(longest: int, seconds_per_step: Sequence[float]) -> Fixed:
     """The slower a worker, the fewer steps, so that all come at about the same time."""
-    positive("exchange.every.longest", longest)
-    times = seconds_per_step
-    measured = isinstance(times, Sequence) and not isinstance(times, str) and len(times) > 0
-    if not measured or not all(isinstance(t, int | float) and 0 < t < float("inf") for t in times):
-        raise UserError(
-            f"exchange.every.seconds_per_step={times!r} was given; steps by speed need the seconds "
-            "that a step takes each worker, as a run with every worker at work has measured them "
-            "(service_s in its summary.json): [0.6, 1.5]"
-        )
-    lengths = tuple(max(int(min(times) / time * longest), 1) for time in times)
-    return Fixed(lengths, f"exchange.every.seconds_per_step={list(times)}")
+    fastest = min(seconds_per_step)
+    lengths = tuple(max(int(fastest / time * longest), 1) for time in seconds_per_step)
+    return Fixed(lengths, f"exchange.every.seconds_per_step={list(seconds_per_step)}")

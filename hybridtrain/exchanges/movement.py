@@ -13,21 +13,17 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
+from hybridtrain.exchanges.compression import Compressor, make_codec
 from hybridtrain.exchanges.exchange import RESIDUALS, Local, Offer, Parameters
-from hybridtrain.exchanges.intervals import Every, Interval, interval
+from hybridtrain.exchanges.intervals import Interval, interval
+from hybridtrain.options.exchange_options import MovementOptions
 from hybridtrain.util.named_choice import BriefRepr
 
 
 @dataclass(repr=False)
-class Movement(BriefRepr):
-    """Every ``every`` steps a worker hands over how far it has moved from the masters.
+class Movement(MovementOptions, BriefRepr):
+    """Every ``every`` steps a worker hands over how far it has moved from the masters."""
 
-    ``compress``: how that is encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
-    """
-
-    every: Every = 8
-    compress: CodecSpec = None
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
     keeps: ClassVar[bool] = False
@@ -36,9 +32,10 @@ class Movement(BriefRepr):
     _samples: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._interval = interval(self.every)
-        self.compress = make_codec(self.compress)
-        self.compressor = Compressor(self.compress)
+        self.compress = codec = make_codec(self.compress)
+        self.compressor = Compressor(codec)
 
     @property
     def steps(self) -> int:

@@ -19,29 +19,17 @@ from typing import Any, ClassVar
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.compression import CodecSpec, Compressor, make_codec
+from hybridtrain.exchanges.compression import Compressor, make_codec
 from hybridtrain.exchanges.exchange import RESIDUALS, Await, Leaving, Local, Offer, Parameters
 from hybridtrain.exchanges.fragments import check_fragments, check_tensors, fragments_of
+from hybridtrain.options.exchange_options import StreamingOptions
 from hybridtrain.util.named_choice import BriefRepr
 
 
 @dataclass(repr=False)
-class Streaming(BriefRepr):
-    """Each fragment travels every ``every`` steps, one behind the other.
+class Streaming(StreamingOptions, BriefRepr):
+    """Each fragment travels every ``every`` steps, one behind the other."""
 
-    Args:
-        every: H, a worker's own steps between two exchanges of a fragment.
-        fragments: P.
-        overlap: τ, steps that a worker makes before it takes over what comes back.
-        mix: α, the share of its own that a worker keeps then.
-        compress: one of :data:`hybridtrain.exchanges.compression.CODECS`.
-    """
-
-    every: int = 30
-    fragments: int = 3
-    overlap: int = 1
-    mix: float = 0.5
-    compress: CodecSpec = None
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
     keeps: ClassVar[bool] = False
@@ -51,9 +39,10 @@ class Streaming(BriefRepr):
     _meets: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        check_fragments(self.every, self.fragments, self.overlap, self.mix)
-        self.compress = make_codec(self.compress)
-        self.compressor = Compressor(self.compress)
+        super().__post_init__()
+        check_fragments(self.every, self.fragments, self.overlap)
+        self.compress = codec = make_codec(self.compress)
+        self.compressor = Compressor(codec)
         turns = [(p + 1) * self.every // self.fragments for p in range(self.fragments)]
         self._turns = {turn % self.every: p for p, turn in enumerate(turns)}
         self._sent = [(0, 0.0)] * self.fragments  # steps and samples at each one's last offer

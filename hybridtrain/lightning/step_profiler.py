@@ -30,7 +30,7 @@ from hybridtrain.profiling.phases import phase_of, short_name
 from hybridtrain.profiling.profile_report import Report
 from hybridtrain.profiling.server_profile import ServerWatch
 from hybridtrain.profiling.time_spans import LIMIT
-from hybridtrain.util.number_checks import positive
+from hybridtrain.util.option_types import Positive, typed
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.cleanup import removed_in_the_end
 
@@ -52,11 +52,12 @@ class StepProfiler(Profiler):
         UserError: if ``limit`` is no positive number.
     """
 
+    @typed("")
     def __init__(
-        self, dirpath: str | Path | None = None, limit: int = LIMIT, quiet: bool = False
+        self, dirpath: str | Path | None = None, limit: Positive = LIMIT, quiet: bool = False
     ) -> None:
         super().__init__(dirpath=dirpath)
-        self.limit, self.quiet = positive("limit", limit), quiet
+        self.limit, self.quiet = limit, quiet
         self._parts: str | None = None  # where workers leave what they have measured
         self._track: Track | None = None
         self._kinds: dict[str, int | None] = {}

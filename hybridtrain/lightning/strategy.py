@@ -48,17 +48,20 @@ from hybridtrain.lightning.step.gradient_guard import OnFault
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.lightning.step.step_rollback import StepRollback
-from hybridtrain.lightning.strategy_arguments import StrategyArguments, given_flat, with_options
-from hybridtrain.lightning.strategy_options import DataOptions
 from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.lightning_package import admit, decide, is_foreign, other_than, refuse_mixture
 from hybridtrain.monitoring.hang_detector import HangTimeout
+from hybridtrain.options.strategy_arguments import (
+    DataArguments,
+    StrategyArguments,
+    given_flat,
+    with_options,
+)
 from hybridtrain.policies import make_policy
 from hybridtrain.recovery.failure_policy import OnFailure
 from hybridtrain.updates.named import update_of
 from hybridtrain.updates.staleness import make_correction
-from hybridtrain.util.number_checks import positive
 from hybridtrain.worker.client import Client
 
 
@@ -66,7 +69,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
     The options are listed below; they lie in groups in
-    :mod:`hybridtrain.lightning.strategy_arguments`.
+    :mod:`hybridtrain.options.strategy_arguments`.
 
     Raises:
         UserError: if an argument makes no sense.
@@ -91,22 +94,17 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.exchange = exchange_of(self.policy, given.exchange)
         self.update = update_of(self.exchange, given.update)
         self.requirements = Requirements()  # of policy and exchange, once W is known
-        self.workers_per_device = positive("workers_per_device", given.workers_per_device)
-        self.start_method, self.threads_per_worker = given.start_method, given.threads_per_worker
-        self.device_memory = DeviceMemory.of(given.device_memory_fraction)
+        self.workers_per_device = given.workers_per_device
+        self.start_method: str = given.start_method
+        self.threads_per_worker = given.threads_per_worker
+        self.device_memory = DeviceMemory(given.device_memory_fraction)
         self.stop_grace_s = given.stop_grace_s
         self.on_fault = OnFault(given.on_nonfinite, given.on_oom)
         self.transport = Transport.of(given.transport_dtype)
-        self.data_options = DataOptions.of(
-            given.num_samples_key,
-            given.batch_size_per_worker,
-            given.iterable,
-            given.keep_order,
-            given.data_shards,
-        )
+        self.data_options: DataArguments = given
         self.recording = Recording.at(given.record)
-        self.keeping = CheckpointWriting.of(given.checkpoint)
-        self.on_failure = OnFailure.of(given.on_failure, given.min_workers, given.max_restarts)
+        self.keeping = CheckpointWriting(given.checkpoint)
+        self.on_failure = OnFailure(given.on_failure, given.min_workers, given.max_restarts)
         self.faults, self.patience = Faults.of(given.faults), HangTimeout.of(given.hang_timeout_s)
 
     # ---- who and where --------------------------------------------------------------------------

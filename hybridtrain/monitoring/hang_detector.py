@@ -23,9 +23,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from hybridtrain.errors import UserError
 from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
-from hybridtrain.util.number_checks import is_number
 
 _FACTOR = 20.0  # times the longest stretch of that kind
 _QUICK_S, _PATIENT_S = 300.0, 1800.0
@@ -45,19 +43,10 @@ class HangTimeout:
 
     @classmethod
     def of(cls, value: Any) -> HangTimeout | None:
-        """Checked; ``None`` waits for ever.
-
-        Raises:
-            UserError: if that is no time.
-        """
-        if value is None or value == "auto":
-            return None if value is None else cls()
-        if not is_number(value) or not 0 < value < float("inf"):
-            raise UserError(
-                f"hang_timeout_s={value!r} was given; it must be auto, a number of seconds above "
-                "0, or null (a worker that hangs is waited for)"
-            )
-        return cls(float(value))
+        """``"auto"``, or seconds; ``None`` waits for ever."""
+        if value is None:
+            return None
+        return cls() if value == "auto" else cls(float(value))
 
     def limit_s(self, sign: Sign, longest_s: float) -> float:
         """For the stretch that the worker is in; the longest of its kind took ``longest_s``."""

@@ -15,34 +15,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hybridtrain.errors import UserError
 from hybridtrain.policies.policy import Needs
 from hybridtrain.policies.step_counts import StepCounts
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Order, Pushed, Release, Waiting
+from hybridtrain.util.option_types import Checked, Natural
 
 
 @dataclass
-class BoundedStaleness:
+class BoundedStaleness(Checked):
     """Let workers go on while they are at most ``lead`` steps ahead of the slowest.
 
     Args:
         lead: s, from 0 on; ``None``: no bound.
-
-    Raises:
-        UserError: if it is negative or not whole.
     """
 
-    lead: int | None = 3
+    lead: Natural | None = 3
     _clocks: StepCounts = field(default_factory=StepCounts, init=False, repr=False)
     _blocked: set[int] = field(default_factory=set, init=False, repr=False)
     _pending: set[int] = field(default_factory=set, init=False, repr=False)  # not yet applied
-
-    def __post_init__(self) -> None:
-        if self.lead is not None and (type(self.lead) is not int or self.lead < 0):
-            raise UserError(
-                f"lead={self.lead!r} was given; it is how many mini-batches a worker may be ahead "
-                "of the slowest: a whole number from 0 (lock-step) on, or null for no bound"
-            )
 
     def begin(self, n_workers: int) -> Needs:
         self._clocks, self._blocked, self._pending = StepCounts(), set(), set()

@@ -27,25 +27,23 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
+from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 _REMEMBERED = 200  # service times
 _LEAST_SLACK = 0.1  # of the median, so that equal workers are never late by a hair
 
 
 @dataclass
-class Deadline:
+class Deadline(Checked):
     """Apply the mean of the contributions that come in time; the late are dropped.
 
     Args:
         c: median absolute deviations beyond the median. Past times are those of all workers.
         at_least: contributions that an update needs; ``None``: half of the workers.
-
-    Raises:
-        UserError: if c is negative or ``at_least`` no whole number from 1 on.
     """
 
-    c: float = 5.0
-    at_least: int | None = None
+    c: NotNegative = 5.0
+    at_least: Positive | None = None
     _n: int = field(default=1, init=False, repr=False)
     _fresh: set[int] = field(default_factory=set, init=False, repr=False)
     _active: set[int] = field(default_factory=set, init=False, repr=False)
@@ -54,12 +52,6 @@ class Deadline:
     _end_s: float | None = field(default=None, init=False, repr=False)
     _released_s: dict[int, float] = field(default_factory=dict, init=False, repr=False)
     _times_s: deque[float] = field(default_factory=deque, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if not self.c >= 0:
-            raise UserError(f"c={self.c!r} was given; it must be a number from 0 on")
-        if self.at_least is not None and (type(self.at_least) is not int or self.at_least < 1):
-            raise UserError(f"at_least={self.at_least!r} was given; it must be from 1 on")
 
     def begin(self, n_workers: int) -> Needs:
         if self.at_least is not None and self.at_least > n_workers:

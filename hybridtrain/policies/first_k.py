@@ -36,13 +36,13 @@ from hybridtrain.protocol.facts import (
     Release,
     Waiting,
 )
-from hybridtrain.util.number_checks import positive
+from hybridtrain.util.option_types import Checked, Positive
 
 Late = Literal["drop", "use"]
 
 
 @dataclass
-class FirstK:
+class FirstK(Checked):
     """Apply the mean of the first k contributions.
 
     Args:
@@ -51,12 +51,9 @@ class FirstK:
         late: what becomes of a contribution that was computed before the last update.
         several: a worker goes on at once, and may give several of the k; else it waits for the
             update that it is part of.
-
-    Raises:
-        UserError: if k is not a whole number from 1 on, or ``late`` is unknown.
     """
 
-    k: int | None = None
+    k: Positive | None = None
     late: Late = "drop"
     several: bool = False
     _n: int = field(default=0, init=False, repr=False)
@@ -64,15 +61,6 @@ class FirstK:
     _since: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # active workers
     _got: set[int] = field(default_factory=set, init=False, repr=False)  # who waits for the update
     _held: int = field(default=0, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        if self.k is not None and (type(self.k) is not int or self.k < 1):
-            raise UserError(
-                f"k={self.k!r} was given; an update is made of the first k contributions, so k "
-                "must be a whole number from 1 to the number of workers"
-            )
-        if self.late not in ("drop", "use"):
-            raise UserError(f"late={self.late!r} was given; choose drop or use")
 
     def begin(self, n_workers: int) -> Needs:
         if self.k is not None and self.k > n_workers and not self.several:
@@ -128,7 +116,7 @@ class FirstK:
 
 
 @dataclass
-class Softsync:
+class Softsync(Checked):
     """n-softsync: W workers go on at once, and every W/n contributions make an update.
 
     So contributions are about n updates old (Zhang et al. 2016, arXiv:1511.05950, section 3, who
@@ -136,16 +124,10 @@ class Softsync:
 
     Args:
         n: 1: as many contributions as workers; W: each on its own.
-
-    Raises:
-        UserError: if n is not a whole number from 1 on.
     """
 
-    n: int = 1
+    n: Positive = 1
     _rule: FirstK = field(default_factory=FirstK, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        positive("n", self.n)
 
     def begin(self, n_workers: int) -> Needs:
         if self.n > n_workers:

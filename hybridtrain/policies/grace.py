@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from hybridtrain.errors import UserError
 from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import (
     Apply,
@@ -28,34 +27,27 @@ from hybridtrain.protocol.facts import (
     Waiting,
 )
 from hybridtrain.util.named_choice import BriefRepr
+from hybridtrain.util.option_types import Checked, Range
 
 
 @dataclass(repr=False)
-class Grace(BriefRepr):
+class Grace(Checked, BriefRepr):
     """Apply each contribution by itself; release all workers of a window together.
 
     Args:
         window_s: seconds behind the first of them; ``inf``: until all have come.
         together: contributions of one window make one update, with their mean weighted by samples.
-
-    Raises:
-        UserError: if ``window_s`` is negative or no number, or ``together`` neither true nor false.
     """
 
-    window_s: float = 0.5
+    window_s: Annotated[float, Range(0, infinite=True)] = 0.5
     together: bool = False
     _active: set[int] = field(default_factory=set, init=False, repr=False)
     _here: list[int] = field(default_factory=list, init=False, repr=False)  # as they have come
     _end_s: float = field(default=math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        given = self.window_s
-        with suppress(TypeError, ValueError):
-            self.window_s = float(given)
-        if not (isinstance(self.window_s, float) and self.window_s >= 0):
-            raise UserError(f"window_s={given!r} was given; it must be seconds from 0 on, or inf")
-        if not isinstance(self.together, bool):
-            raise UserError(f"together={self.together!r} was given; it must be true or false")
+        super().__post_init__()
+        self.window_s = float(self.window_s)
 
     def begin(self, n_workers: int) -> Needs:
         self._active, self._here, self._end_s = set(), [], math.inf

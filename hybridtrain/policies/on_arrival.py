@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import Apply, Drop, Fact, Joined, Order, Pushed, Release
-from hybridtrain.util.number_checks import whole
+from hybridtrain.util.option_types import Checked, Natural
 
 
 @dataclass
@@ -36,7 +36,7 @@ class OnArrival:
 
 
 @dataclass
-class NotTooLate:
+class NotTooLate(Checked):
     """As ``OnArrival``, but what was computed at parameters of too many updates ago does not count.
 
     Ringmaster ASGD: Maranjyan, Tyurin, Richtárik 2025 (arXiv:2501.16168), algorithm 1, whose delay
@@ -45,17 +45,11 @@ class NotTooLate:
     Args:
         max_staleness: updates since the worker has read the parameters; a contribution that is
             later is dropped, and its mini-batch is done again.
-
-    Raises:
-        UserError: if it is no whole number from 0 on.
     """
 
-    max_staleness: int = 0
+    max_staleness: Natural = 0
     _updates: int = field(default=0, init=False, repr=False)
     _read: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # at which update
-
-    def __post_init__(self) -> None:
-        whole("max_staleness", self.max_staleness, 0, ", or null (nothing is too late)")
 
     def begin(self, n_workers: int) -> Needs:
         self._updates, self._read = 0, {}

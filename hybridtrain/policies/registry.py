@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
@@ -17,39 +17,40 @@ from hybridtrain.policies.switch import Switch
 from hybridtrain.policies.wait_for_all import WaitForAll
 from hybridtrain.policies.warm_start import WarmStart
 from hybridtrain.util.named_choice import choose
+from hybridtrain.util.option_types import Natural, NotNegative, Positive
 
 Spec = str | Mapping[str, Any] | Policy  # a name, {"name": ..., parameters}, or an object
 
 
 def backup(
-    k: int | str | None = None, c: float | None = None, at_least: int | None = None
+    k: Positive | Literal["auto"] | None = None,
+    c: NotNegative | None = None,
+    at_least: Positive | None = None,
 ) -> Policy:
     """Backup workers: the first ``k`` (null: all but one) count, or, ``auto``, who is in time."""
     if k == "auto":
         return Deadline(5.0 if c is None else c, at_least)
-    if isinstance(k, str):
-        raise UserError(f"k={k!r} was given; give a number of workers, auto, or null (all but one)")
     if c is not None or at_least is not None:
         raise UserError(f"c={c}, at_least={at_least} were given with k={k}; they need k=auto")
     return FirstK(k)
 
 
-def k_async(k: int | None = None) -> Policy:
+def k_async(k: Positive | None = None) -> Policy:
     """The first ``k`` workers count; what comes late counts with the next update."""
     return FirstK(k, late="use")
 
 
-def k_batch_sync(k: int | None = None) -> Policy:
+def k_batch_sync(k: Positive | None = None) -> Policy:
     """The first ``k`` mini-batches count, whoever made them; the late are dropped."""
     return FirstK(k, several=True)
 
 
-def k_batch_async(k: int | None = None) -> Policy:
+def k_batch_async(k: Positive | None = None) -> Policy:
     """Every ``k`` mini-batches make an update, whoever made them, and whenever."""
     return FirstK(k, late="use", several=True)
 
 
-def on_arrival(max_staleness: int | None = None, warm_start: int | None = None) -> Policy:
+def on_arrival(max_staleness: Natural | None = None, warm_start: Positive | None = None) -> Policy:
     """Each contribution counts when it comes, unless it is too late; worker 0 may begin alone."""
     made = OnArrival() if max_staleness is None else NotTooLate(max_staleness=max_staleness)
     return made if warm_start is None else WarmStart(made, warm_start)
@@ -58,11 +59,13 @@ def on_arrival(max_staleness: int | None = None, warm_start: int | None = None) 
 def switch(
     first: Spec = "hybrid",
     then: Spec = "async",
-    at_update: int | None = None,
-    patience: int | None = None,
-    min_delta: float = 0.0,
+    at_update: Positive | None = None,
+    patience: Positive | None = None,
+    min_delta: NotNegative = 0.0,
 ) -> Policy:
-    """One policy first, another one from an update, or a plateau of the loss, on."""
+    """One policy first, another one from an update, or a plateau of the loss (100 pushes), on."""
+    if at_update is None and patience is None:
+        patience = 100
     return Switch(make_policy(first), make_policy(then), at_update, patience, min_delta)
 
 

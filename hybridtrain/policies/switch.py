@@ -25,6 +25,7 @@ from hybridtrain.protocol.facts import (
     Release,
     Waiting,
 )
+from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 
 @dataclass
@@ -55,7 +56,7 @@ class Plateau:
 
 
 @dataclass
-class Switch:
+class Switch(Checked):
     """Follow ``first`` until update number ``at_update``, or a plateau of the loss, then ``then``.
 
     Args:
@@ -66,14 +67,14 @@ class Switch:
         min_delta: by how much it must be better.
 
     Raises:
-        UserError: if the parts do not fit, or neither condition, or a senseless one, was given.
+        UserError: if the parts do not fit, or not one of both conditions was given.
     """
 
     first: Policy
     then: Policy
-    at_update: int | None = None
-    patience: int | None = None
-    min_delta: float = 0.0
+    at_update: Positive | None = None
+    patience: Positive | None = None
+    min_delta: NotNegative = 0.0
     _now: Policy = field(init=False, repr=False)
     _n: int = field(default=0, init=False, repr=False)
     _rounds: bool = field(default=False, init=False, repr=False)  # each of which is an update
@@ -85,17 +86,13 @@ class Switch:
     _waiting: dict[int, Pushed] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.at_update is None) == (self.patience is None):
             raise UserError(
                 "switch needs either at_update=N (after so many updates) or patience=N (when the "
                 f"loss has stopped falling for N pushes); at_update={self.at_update} and "
                 f"patience={self.patience} were given"
             )
-        for name, value in (("at_update", self.at_update), ("patience", self.patience)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise UserError(f"switch: {name}={value!r} was given; it must be from 1 on")
-        if not self.min_delta >= 0:
-            raise UserError(f"switch: min_delta={self.min_delta!r} was given; it must be from 0 on")
         self._now = self.first
 
     def begin(self, n_workers: int) -> Needs:

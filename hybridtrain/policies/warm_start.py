@@ -22,13 +22,13 @@ from hybridtrain.protocol.facts import (
     Release,
     Waiting,
 )
-from hybridtrain.util.number_checks import whole
+from hybridtrain.util.option_types import Checked, Positive
 
 FIRST = 0  # the worker that begins
 
 
 @dataclass
-class WarmStart:
+class WarmStart(Checked):
     """As another policy, under which none waits; but worker 0 makes the first updates alone.
 
     The others wait before their first mini-batch, and are no part of the other policy until then.
@@ -38,21 +38,14 @@ class WarmStart:
     Args:
         policy: what is followed.
         updates: that worker 0 makes alone.
-
-    Raises:
-        UserError: if it is no whole number from 1 on.
     """
 
     policy: Policy
-    updates: int
+    updates: Positive
     _open: bool = field(default=False, init=False, repr=False)
     _made: int = field(default=0, init=False, repr=False)
     _free: set[int] = field(default_factory=set, init=False, repr=False)  # have begun
     _held: set[int] = field(default_factory=set, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        also = ": the updates that worker 0 makes alone; or null (all begin at once)"
-        whole("warm_start", self.updates, 1, also)
 
     def begin(self, n_workers: int) -> Needs:
         self._open, self._made, self._free, self._held = False, 0, set(), set()

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
-from hybridtrain.errors import UserError
 from hybridtrain.memory.layout import Layout
 from hybridtrain.memory.lending import GetState, Lent, SharedState, StepNumber
 from hybridtrain.memory.sparse_rows import Packed
@@ -95,22 +94,6 @@ class Visits(NamedTuple):
 
     shards: int
     mini_batches: int
-
-    @classmethod
-    def of(cls, given: Any) -> Visits | None:
-        """From ``{number: 4, visit: 20}``; raises UserError if it makes no sense."""
-        if given is None:
-            return None
-        keys = set(given) if isinstance(given, Mapping) else set()
-        if keys != {"number", "visit"} or not all(
-            type(given[key]) is int and given[key] >= 1 for key in keys
-        ):
-            raise UserError(
-                f"data_shards={given} was given; it must be {{number: S, visit: N}}: so many "
-                "shards of the data, and so many mini-batches that a worker takes from one before "
-                "it goes to the one visited least, whole numbers from 1 on; or null"
-            )
-        return cls(given["number"], given["visit"])
 
 
 class DrawnBatch(NamedTuple):

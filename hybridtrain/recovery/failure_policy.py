@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.number_checks import whole
 
 CHOICES = ("stop", "continue", "restart")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
@@ -30,30 +28,6 @@ class OnFailure:
     choice: str = "stop"
     min_workers: int = 1
     max_restarts: int | None = 3
-
-    @classmethod
-    def of(cls, choice: Any, min_workers: Any, max_restarts: Any) -> OnFailure:
-        """Checked.
-
-        Raises:
-            UserError: if a value, or their combination, makes no sense.
-        """
-        if choice not in CHOICES:
-            raise UserError(f"on_failure={choice!r} was given; it must be {', '.join(CHOICES)}")
-        whole("min_workers", min_workers, 1)
-        if max_restarts is not None:
-            whole("max_restarts", max_restarts, 0, " or null (any number)")
-        if choice == "restart" and max_restarts == 0:
-            raise UserError(
-                "on_failure=restart was given with max_restarts=0, which allows none; give at "
-                "least 1, or on_failure=stop or continue"
-            )
-        if choice == "stop" and min_workers > 1:
-            raise UserError(
-                f"min_workers={min_workers} was given with on_failure=stop, which goes on with "
-                "none less than all; leave it out, or use on_failure=continue or restart"
-            )
-        return cls(choice, min_workers, max_restarts)
 
     def check(self, n_workers: int) -> None:
         """There must be so many workers.

@@ -17,11 +17,12 @@ from hybridtrain.simulate.simulations import SimulationPlan, Train, Way
 from hybridtrain.updates.named import make_update
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.arguments import options
+from hybridtrain.util.option_types import Above0, check
 from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.measured_times import Measured, read_times
 from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.script import Script, read_script
-from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes, Times, positive
+from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes, Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 LENGTHS = ("mini_batches", "seconds")
@@ -212,7 +213,7 @@ def _slower(given: Given, workers: Sequence[int]) -> dict[int, float]:
                 f"{name}={each} was given with workers={n_workers}; give a number for each worker"
             )
     for time in times:
-        positive(name, time)
+        check(name, time, Above0)
     return dict(enumerate(times))
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.optim import AdamW, Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
-from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Natural, NotNegative, Positive, typed
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Batch = Sequence[Tensor]  # points (B, D) fp32; classes (B,) int64
@@ -86,26 +86,20 @@ class ClustersData(pl.LightningDataModule):
         UserError: if a number is below 1, or ``noise`` negative.
     """
 
+    @typed("data.")
     def __init__(
         self,
-        dimensions: int = 512,
-        classes: int = 4,
-        clusters: int = 1,
-        noise: float = 0.5,
-        points: int = 4096,
-        passes: int = 1,
-        val_points: int = 1024,
-        batch_size: int = 32,
-        seed: int = 0,
+        dimensions: Positive = 512,
+        classes: Positive = 4,
+        clusters: Positive = 1,
+        noise: NotNegative = 0.5,
+        points: Positive = 4096,
+        passes: Positive = 1,
+        val_points: Positive = 1024,
+        batch_size: Positive = 32,
+        seed: Natural = 0,
     ) -> None:
         super().__init__()
-        whole = {"dimensions": dimensions, "classes": classes, "clusters": clusters}
-        whole |= {"points": points, "passes": passes, "val_points": val_points}
-        for name, value in {**whole, "batch_size": batch_size}.items():
-            if value < 1:
-                raise UserError(f"data.{name}={value}: give at least 1")
-        if noise < 0:
-            raise UserError(f"data.noise={noise}: give a number from 0 on")
         self.batch_size = batch_size
         drawn = torch.Generator().manual_seed(seed)
         centres = F.normalize(torch.randn(classes * clusters, dimensions, generator=drawn))

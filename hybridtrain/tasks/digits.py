@@ -7,6 +7,7 @@ the others are validated and tested on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated
 
 import pytorch_lightning as pl
 import torch
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import Adam, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Natural, Positive, Range, typed
 
 N_TRAIN = 1440
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -94,11 +95,15 @@ class DigitsData(pl.LightningDataModule):
         split_seed: of the shuffle before the split.
     """
 
+    @typed("data.")
     def __init__(
-        self, batch_size: int = 30, val_size: int = 180, num_workers: int = 0, split_seed: int = 0
+        self,
+        batch_size: Positive = 30,
+        val_size: Annotated[int, Range(1, 356)] = 180,
+        num_workers: Natural = 0,
+        split_seed: Natural = 0,
     ) -> None:
         super().__init__()
-        _check_sizes(batch_size, val_size)
         self.batch_size = batch_size
         self.val_size = val_size
         self.num_workers = num_workers
@@ -139,13 +144,3 @@ class DigitsData(pl.LightningDataModule):
     def test_dataloader(self) -> DataLoader[Batch]:
         """The images seen only at the end."""
         return self._loader("test")
-
-
-def _check_sizes(batch_size: int, val_size: int) -> None:
-    if batch_size < 1:
-        raise UserError(f"data.batch_size={batch_size}: give at least 1")
-    if not 1 <= val_size <= 356:
-        raise UserError(
-            f"data.val_size={val_size}: give 1 to 356; 357 images are not trained on, and at least "
-            "one is left for the test"
-        )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Literal
 
 import pytorch_lightning as pl
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
-from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Natural, Positive, typed
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Batch = Sequence[Tensor]  # x (B, 1) fp32, y (B, 1) fp32
@@ -88,20 +89,17 @@ class ParabolaData(pl.LightningDataModule):
         seed: of the noise.
     """
 
+    @typed("data.")
     def __init__(
         self,
-        n_points: int = 50,
+        n_points: Positive = 50,
         low: float = -2.0,
         high: float = 2.0,
         noise: float = 0.05,
-        batch_size: int | str = "full",
-        seed: int = 0,
+        batch_size: Positive | Literal["full"] = "full",
+        seed: Natural = 0,
     ) -> None:
         super().__init__()
-        if n_points < 1:
-            raise UserError(f"data.n_points={n_points}: give at least 1")
-        if batch_size != "full" and not (isinstance(batch_size, int) and batch_size >= 1):
-            raise UserError(f"data.batch_size={batch_size}: give a number of at least 1, or full")
         self.batch_size = batch_size
         generator = torch.Generator().manual_seed(seed)
         self.x = torch.linspace(low, high, n_points).unsqueeze(1)  # (N, 1)
@@ -110,7 +108,7 @@ class ParabolaData(pl.LightningDataModule):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         """The points, in another order each epoch."""
-        size = self.batch_size
+        size: int | str = self.batch_size
         if isinstance(size, str):
             workers = self.trainer.world_size if self.trainer is not None else 1
             size = math.ceil(len(self.x) / workers)

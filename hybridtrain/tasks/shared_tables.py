@@ -6,7 +6,7 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 from pytorch_lightning.utilities import rank_zero_info
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.compiled import INSTALL, is_installed
+from hybridtrain.util.option_types import typed
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -49,7 +50,7 @@ def check_size(n_bytes: int, workers: int, what: str, advice: str = _SMALLER) ->
         )
 
 
-def are_compiled(compiled: bool | str, trainer: pl.Trainer) -> bool:
+def are_compiled(compiled: bool | Literal["auto"], trainer: pl.Trainer) -> bool:
     """Whether steps are, which the user has forced, forbidden or left open (``"auto"``).
 
     Raises:
@@ -97,10 +98,9 @@ class CompiledSteps(pl.LightningModule, ABC):
 
     reads = ""  # the kind of data that it is made for
 
-    def __init__(self, compiled: bool | str, make_optimizer: MakeOptimizer) -> None:
+    @typed("model.")
+    def __init__(self, compiled: bool | Literal["auto"], make_optimizer: MakeOptimizer) -> None:
         super().__init__()
-        if compiled not in (True, False, "auto"):
-            raise UserError(f"model.compiled={compiled} was given; it must be auto, true or false")
         self.compiled, self.make_optimizer = compiled, make_optimizer
         self.steps_compiled = False
 

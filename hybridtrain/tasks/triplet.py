@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import MakeOptimizer, machine_bytes
+from hybridtrain.util.option_types import Natural, Positive, typed
 
 Batch = Sequence[Tensor]
 Triplets = tuple[Tensor, Tensor, Tensor]  # words (T,) each: anchors, positives, negatives
@@ -40,16 +41,15 @@ class TripletModule(pl.LightningModule):
         optimizer: given the parameters, returns their optimizer; it must take sparse gradients.
     """
 
+    @typed("model.")
     def __init__(
         self,
-        vocabulary: int = 20_000,
-        dim: int = 32,
+        vocabulary: Positive = 20_000,
+        dim: Positive = 32,
         margin: float = 0.5,
         optimizer: MakeOptimizer = SGD,
     ) -> None:
         super().__init__()
-        if vocabulary < 1 or dim < 1:
-            raise UserError(f"model.vocabulary={vocabulary}, model.dim={dim}: give at least 1 each")
         check_size(vocabulary, dim)
         self.table = nn.Embedding(vocabulary, dim, sparse=True)
         nn.init.normal_(self.table.weight, std=dim**-0.5)  # of length 1, or so
@@ -155,24 +155,21 @@ class TripletData(pl.LightningDataModule):
         seed: of everything that is made.
     """
 
+    @typed("data.")
     def __init__(
         self,
-        vocabulary: int = 20_000,
-        classes: int = 50,
-        samples: int = 100_000,
+        vocabulary: Positive = 20_000,
+        classes: Positive = 50,
+        samples: Positive = 100_000,
         exponent: float = 1.0,
-        batch_size: int = 250,
-        seed: int = 0,
+        batch_size: Positive = 250,
+        seed: Natural = 0,
     ) -> None:
         super().__init__()
         if classes < 2 or vocabulary < 2 * classes:
             raise UserError(
                 f"data.classes={classes} with data.vocabulary={vocabulary}: give at least 2 "
                 "classes, and at least 2 words for each"
-            )
-        if min(samples, batch_size) < 1:
-            raise UserError(
-                f"data.samples={samples}, data.batch_size={batch_size}: give at least 1 each"
             )
         self.vocabulary, self.batch_size = vocabulary, batch_size
         generator = torch.Generator().manual_seed(seed)

@@ -13,14 +13,14 @@ whenever all workers take the same steps.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.named_choice import hint
-from hybridtrain.util.number_checks import is_number
+from hybridtrain.util.option_types import Natural, Positive, Range, check_fields
 
 PHASES = ("compute", "push", "update", "pull", "validation", "checkpoint", "teardown")
 _IN_WORKERS = tuple(phase for phase in PHASES if phase != "update")
@@ -59,15 +59,16 @@ class Fault:
     """
 
     kind: str
-    worker: int | None = None
-    step: int | None = None
+    worker: Natural | None = None
+    step: Natural | None = None
     phase: str = "compute"
-    rate: float | None = None
-    seed: int = 0
-    factor: float | None = None
-    steps: int | None = None
+    rate: Annotated[float, Range(0, 1, "(")] | None = None
+    seed: Natural = 0
+    factor: Annotated[float, Range(-sys.float_info.max)] | None = None
+    steps: Positive | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self, "faults: ")
         _check_words(self)
         _check_when(self)
         _check_strength(self)
@@ -105,32 +106,20 @@ def _check_words(fault: Fault) -> None:
 
 
 def _check_when(fault: Fault) -> None:
-    for name in ("worker", "step", "seed"):
-        value = getattr(fault, name)
-        if value is not None and (type(value) is not int or value < 0):
-            raise _refuse(fault, "", f"{name} must be a whole number from 0 on")
     if (fault.step is None) == (fault.rate is None):
         what = " without a step or a rate" if fault.step is None else " with a step and a rate"
         raise _refuse(fault, what, "say when: step: 20, or rate: 0.01 (at random, each time)")
     if fault.rate is None and fault.worker is None:
         raise _refuse(fault, " without a worker", "say whose: worker: 1")
-    if fault.rate is not None and not (_is_number(fault.rate) and 0 < fault.rate <= 1):
-        raise _refuse(fault, "", "rate must be above 0 and at most 1")
 
 
 def _check_strength(fault: Fault) -> None:
     if fault.factor is not None and fault.kind not in FACTORS:
         raise _refuse(fault, "", f"only {' and '.join(FACTORS)} take a factor")
-    if not _is_number(fault.strength) or (fault.kind == "slow" and fault.strength <= 1):
-        raise _refuse(fault, "", "factor must be a number, for slow above 1")
-    if fault.steps is not None and (
-        fault.kind != "slow" or type(fault.steps) is not int or fault.steps < 1
-    ):
-        raise _refuse(fault, "", "steps must be a whole number from 1 on, and only slow takes it")
-
-
-def _is_number(value: object) -> bool:
-    return is_number(value) and math.isfinite(value)
+    if fault.kind == "slow" and fault.strength <= 1:
+        raise _refuse(fault, "", "factor must be above 1 for slow")
+    if fault.steps is not None and fault.kind != "slow":
+        raise _refuse(fault, "", "only slow takes steps")
 
 
 def read_faults(given: Any) -> tuple[Fault, ...]:

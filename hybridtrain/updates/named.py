@@ -14,7 +14,7 @@ from hybridtrain.exchanges import Exchange
 from hybridtrain.updates.delay_tolerant.optimizers import AdaDelay, AdaptiveRevision, AsyncAdaDA
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.outer import DelayedNesterov, Sum
-from hybridtrain.util.named_choice import hint
+from hybridtrain.util.named_choice import checked_choice, hint
 
 UpdateSpec = str | Mapping[str, Any] | None  # a name, or {"name": ..., arguments}
 
@@ -148,11 +148,5 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
             f"optimizer), {', '.join([*_SUBTRACT, *OURS])}, and of torch.optim "
             f"{', '.join(sorted(KNOWN.keys() - OURS))}"
         )
-    takes = set(inspect.signature(KNOWN[name]).parameters) - {"params"} if name in KNOWN else set()
-    for option in options:
-        if option not in takes:
-            raise UserError(
-                f"update.{option} was given{hint(option, takes)}; {name} takes "
-                f"{', '.join(sorted(takes)) or 'no arguments'}"
-            )
+    checked_choice("update", {"name": name, **options}, {name: KNOWN.get(name, lambda: None)})
     return NamedUpdate(name, options)

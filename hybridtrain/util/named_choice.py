@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any, TypeVar
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import check_arguments, shown
 
 T = TypeVar("T")
 
@@ -25,24 +26,27 @@ def choose(what: str, given: Any, known: Mapping[str, Callable[..., T]], kind: t
     Raises:
         UserError: if there is no such name or parameter.
     """
-    if isinstance(given, str):
-        return _make(what, given, {}, known)
-    if isinstance(given, Mapping):
-        options = {str(key): value for key, value in given.items()}
-        name = options.pop("name", None)
-        if not isinstance(name, str):
-            raise UserError(f"{what}={dict(given)} was given without a name; {_known(known)}")
-        return _make(what, name, options, known)
-    if isinstance(given, kind):
+    if not isinstance(given, str | Mapping) and isinstance(given, kind):
         return given
-    raise UserError(f"{what}={given!r} was given; {_known(known)}, or a {kind.__name__} object")
+    name, options = checked_choice(what, given, known)
+    return known[name](**options)
 
 
-def _make(
-    what: str, name: str, options: dict[str, Any], known: Mapping[str, Callable[..., T]]
-) -> T:
+def checked_choice(
+    what: str, given: Any, known: Mapping[str, Callable[..., Any]], plain: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """A name and its parameters, of those that are known and of the types that they declare.
+
+    Raises:
+        UserError: if there is no such name or parameter, or its value is not allowed.
+    """
+    name = name_of(given)
+    if name is None:
+        lacks = " without a name" * isinstance(given, Mapping)
+        raise UserError(f"{what}={shown(given, plain)} was given{lacks}; {_known(known)}")
     if name not in known:
         raise UserError(f"{what}={name!r} was given{hint(name, known)}; {_known(known)}")
+    options = {str(k): v for k, v in given.items() if k != "name"} if given != name else {}
     takes = list(inspect.signature(known[name]).parameters)
     for option in options:
         if option not in takes:
@@ -52,7 +56,14 @@ def _make(
                 f"{', '.join(takes) or 'no parameters'}"
                 + (f", {option} is one of {', '.join(others)}" if others else "")
             )
-    return known[name](**options)
+    check_arguments(known[name], options, f"{what}.", plain)
+    return name, options
+
+
+def name_of(given: Any) -> str | None:
+    """The name that is given alone, or in a mapping with parameters."""
+    name = given.get("name") if isinstance(given, Mapping) else given
+    return name if isinstance(name, str) else None
 
 
 def hint(word: str, words: Iterable[str]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,12 +26,15 @@ from hybridtrain.cli.hydra_config import (
     groups,
 )
 from hybridtrain.cli.validation.config_checks import check_config
+from hybridtrain.cli.validation.run_options import RunOptions, TaskOptions, TrainerOptions
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.exchanges import exchange_of, make_exchange
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.registration import DESCRIPTIONS
 from hybridtrain.schemes import SCHEMES
 from hybridtrain.updates.named import update_of
+from hybridtrain.util.option_types import check, hints
+from tests.cli import option_tables
 
 CHOICES = [(group, name) for group, names in groups().items() for name in names if name != "own"]
 FILES = sorted(x for x in conf_dir().rglob("*.yaml"))
@@ -59,6 +64,30 @@ def test_every_file_says_what_it_is_for(path: Path) -> None:
     assert len(lines[0]) > 15
 
 
+def test_the_tables_of_options_are_those_of_the_description() -> None:
+    page = option_tables.PAGE.read_text()
+    assert option_tables.renewed(page) == page, "run python -m tests.cli.option_tables"
+
+
+@pytest.mark.parametrize(
+    ("described", "group"), [(RunOptions, ""), (TaskOptions, "task"), (TrainerOptions, "trainer")]
+)
+def test_every_key_is_described_and_every_default_is_allowed(described: type, group: str) -> None:
+    cfg = compose_config(["++run_dir=somewhere"])
+    node: Any = OmegaConf.to_container(cfg[group] if group else cfg, resolve=True)
+    assert set(hints(described)) == set(node) - {"_target_"}
+    for name, kind in hints(described).items():
+        check(name, node[name], kind, plain=True)
+
+
+def test_types_of_our_own_targets_can_be_read() -> None:
+    """What a class declares is held only where its names can be looked up."""
+    files = [path for path in FILES if path.parent.name in ("model", "data", "callbacks")]
+    names = re.findall(r"_target_: (hybridtrain[.\w]+)", "".join(map(Path.read_text, files)))
+    assert len(names) > 15
+    assert [name for name in names if not hints(pkgutil.resolve_name(name))] == []
+
+
 def test_the_trainers_keys_are_lightnings_with_lightnings_defaults() -> None:
     ours = dict(compose_config(["++run_dir=somewhere"]).trainer)
     lightning = inspect.signature(pl.Trainer).parameters
@@ -80,8 +109,9 @@ def test_every_policy_has_a_row_and_every_row_a_policy() -> None:
         assert set(options) == set(inspect.signature(POLICIES[name]).parameters)
 
 
-def test_every_policy_that_needs_no_parameters_is_a_name_for_lightnings_trainer() -> None:
-    assert set(DESCRIPTIONS) == (set(POLICIES) - {"switch"}) | set(SCHEMES)
+def test_every_row_is_a_name_for_lightnings_trainer() -> None:
+    assert {*DESCRIPTIONS, "ddp"} == set(groups()["strategy"])
+    assert pl.Trainer(strategy="ddp", accelerator="cpu", devices=2, logger=False).world_size == 2
     for name in DESCRIPTIONS:
         parts = SCHEMES.get(name, {"policy": name})
         trainer = pl.Trainer(strategy=name, accelerator="cpu", devices=2, logger=False)

@@ -277,8 +277,8 @@ def test_numbers_whose_sum_is_too_large_are_finite_all_the_same() -> None:
 @pytest.mark.parametrize(
     ("given", "fragments"),
     [
-        ("topq", ["exchange.compress='topq'", "did you mean topk?", "int4, int8, topk"]),
-        (3, ["exchange.compress=3", "known are int4, int8, topk"]),
+        ("topq", ["exchange.compress='topq'", "did you mean topk?", "int8, int4, topk"]),
+        (3, ["exchange.compress=3", "int8, int4, topk"]),
         ({"density": 0.1}, ["without a name", "int4, int8, topk"]),
         ({"name": "topk", "densty": 0.1}, ["compress.densty", "did you mean density?"]),
         ({"name": "int8", "bits": 3}, ["compress.bits", "int8 takes chunk", "one of topk"]),
@@ -287,8 +287,8 @@ def test_numbers_whose_sum_is_too_large_are_finite_all_the_same() -> None:
         ({"name": "topk", "density": 1.5}, ["compress.density=1.5", "above 0 and up to 1"]),
         ({"name": "topk", "density": "few"}, ["compress.density='few'", "above 0 and up to 1"]),
         ({"name": "topk", "density": math.nan}, ["compress.density=nan", "above 0 and up to 1"]),
-        ({"name": "topk", "bits": 3}, ["compress.bits=3", "2, 4, 8, or 32"]),
-        ({"name": "topk", "bits": True}, ["compress.bits=True", "2, 4, 8, or 32"]),
+        ({"name": "topk", "bits": 3}, ["compress.bits=3", "2, 4, 8, 32 or null"]),
+        ({"name": "topk", "bits": True}, ["compress.bits=True", "2, 4, 8, 32 or null"]),
         ({"name": "topk", "error_decay": 1.1}, ["compress.error_decay=1.1", "from 0 to 1"]),
         ({"name": "topk", "error_decay": None}, ["compress.error_decay=None", "from 0 to 1"]),
         ({"name": "int4", "error_decay": -1}, ["compress.error_decay=-1", "or null"]),

@@ -75,9 +75,9 @@ def test_each_worker_has_its_own_number_of_steps() -> None:
     [
         (True, ["exchange.every=True", "from 1 on"]),
         ([], ["exchange.every=[]", "from 1 on"]),
-        ([4, 0], ["exchange.every=0", "from 1 on"]),
+        ([4, 0], ["exchange.every=[4, 0]", "from 1 on"]),
         ("8", ["exchange.every='8'", "from 1 on"]),
-        ({"than": 4}, ["exchange.every={'than': 4}", "{then: 16, at: 1000}"]),
+        ({"than": 4}, ["exchange.every={'than': 4}", "{then: a whole number"]),
         ({"then": 4, "att": 1}, ["did you mean at?"]),
         ({"then": 4}, ["exchange.every.at=None", "first_decay"]),
         ({"then": 4, "at": 0}, ["exchange.every.at=0", "from 1 on"]),

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.hang_detector import HangDetector, HangTimeout, Sign, Silent
 from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
@@ -210,8 +211,8 @@ def nonsense(request: pytest.FixtureRequest) -> Iterator[object]:
 
 
 def test_what_is_no_time_is_refused(nonsense: object) -> None:
-    with pytest.raises(UserError, match=r"hang_timeout_s=.* was given; it must be auto"):
-        HangTimeout.of(nonsense)
+    with pytest.raises(UserError, match=r"hang_timeout_s=.* was given; .* above 0, auto, or null"):
+        HybridStrategy(hang_timeout_s=nonsense)
 
 
 def test_null_waits_for_ever_and_auto_learns() -> None:

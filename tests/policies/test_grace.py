@@ -82,7 +82,7 @@ def test_without_a_window_it_is_async() -> None:
 
 @pytest.mark.parametrize("window", [-1, "soon", None, float("nan")])
 def test_a_window_that_is_none_is_refused(window: Any) -> None:
-    with pytest.raises(UserError, match=r"window_s=.* seconds from 0 on, or inf"):
+    with pytest.raises(UserError, match=r"window_s=.* a number from 0 on, or inf"):
         Grace(window)
 
 

@@ -234,11 +234,3 @@ def test_whose_shares_are_fixed_cannot_draw_from_shards() -> None:
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
             conditions=Conditions(visits=Visits(2, 2)),
         )
-
-
-@pytest.mark.parametrize(
-    "given", [4, {"number": 4}, {"number": 0, "visit": 2}, {"number": 2, "visit": 1.5}]
-)
-def test_shards_that_make_no_sense_are_refused(given: Any) -> None:
-    with pytest.raises(UserError, match=r"data_shards=.* so many shards"):
-        Visits.of(given)

@@ -89,7 +89,7 @@ def test_ten_thousand_workers_are_no_trouble() -> None:
         (["workers=2,x"], "workers=x was given"),
         (["worker=3"], "(did you mean workers=...?)"),
         (["compute=gamma"], "compute='gamma' was given; known are constant"),
-        (["compute.mean_s=-1"], "compute.mean_s=-1.0 was given; it must be a positive number"),
+        (["compute.mean_s=-1"], "compute.mean_s=-1.0 was given; it must be a number above 0"),
         (["compute.mean_s=fast"], "compute.mean_s=fast was given; it must be a number"),
         (["compute.sigma=1"], "compute=exponential has no such parameter"),
         (["strategy=hybrid:k"], "options follow the name as :option=value, like backup:k=3"),

@@ -33,7 +33,10 @@ def test_it_is_learned() -> None:
 
 @pytest.mark.parametrize(
     ("given", "said"),
-    [({"passes": 0}, "data.passes=0: give at least 1"), ({"noise": -1.0}, "data.noise=-1.0: give")],
+    [
+        ({"passes": 0}, "data.passes=0 .* from 1 on"),
+        ({"noise": -1.0}, "data.noise=-1.0 .* from 0 on"),
+    ],
 )
 def test_numbers_that_make_no_sense_are_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):

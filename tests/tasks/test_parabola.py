@@ -99,5 +99,5 @@ def test_the_noise_has_the_stated_size_and_follows_its_seed() -> None:
     ("option", "value"), [("n_points", 0), ("batch_size", 0), ("batch_size", "half")]
 )
 def test_sizes_that_make_no_sense_are_refused(option: str, value: Any) -> None:
-    with pytest.raises(UserError, match=f"data.{option}={value}"):
+    with pytest.raises(UserError, match=f"data.{option}={value!r}"):
         ParabolaData(**{option: value})

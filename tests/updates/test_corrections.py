@@ -505,7 +505,7 @@ def test_a_workers_own_write_is_no_gap() -> None:
         ({"name": "polynomial", "exponent": math.inf}, "exponent=inf was given"),
         ({"name": "dc_asgd", "strength": -0.1}, "strength=-0.1 was given"),
         ({"name": "dc_asgd", "strength": True}, "strength=True was given"),
-        ({"name": "dc_asgd_adaptive", "decay": 1}, "decay=1 was given; .* not including, 1"),
+        ({"name": "dc_asgd_adaptive", "decay": 1}, "decay=1 was given; .* from 0 to below 1"),
         ({"name": "gap_aware", "decay": -0.1}, "decay=-0.1 was given"),
         ({"name": "gap_aware", "epsilon": 0}, "epsilon=0 was given; it must be a number above 0"),
         (7, "correction=7 was given; known are"),

@@ -156,11 +156,11 @@ def test_a_dense_gradient_touches_every_row_and_a_saved_state_goes_on(name: str)
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (partial(SparseMomentum, lr=-1.0), "lr=-1.0: give"),
-        (partial(SparseMomentum, momentum=1.0), "momentum=1.0: give a number from 0"),
-        (partial(SparseMomentum, idle="never"), "idle='never': give lazy or deferred"),
-        (partial(RowAdam, betas=(0.9, 2.0)), "betas=2.0: give"),
-        (partial(RowAdam, eps=-1.0), "eps=-1.0: give"),
+        (partial(SparseMomentum, lr=-1.0), "lr=-1.0 was given"),
+        (partial(SparseMomentum, momentum=1.0), "momentum=1.0 was given; .* from 0"),
+        (partial(SparseMomentum, idle="never"), "idle='never' was given; .* lazy or deferred"),
+        (partial(RowAdam, betas=(0.9, 2.0)), "betas=.*2.0\\) was given"),
+        (partial(RowAdam, eps=-1.0), "eps=-1.0 was given"),
     ],
 )
 def test_options_out_of_range_are_refused(make: Any, text: str) -> None:

@@ -260,7 +260,7 @@ def clipped() -> Samples:
         (lambda: sharded(2, "backup"), "2 shards were given with a policy that drops what is late"),
         (lambda: sharded(2, task=clipped()), "2 shards were given with clipping by norm"),
         (lambda: sharded(()), r"shards=\(\) was given"),
-        (lambda: sharded((0.0, -1.0)), "it must be one number from 0 on for each shard"),
+        (lambda: sharded((0.0, -1.0)), "a list of which each is a number from 0 on"),
     ],
 )
 def test_what_shards_cannot_do_is_refused(make: Any, text: str) -> None:

@@ -107,8 +107,8 @@ def test_a_run_goes_on_where_it_stopped() -> None:
     ("arguments", "text"),
     [
         ({"kind": "normal"}, "compute='normal' was given; known are constant"),
-        ({"mean_s": -1.0}, "compute.mean_s=-1.0 was given; it must be a positive number"),
-        ({"mean_s": math.inf}, "must be a positive number"),
+        ({"mean_s": -1.0}, "compute.mean_s=-1.0 was given; it must be a number above 0"),
+        ({"mean_s": math.inf}, "must be a number above 0"),
         ({"slower": {2: 0.0}}, r"slower\.2=0.0"),
         ({"kind": "pareto", "shape": 1.0}, "there is no mean"),
         ({"kind": "lognormal", "shape": -1.0}, "must not be negative"),

@@ -18,6 +18,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus, configure_log, filter_overrides, setup_globals
@@ -28,10 +29,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
-from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration
-
-START_METHODS = ("auto", "fork", "popen")
+from hybridtrain.util.option_types import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,8 @@ class ProcessLauncher(Launcher):
         start_method: ``auto``, ``fork`` or ``popen``.
     """
 
-    def __init__(self, start_method: str = "auto") -> None:
+    @typed("hydra.launcher.")
+    def __init__(self, start_method: Literal["auto", "fork", "popen"] = "auto") -> None:
         self.start_method = start_method
 
     def setup(
@@ -89,11 +89,6 @@ class ProcessLauncher(Launcher):
         return config
 
     def _check(self, job_process: Sequence[DictConfig]) -> None:
-        if self.start_method not in START_METHODS:
-            raise UserError(
-                f"hydra.launcher.start_method={self.start_method}: choose one of "
-                f"{', '.join(START_METHODS)}"
-            )
         for job in job_process:
             cfg = _without_hydra(job)
             check_config(cfg, list(job.hydra.overrides.task))

@@ -1,47 +1,43 @@
-"""What the values of a configuration have to be like. Raises UserError with one line.
+"""Types, ranges and contradictions of a whole configuration. Raises UserError with one line.
 
-Cheap questions, asked before any process starts and without importing torch: do the values typed
-have the type of those they replace, and are the trainer's numbers in range.
+Asked before any process starts and without importing torch. What keys may be is described in
+:mod:`hybridtrain.cli.validation.run_options`, :mod:`hybridtrain.options.strategy_arguments` and
+by the parameters of policies and exchanges. Keys of classes are held to the type of their default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from hybridtrain.cli import hydra_config
-from hybridtrain.cli.explain import base_config
+from hybridtrain.cli.explain import STRATEGY, base_config, closest
+from hybridtrain.cli.validation.run_options import Group, RunOptions, TaskOptions, TrainerOptions
 from hybridtrain.errors import UserError
-from hybridtrain.policies import make_policy
+from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
+from hybridtrain.options.strategy_arguments import checked
+from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.testing.faults import check_workers, read_faults
-from hybridtrain.util.number_checks import is_number
+from hybridtrain.util.named_choice import checked_choice
+from hybridtrain.util.option_types import allows, check, hints, refusal, shown
 
-ACCELERATORS = ("auto", "cpu", "gpu", "cuda")
-PRECISIONS = (
-    *("32", "32-true", "64", "64-true", "16", "16-mixed", "16-true", "bf16", "bf16-mixed"),
-    *("bf16-true", "transformer-engine", "transformer-engine-float16"),
-)
-# Numbers that may also be words, or the reverse; everything else keeps the type of its default.
-FREE = {"trainer.devices", "trainer.overfit_batches", "trainer.fast_dev_run", "seed", "run_dir"}
-FREE |= {"strategy.exchange.every"}  # a number, one for each worker, or what changes them
-
-# Besides these at the top, only keys within a group have a type to keep.
-TOP = ("seed", "test", "test_only", "profile", "ckpt")
+OPEN = ("model", "data", "optimizer", "callbacks", "logger")  # groups whose keys are of classes
 
 
 def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """Everything that can be told without this machine's hardware and without importing torch."""
-    check_complete(cfg)
+    if "model" in cfg and OmegaConf.is_dict(cfg.model):
+        check_complete(cfg)
+    given = _plain(cfg)
+    _check_keys(given, RunOptions, "")
+    _check_keys(given["task"], TaskOptions, "task.")
+    _check_keys(given["trainer"], TrainerOptions, "trainer.")
     check_types(cfg, overrides)
-    check_trainer(cfg.trainer)
-    check_policy(cfg)
-    check_faults(cfg)
-    if cfg.seed is not None and (not isinstance(cfg.seed, int) or cfg.seed < 0):
-        raise UserError(f"seed={cfg.seed}: give a whole number of at least 0, or null")
-    if cfg.test_only and cfg.ckpt is None:
-        raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
+    if given["strategy"].get("_target_") == STRATEGY:
+        _check_strategy({k: v for k, v in given["strategy"].items() if k != "_target_"})
+    _check_together(given)
 
 
 def check_complete(cfg: DictConfig) -> None:
@@ -54,55 +50,86 @@ def check_complete(cfg: DictConfig) -> None:
         )
 
 
-def check_policy(cfg: DictConfig) -> None:
-    """The strategy's policy exists, and makes sense for so many workers, where that is known."""
-    given: Any = cfg.strategy.get("policy")
-    if given is None:
-        return
-    policy = make_policy(_plain(given))
-    if (n_workers := _workers(cfg)) is not None:
-        policy.begin(n_workers)
+def _plain(node: Any) -> Any:
+    """As plain values, without what only the running job knows."""
+    if OmegaConf.is_list(node):
+        return OmegaConf.to_container(node, resolve=True)
+    if not OmegaConf.is_dict(node):
+        return node
+    found = {}
+    for name in node:
+        if not OmegaConf.is_missing(node, name) and not _of_job(node, name):
+            found[str(name)] = _plain(node[name])
+    return found
 
 
-def check_faults(cfg: DictConfig) -> None:
-    """What is to go wrong on purpose can, under this strategy and with so many workers."""
-    if not cfg.faults:
-        return
-    if "faults" not in cfg.strategy:
+def _of_job(node: DictConfig, name: Any) -> bool:
+    """Whether the value is one of ``${run_dir}``, which is known when Hydra has begun the job."""
+    raw = node._get_node(name)
+    text = str(raw._value()) if raw is not None and OmegaConf.is_interpolation(node, name) else ""
+    return "run_dir" in text or "hydra:" in text
+
+
+def _check_keys(given: Mapping[str, Any], described: type, prefix: str) -> None:
+    """Each key is there, known where the group is closed, and has a value of its type."""
+    kinds = hints(described)
+    for name, kind in kinds.items():
+        if name in given:
+            check(prefix + name, given[name], kind, plain=True)
+        elif name not in ("run_dir", "default_root_dir"):
+            raise UserError(f"{prefix}{name} is not there, and every run has it; do not remove it")
+    for name in given:
+        if prefix and name not in kinds and not name.startswith("_"):
+            raise UserError(f"{prefix}{name}: there is no such option{closest(name, kinds)}")
+
+
+def _check_strategy(given: Mapping[str, Any]) -> None:
+    made = checked(given, "strategy.", plain=True)
+    checked_choice("strategy.policy", made.policy, POLICIES, plain=True)
+    make_policy(made.policy)
+    if made.exchange is not None:
+        checked_choice("strategy.exchange", made.exchange, EXCHANGE_OPTIONS, plain=True)
+
+
+def _check_together(given: Mapping[str, Any]) -> None:
+    """What does not go with each other."""
+    trainer, strategy, devices = given["trainer"], given["strategy"], given["trainer"]["devices"]
+    if given["test_only"] and given["ckpt"] is None:
+        raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
+    if given["profile"] and trainer["profiler"] is not None:
         raise UserError(
-            f"faults={_plain(cfg.faults)} was given, but strategy {cfg.strategy.get('_target_')} "
-            "cannot be disturbed on purpose; use one whose parameters live in host memory "
+            f"profile=true was given together with trainer.profiler={trainer['profiler']}; a "
+            "trainer has one profiler: leave one of them out"
+        )
+    if isinstance(devices, list) and (not devices or len(set(devices)) < len(devices)):
+        raise UserError(f"trainer.devices={devices}: name GPUs, and each of them once, as in [0,2]")
+    faults = read_faults(given["faults"])
+    if faults and "faults" not in strategy:
+        raise UserError(
+            f"faults={given['faults']} was given, but strategy {strategy.get('_target_')} cannot "
+            "be disturbed on purpose; use one whose parameters live in host memory "
             "(strategy=hybrid, async, backup ...)"
         )
-    faults = read_faults(_plain(cfg.strategy.faults))
-    if (n_workers := _workers(cfg)) is not None:
-        check_workers(faults, n_workers)
+    if devices == "auto" or strategy.get("_target_") != STRATEGY:
+        return
+    n_devices = len(devices) if isinstance(devices, list) else devices
+    n_workers = n_devices * strategy["workers_per_device"]
+    make_policy(strategy["policy"]).begin(n_workers)
+    check_workers(read_faults(strategy["faults"]), n_workers)
 
 
-def _plain(given: Any) -> Any:
-    return OmegaConf.to_container(given) if OmegaConf.is_config(given) else given
-
-
-def _workers(cfg: DictConfig) -> int | None:
-    """How many, where that can be told without looking at the machine."""
-    devices = cfg.trainer.devices
-    n_devices = len(devices) if isinstance(devices, ListConfig) else devices
-    if not isinstance(n_devices, int):
-        return None
-    return n_devices * int(cfg.strategy.get("workers_per_device") or 1)
+# ---- keys of classes ----------------------------------------------------------------------------
 
 
 def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
     """A value typed on the command line has the type of the one it replaces."""
     parsed = hydra_config.parse(overrides)
     keys = [x.key_or_group for x in parsed if not x.is_delete() and "." in x.key_or_group]
-    keys += [x for x in TOP if _typed(parsed, x)]
-    keys = [x for x in keys if not x.startswith(("hydra.", "hydra/")) and "/" not in x]
-    if not keys:
-        return
-    base = base_config(parsed)
+    keys = [x for x in keys if x.partition(".")[0] in OPEN and not x.endswith("._target_")]
     for key in keys:
-        _check_type(key, _value(base, key), _value(cfg, key))
+        old, new = _value(base_config(parsed), key), _value(cfg, key)
+        if old is not None and new is not None:
+            _check_type(key, old, new)
 
 
 def _value(cfg: DictConfig, key: str) -> Any:
@@ -110,76 +137,12 @@ def _value(cfg: DictConfig, key: str) -> Any:
     return OmegaConf.select(cfg, key, throw_on_missing=False, throw_on_resolution_failure=False)
 
 
-def _typed(parsed: Sequence[Any], key: str) -> bool:
-    return any(x.key_or_group == key for x in parsed)
-
-
 def _check_type(key: str, old: Any, new: Any) -> None:
-    number = is_number(new)
-    if key in FREE or key.endswith("._target_") or old is None or new is None:
-        return
-    match old:
-        case bool() if not isinstance(new, bool):
-            raise UserError(f"{key}={new}: give true or false")
-        case bool():
-            return
-        case int() if not number or (isinstance(new, float) and not new.is_integer()):
-            raise UserError(f"{key}={new}: give a whole number, such as {old}")
-        case float() if not number:
-            raise UserError(f"{key}={new}: give a number, such as {old}")
-        case ListConfig() if not isinstance(new, ListConfig):
-            raise UserError(f"{key}={new}: give a list, such as {OmegaConf.to_container(old)}")
-        case DictConfig() if not isinstance(new, DictConfig):
-            raise UserError(f"{key}={new}: this is a group of keys, {', '.join(map(str, old))}")
-
-
-def check_trainer(trainer: DictConfig) -> None:
-    """The trainer's choices and numbers are ones Lightning knows."""
-    _check_devices(trainer.devices)
-    if trainer.accelerator not in ACCELERATORS:
-        raise UserError(
-            f"trainer.accelerator={trainer.accelerator}: choose one of {', '.join(ACCELERATORS)}"
-        )
-    if trainer.precision is not None and str(trainer.precision) not in PRECISIONS:
-        raise UserError(
-            f"trainer.precision={trainer.precision}: choose one of {', '.join(PRECISIONS)}"
-        )
-    for key, least in _LEAST.items():
-        value = trainer.get(key)
-        if value is not None and not (is_number(value) and value >= least):
-            raise UserError(f"trainer.{key}={value}: give a number of at least {least}, or null")
-
-
-_LEAST = {
-    "max_epochs": -1,
-    "min_epochs": 0,
-    "max_steps": -1,
-    "min_steps": 0,
-    "num_nodes": 1,
-    "accumulate_grad_batches": 1,
-    "gradient_clip_val": 0,
-    "log_every_n_steps": 0,
-    "limit_train_batches": 0,
-    "limit_val_batches": 0,
-    "limit_test_batches": 0,
-    "check_val_every_n_epoch": 1,
-    "reload_dataloaders_every_n_epochs": 0,
-}
-
-
-def _check_devices(devices: Any) -> None:
-    how = "give a number of at least 1, a list of GPU numbers such as [0,2], or auto"
-    if any(name in str(devices) for name in ("MIG-", "GPU-")):
-        how += "; CUDA_VISIBLE_DEVICES names GPUs and parts of them, numbered from 0 here"
-    match devices:
-        case "auto":
-            return
-        case bool():
-            raise UserError(f"trainer.devices={str(devices).lower()}: {how}")
-        case int() if devices >= 1:
-            return
-        case ListConfig() if len(devices) > 0 and len(set(devices)) == len(devices):
-            if all(isinstance(x, int) and not isinstance(x, bool) and x >= 0 for x in devices):
-                return
-    more = " (all GPUs is auto)" if devices == -1 else ""
-    raise UserError(f"trainer.devices={devices}: {how}{more}")
+    kinds = {bool: bool, int: int, float: float | Sequence[float], DictConfig: Group}
+    kind: Any = {**kinds, ListConfig: list}.get(type(old), Any)
+    plain = OmegaConf.to_container(new, resolve=True) if OmegaConf.is_config(new) else new
+    if kind is int and isinstance(plain, float) and plain.is_integer():
+        return  # 1e3
+    if not allows(plain, kind, plain=True):
+        such = OmegaConf.to_container(old) if OmegaConf.is_config(old) else old
+        raise UserError(f"{refusal(key, plain, kind)}, such as {shown(such)}")

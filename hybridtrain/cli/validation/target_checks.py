@@ -1,7 +1,8 @@
-"""The classes a configuration names, before any of them is made.
+"""The classes a configuration names: checked before any of them is made, then made.
 
 Every ``_target_`` has to exist and to take the arguments it is given; a missing or misspelt one is
-one line here, and a traceback through Hydra later.
+one line here, and a traceback through Hydra later. Those of libraries are held to the types that
+they declare; a user's class is left to judge its own.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import pkgutil
+import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from hybridtrain.cli.explain import closest, one_line
 from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import check_arguments, shown
 
 
 def check_targets(cfg: DictConfig) -> None:
@@ -38,6 +44,9 @@ def _check_target(key: str, node: DictConfig) -> None:
     name = str(node["_target_"])
     target = _load(key, name)
     given = [str(x) for x in node if not str(x).startswith("_")]
+    if _is_library(name):
+        values = {name: value for name, value in _values(node) if name in given}
+        check_arguments(target, values, f"{key}.", plain=True)
     parameters = _parameters(target)
     if parameters is None:
         return
@@ -52,11 +61,21 @@ def _check_target(key: str, node: DictConfig) -> None:
         raise UserError(f"{key}: {name} also needs {', '.join(f'{key}.{x}' for x in required)}")
 
 
+def _values(node: DictConfig) -> Iterator[tuple[str, Any]]:
+    """What is known of a node's arguments, as plain values."""
+    for name in node:
+        with suppress(InterpolationResolutionError):
+            value = node[name]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+            yield str(name), value
+
+
 def _load(key: str, name: str) -> Callable[..., Any]:
-    if "." in name:
-        top = name.split(".")[0]
-        if importlib.util.find_spec(top) is None:
-            raise UserError(f"{key}._target_={name}: there is no module {top!r} to import")
+    top, dot, _ = name.partition(".")
+    if not re.fullmatch(r"\w+(\.\w+)+", name) or importlib.util.find_spec(top) is None:
+        module = f": there is no module {top!r} to import" if dot else ""
+        raise UserError(f"{key}._target_={shown(name)}{module}; give package.Class")
     try:
         found = pkgutil.resolve_name(name)
     except ModuleNotFoundError:
@@ -80,3 +99,33 @@ def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | No
     return {
         k: p for k, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY)
     }
+
+
+# ---- making -------------------------------------------------------------------------------------
+
+_LIBRARIES = ("hybridtrain", "pytorch_lightning", "torch", "torchmetrics")
+
+
+def _is_library(name: str) -> bool:
+    return name.partition(".")[0] in _LIBRARIES
+
+
+def made(key: str, node: DictConfig, kind: type, **parts: Any) -> Any:
+    """What a ``_target_`` and its arguments make, with these beside them.
+
+    Raises:
+        UserError: if a library's class refuses its arguments, or it is of another kind. What a
+            user's own class raises is raised.
+    """
+    name = str(node.get("_target_"))
+    try:
+        thing = instantiate(node, _partial_=True, _convert_="all")(**parts)
+    except (UserError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # TypeError, ValueError, Misconfiguration ...: it has no one type
+        if not _is_library(name):
+            raise
+        raise UserError(f"{key}: {name} refused its options: {one_line(error)[:300]}") from error
+    if not isinstance(thing, kind):
+        raise UserError(f"{key}._target_={name} is no {kind.__name__}")
+    return thing

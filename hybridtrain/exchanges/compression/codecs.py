@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from hybridtrain.errors import UserError
 from hybridtrain.exchanges.compression.bit_packing import (
     PLACES,
     pack,
@@ -25,10 +24,9 @@ from hybridtrain.exchanges.compression.bit_packing import (
     unpack_places,
 )
 from hybridtrain.util.named_choice import choose
-from hybridtrain.util.number_checks import is_number, positive
+from hybridtrain.util.option_types import Checked, Positive, Range, Share
 
 _SLAB = 256 * 1024  # elements that are worked on together: they stay in a core's cache
-_VALUE_BITS = (2, 4, 8, 32)
 
 
 @runtime_checkable
@@ -62,7 +60,7 @@ def working(dtype: torch.dtype) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(Checked):
     """Whole numbers of ``bits`` bits with a scale for each chunk, rounded to nearest even.
 
     The error of an element is at most half the scale, which is the chunk's largest magnitude
@@ -70,12 +68,8 @@ class Integers:
     """
 
     bits: int
-    chunk: int
-    error_decay: float | None
-
-    def __post_init__(self) -> None:
-        positive("exchange.compress.chunk", self.chunk)
-        _check_decay(self.error_decay, optional=True)
+    chunk: Positive
+    error_decay: Share | None
 
     @property
     def _levels(self) -> int:
@@ -110,7 +104,7 @@ class Integers:
 
 
 @dataclass(frozen=True)
-class TopK:
+class TopK(Checked):
     """The elements of largest magnitude in each 4,096: their places, and their values.
 
     Values have ``bits`` bits: an odd multiple of a step, the largest of which is the largest
@@ -118,22 +112,9 @@ class TopK:
     Where fewer than k elements differ from zero, the largest takes the places that are left over.
     """
 
-    density: float = 1 / 64
-    bits: int | None = 2
-    error_decay: float | None = 0.95
-
-    def __post_init__(self) -> None:
-        if not is_number(self.density) or not 0 < self.density <= 1:
-            raise UserError(
-                f"exchange.compress.density={self.density!r} was given; it must be a number above "
-                "0 and up to 1: the share of the elements that is kept"
-            )
-        if self.bits is not None and (self.bits is True or self.bits not in _VALUE_BITS):
-            raise UserError(
-                f"exchange.compress.bits={self.bits!r} was given; it must be 2, 4, 8, or 32 (or "
-                "null: values as they are)"
-            )
-        _check_decay(self.error_decay, optional=False)
+    density: Annotated[float, Range(0, 1, "(")] = 1 / 64
+    bits: Literal[2, 4, 8, 32] | None = 2
+    error_decay: Share = 0.95
 
     @property
     def _coded(self) -> int | None:
@@ -197,12 +178,12 @@ class TopK:
             begin = end
 
 
-def int8(chunk: int = PLACES, error_decay: float | None = None) -> Integers:
+def int8(chunk: Positive = PLACES, error_decay: Share | None = None) -> Integers:
     """A quarter of the bytes of float32."""
     return Integers(8, chunk, error_decay)
 
 
-def int4(chunk: int = PLACES, error_decay: float | None = 1.0) -> Integers:
+def int4(chunk: Positive = PLACES, error_decay: Share | None = 1.0) -> Integers:
     """An eighth."""
     return Integers(4, chunk, error_decay)
 
@@ -253,13 +234,3 @@ def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:
 def _as_numbers(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy: bytes may begin anywhere, numbers may not."""
     return raw.clone().view(dtype)
-
-
-def _check_decay(value: Any, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if not is_number(value) or not 0 <= value <= 1:
-        raise UserError(
-            f"exchange.compress.error_decay={value!r} was given; it must be a number from 0 to 1"
-            + (", or null (what is rounded off is lost)" if optional else "")
-        )

@@ -52,17 +52,6 @@ class CheckpointWriting:
     broken_since_s: float | None = None
     _prepared: list[ModelCheckpoint] = field(default_factory=list, repr=False)
 
-    @classmethod
-    def of(cls, value: str) -> CheckpointWriting:
-        """As the user has asked for it.
-
-        Raises:
-            UserError: if there is no such way.
-        """
-        if value not in CHOICES:
-            raise UserError(f"checkpoint={value!r} was given; it must be {' or '.join(CHOICES)}")
-        return cls(value)
-
     @contextmanager
     def listening(self, trainer: Any) -> Iterator[None]:
         """In the calling process, while workers run: ``unsaved`` is known afterwards."""

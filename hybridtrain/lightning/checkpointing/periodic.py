@@ -20,12 +20,12 @@ from typing import Any, cast
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint
 
-from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.protocol.messages import Described
+from hybridtrain.util.option_types import NotNegative, Positive, typed
 
 _ALONE = (
     "while the periodic checkpoint was made, which one worker writes alone, so that nobody waits: "
@@ -48,14 +48,14 @@ class PeriodicCheckpoint(Checkpoint):
         UserError: if an argument makes no sense.
     """
 
+    @typed("")
     def __init__(
         self,
         dirpath: str | Path,
-        every_s: float | None = None,
-        every_updates: int | None = None,
-        keep: int = 2,
+        every_s: NotNegative | None = None,
+        every_updates: Positive | None = None,
+        keep: Positive = 2,
     ) -> None:
-        _check(every_s, every_updates, keep)
         self.dirpath = str(dirpath)
         self.every_s, self.every_updates, self.keep = every_s, every_updates, keep
         self.schedule: frozenset[int] | None = None  # mini-batches, in a replay
@@ -132,16 +132,6 @@ class PeriodicCheckpoint(Checkpoint):
         while len(self._files) > self.keep:
             strategy.remove_checkpoint(self._files.pop(0))
         self._last_s, self._last_step = time.monotonic(), step
-
-
-def _check(every_s: float | None, every_updates: int | None, keep: int) -> None:
-    for name, value, least in (
-        ("every_s", every_s, 0),
-        ("every_updates", every_updates, 1),
-        ("keep", keep, 1),
-    ):
-        if value is not None and not (isinstance(value, int | float) and value >= least):
-            raise UserError(f"{name}={value!r} was given; it must be a number from {least} on")
 
 
 def scheduled(trainer: pl.Trainer, told: Mapping[str, Any]) -> None:

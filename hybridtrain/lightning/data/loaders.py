@@ -43,8 +43,8 @@ from hybridtrain.lightning.hooks.loop_hooks import remeasure, training_fetcher
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.replay.run_record import data_teller
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.lightning.strategy_options import DataOptions
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass
+from hybridtrain.options.strategy_arguments import DataArguments
+from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Visits
 from hybridtrain.protocol.spans import Spans, positions, total
 from hybridtrain.worker.client import Client
 
@@ -95,7 +95,11 @@ class Loaders:
     """
 
     def __init__(
-        self, trainer: pl.Trainer, client: Client, requirements: Requirements, options: DataOptions
+        self,
+        trainer: pl.Trainer,
+        client: Client,
+        requirements: Requirements,
+        options: DataArguments,
     ) -> None:
         self._trainer: Any = trainer
         self._client, self._requirements = client, requirements
@@ -164,7 +168,7 @@ class Loaders:
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """Lightning's own, with mini-batches of this worker's size."""
         if makes_its_own(dataloader, self._trainer):
-            if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
+            if mode == RunningStage.TRAINING and self._options.batch_size_per_worker is not None:
                 check_batches(dataloader)
             sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
             return handed(dataloader, sampler, mode)
@@ -183,8 +187,8 @@ class Loaders:
         if isinstance(getattr(prepared.batch_sampler, "sampler", None), Whole):
             noting = prepared.batch_sampler
             put_inside(noting, self._dealt(inside(noting)))
-        if mode == RunningStage.TRAINING and self._options.batch_sizes is not None:
-            size = self._options.batch_sizes[self._client.worker]
+        if mode == RunningStage.TRAINING and self._options.batch_size_per_worker is not None:
+            size = self._options.batch_size_per_worker[self._client.worker]
             check_batches(prepared)
             prepared.batch_sampler.batch_size = size  # type: ignore[union-attr]
             vars(prepared)["batch_size"] = size  # what a user may read; torch guards the attribute
@@ -195,9 +199,11 @@ class Loaders:
         if self._made_in_epoch != epoch:  # the loaders are new or reloaded
             self.samplers, self._made_in_epoch = [], epoch
         order, number = order_of(dataloader, shuffle, self._client), len(self.samplers)
-        sizes = self._options.batch_sizes
+        sizes, shards = self._options.batch_size_per_worker, self._options.data_shards
+        sizes = None if sizes is None else tuple(sizes)
         plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
-        plan = replace(plan, visits=self._options.visits)
+        if shards is not None:
+            plan = replace(plan, visits=Visits(shards["number"], shards["visit"]))
         goes_on = resumed is not None and not hasattr(dataloader, "load_state_dict")
         begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)

@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from hybridtrain.errors import UserError
 from hybridtrain.lightning.devices.device_needs import DeviceNeeds
-from hybridtrain.util.number_checks import is_number
 from hybridtrain.worker.device import KINDS
 
 
@@ -21,27 +19,11 @@ class DeviceMemory:
 
     Those begin with equal shares. As soon as all of them have measured what they need, each may
     take that and an equal part of what is left.
-
-    Raises:
-        UserError: if that makes no sense.
     """
 
     fraction: float | None = None
     needs: DeviceNeeds | None = None  # of the run under way, where workers have devices
     _last: dict[str, Any] | None = None  # figures of the last run
-
-    @classmethod
-    def of(cls, fraction: Any) -> DeviceMemory:
-        """Checked."""
-        if fraction is None:
-            return cls()
-        if not is_number(fraction) or not 0 < fraction <= 1:
-            raise UserError(
-                f"device_memory_fraction={fraction!r} was given; it must be a number above 0 and "
-                "up to 1 (the share of its device that each worker may take), or null: where "
-                "several workers have one device, equal shares until it is known what each needs"
-            )
-        return cls(float(fraction))
 
     @contextmanager
     def measured(self, devices: Sequence[torch.device], n_workers: int) -> Iterator[None]:

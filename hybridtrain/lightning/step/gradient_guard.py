@@ -47,12 +47,6 @@ class OnFault:
     nonfinite: str = AUTO
     oom: str = "raise"
 
-    def __post_init__(self) -> None:
-        known = (("on_nonfinite", self.nonfinite, (AUTO, *CHOICES)), ("on_oom", self.oom, CHOICES))
-        for name, value, choices in known:
-            if value not in choices:
-                raise UserError(f"{name}={value!r} was given; it must be {', '.join(choices)}")
-
     def beside(self, trainer: Any) -> OnFault:
         """``auto`` stays only where a callback looks for such losses; else it means ``raise``."""
         if self.nonfinite != AUTO:

@@ -8,7 +8,7 @@ Legend: K classes, B edges of a mini-batch.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -22,6 +22,7 @@ from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, array
 from hybridtrain.tasks.hogwild.labelled_examples import as_it_is
 from hybridtrain.tasks.hogwild.triples import Batch, Triples, read_triples
 from hybridtrain.tasks.shared_tables import MakeOptimizer
+from hybridtrain.util.option_types import Natural, Positive, Range, typed
 
 
 class GraphCuts(InPlaceModule):
@@ -37,7 +38,7 @@ class GraphCuts(InPlaceModule):
         self,
         rate: float = 0.1,
         decay: float = 0.95,
-        compiled: bool | str = "auto",
+        compiled: bool | Literal["auto"] = "auto",
         optimizer: MakeOptimizer | None = None,
     ) -> None:
         super().__init__(rate, decay, compiled, optimizer)
@@ -115,17 +116,16 @@ class EdgesData(pl.LightningDataModule):
 
     kind = "edges"
 
+    @typed("data.")
     def __init__(
         self,
         files: str | list[str] | None = None,
         terminals: list[int] | int | None = None,
-        side: int = 16,
-        batch_size: int = 200,
-        seed: int = 0,
+        side: Annotated[int, Range(4)] = 16,
+        batch_size: Positive = 200,
+        seed: Natural = 0,
     ) -> None:
         super().__init__()
-        if side < 4 or batch_size < 1:
-            raise UserError(f"data.side={side}, data.batch_size={batch_size}: give at least 4, 1")
         self.batch_size = batch_size
         if files is None:
             self.edges = made_grid(side, seed)

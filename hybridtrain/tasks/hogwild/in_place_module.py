@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
-from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import CompiledSteps, MakeOptimizer, check_size
+from hybridtrain.util.option_types import Above0, Range, typed
 
 
 class InPlaceModule(CompiledSteps):
@@ -27,19 +27,15 @@ class InPlaceModule(CompiledSteps):
         optimizer: given the parameters, returns their optimizer; for steps through torch.
     """
 
+    @typed("model.")
     def __init__(
         self,
-        rate: float,
-        decay: float,
-        compiled: bool | str = "auto",
+        rate: Above0,
+        decay: Annotated[float, Range(0, 1, "(")],
+        compiled: bool | Literal["auto"] = "auto",
         optimizer: MakeOptimizer | None = None,
     ) -> None:
         super().__init__(compiled, optimizer or partial(SGD, lr=rate))
-        if not rate > 0 or not 0 < decay <= 1:
-            raise UserError(
-                f"model.rate={rate}, model.decay={decay}: give a rate above 0, and a decay above 0 "
-                "and up to 1"
-            )
         self.rate, self.decay = rate, decay
 
     def check_size(self, rows: int, width: int) -> None:

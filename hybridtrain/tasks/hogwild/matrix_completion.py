@@ -7,7 +7,7 @@ Legend: U users, I items, D numbers of each, B ratings of a mini-batch, N in all
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -21,6 +21,7 @@ from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, array
 from hybridtrain.tasks.hogwild.labelled_examples import as_it_is
 from hybridtrain.tasks.hogwild.triples import Batch, Triples, read_triples
 from hybridtrain.tasks.shared_tables import MakeOptimizer
+from hybridtrain.util.option_types import Natural, NotNegative, Positive, Range, typed
 
 
 class MatrixCompletion(InPlaceModule):
@@ -35,19 +36,18 @@ class MatrixCompletion(InPlaceModule):
 
     reads = "ratings"
 
+    @typed("model.")
     def __init__(
         self,
-        dim: int = 10,
-        mu: float = 0.1,
+        dim: Positive = 10,
+        mu: NotNegative = 0.1,
         rate: float = 0.05,
         decay: float = 0.9,
-        compiled: bool | str = "auto",
+        compiled: bool | Literal["auto"] = "auto",
         optimizer: MakeOptimizer | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__(rate, decay, compiled, optimizer)
-        if dim < 1 or not mu >= 0:
-            raise UserError(f"model.dim={dim}, model.mu={mu}: give at least 1 and 0")
         self.dim, self.mu, self.seed = dim, mu, seed
         self.left: nn.Embedding | None = None
         self.right: nn.Embedding | None = None
@@ -120,24 +120,18 @@ class RatingsData(pl.LightningDataModule):
 
     kind = "ratings"
 
+    @typed("data.")
     def __init__(
         self,
         files: str | list[str] | None = None,
-        users: int | None = None,
-        items: int | None = None,
-        known: float = 0.1,
-        held_out: float = 0.1,
-        batch_size: int = 1000,
-        seed: int = 0,
+        users: Positive | None = None,
+        items: Positive | None = None,
+        known: Annotated[float, Range(0, 1, "(")] = 0.1,
+        held_out: Annotated[float, Range(0, 1, "()")] = 0.1,
+        batch_size: Positive = 1000,
+        seed: Natural = 0,
     ) -> None:
         super().__init__()
-        if not 0 < known <= 1 or not 0 < held_out < 1 or batch_size < 1:
-            raise UserError(
-                f"data.known={known}, data.held_out={held_out}, data.batch_size={batch_size}: give "
-                "shares above 0 and up to 1, and a size of at least 1"
-            )
-        if min(each for each in (users, items, 1) if each is not None) < 1:
-            raise UserError(f"data.users={users}, data.items={items}: give at least 1, or null")
         self.batch_size = batch_size
         if files is None:
             users, items = users or 500, items or 500

@@ -8,7 +8,7 @@ Legend: B examples of a mini-batch, N features in it that are not 0, F features.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -26,6 +26,7 @@ from hybridtrain.tasks.hogwild.labelled_examples import (
     read_examples,
 )
 from hybridtrain.tasks.shared_tables import MakeOptimizer
+from hybridtrain.util.option_types import NotNegative, typed
 
 
 class SparseSvm(InPlaceModule):
@@ -38,17 +39,16 @@ class SparseSvm(InPlaceModule):
 
     reads = "examples"
 
+    @typed("model.")
     def __init__(
         self,
-        mu: float = 1.0,
+        mu: NotNegative = 1.0,
         rate: float = 0.1,
         decay: float = 0.8,
-        compiled: bool | str = "auto",
+        compiled: bool | Literal["auto"] = "auto",
         optimizer: MakeOptimizer | None = None,
     ) -> None:
         super().__init__(rate, decay, compiled, optimizer)
-        if not mu >= 0:
-            raise UserError(f"model.mu={mu}: give a number of at least 0")
         self.mu = mu
         self.weights: nn.Embedding | None = None
         self._shrink = torch.empty(0)  # (F,)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Checked, Decay, Natural, NotNegative
 
 
 @dataclass(frozen=True)
-class Augment:
+class Augment(Checked):
     """Each range is drawn from uniformly; 0 (or None) switches a change off.
 
     ``tempo`` 0.1 is 0.9 to 1.1 times the speed; ``time_masks`` blocks of up to ``time_width``
@@ -28,21 +28,16 @@ class Augment:
     -6 to +6 dB; ``noise_db`` 10 puts noise 10 to 50 dB (always 40 dB of range) below the sound.
     """
 
-    tempo: float = 0.1
-    time_masks: int = 2
-    time_width: int = 8
-    frequency_masks: int = 1
-    frequency_width: int = 4
-    volume_db: float = 0.0
+    tempo: Decay = 0.1
+    time_masks: Natural = 2
+    time_width: Natural = 8
+    frequency_masks: Natural = 1
+    frequency_width: Natural = 4
+    volume_db: NotNegative = 0.0
     noise_db: float | None = None
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.tempo < 1:
-            raise UserError(f"data.augment.tempo={self.tempo}: give 0 (off) to below 1")
-        for name in ("time_masks", "time_width", "frequency_masks", "frequency_width", "volume_db"):
-            if getattr(self, name) < 0:
-                raise UserError(f"data.augment.{name}={getattr(self, name)}: give 0 (off) or more")
+    prefix = "data.augment."
 
     @property
     def touches_sound(self) -> bool:

@@ -21,6 +21,7 @@ from hybridtrain.tasks.speech.sources.manifest import CsvManifest
 from hybridtrain.tasks.speech.sources.synth import SpokenDigits
 from hybridtrain.tasks.speech.sources.utterance import SPLITS, Source
 from hybridtrain.tasks.speech.utterance_checks import check_all
+from hybridtrain.util.option_types import Natural, Positive, typed
 
 log = logging.getLogger(__name__)
 MOST_NAMED = 20  # of the utterances that were skipped
@@ -36,26 +37,20 @@ class SpeechDataModule(pl.LightningDataModule):
     and forget cached features, so they pay off only where reading is slow.
     """
 
+    @typed("data.")
     def __init__(
         self,
         source: Source,
         features: Features | None = None,
         augment: Augment | None = None,
         alphabet: Alphabet | str | None = None,
-        batch_size: int = 16,
-        eval_batch_size: int = 32,
-        num_workers: int = 0,
+        batch_size: Positive = 16,
+        eval_batch_size: Positive = 32,
+        num_workers: Natural = 0,
         skip_bad: bool = False,
-        frames_per_output: int | None = None,
+        frames_per_output: Positive | None = None,
     ) -> None:
         super().__init__()
-        if min(batch_size, eval_batch_size) < 1:
-            raise UserError(
-                f"data.batch_size={batch_size}, data.eval_batch_size={eval_batch_size}:"
-                " both must be at least 1"
-            )
-        if num_workers < 0:
-            raise UserError(f"data.num_workers={num_workers}: give 0 or more loader processes")
         self.source = source
         self.features = features or Features()
         self.augment = augment

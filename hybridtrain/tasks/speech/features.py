@@ -26,14 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Above0, Positive, Range, typed
 
-KINDS = ("mfcc", "logmel", "paper")
 LOWEST_HZ = 20.0
 MFCC_FILTERS = 40
 FLOOR = 1e-4  # magnitude that 16-bit rounding alone has: digital silence counts as such noise
@@ -46,13 +46,14 @@ class Features:
     Raises ``UserError`` for an unknown kind or sizes that cannot be.
     """
 
+    @typed("data.features.")
     def __init__(
         self,
-        kind: str = "mfcc",
-        sample_rate: int = 16000,
-        n_features: int = 26,
-        window_s: float = 0.032,
-        step_s: float = 0.020,
+        kind: Literal["mfcc", "logmel", "paper"] = "mfcc",
+        sample_rate: Annotated[int, Range(1000)] = 16000,  # Hz
+        n_features: Positive = 26,
+        window_s: Above0 = 0.032,
+        step_s: Above0 = 0.020,
         normalize: bool = True,
     ) -> None:
         self.kind = kind
@@ -69,16 +70,12 @@ class Features:
         self._dct = _dct(self._filters.shape[1], n_features)  # (M, F), used by mfcc only
 
     def _check(self) -> None:
-        if self.kind not in KINDS:
-            raise UserError(f"data.features.kind={self.kind}: use one of {', '.join(KINDS)}")
         most = MFCC_FILTERS if self.kind == "mfcc" else 512
         least = 2 if self.kind == "paper" else 1
         if not least <= self.n_features <= most:
             raise UserError(
                 f"data.features.n_features={self.n_features}: {self.kind} takes {least} to {most}"
             )
-        if self.sample_rate < 1000:
-            raise UserError(f"data.features.sample_rate={self.sample_rate}: use 1000 Hz or more")
         if min(self.window_s, self.step_s) * self.sample_rate < 2:
             raise UserError(
                 f"data.features.window_s={self.window_s}, step_s={self.step_s}: both must be"

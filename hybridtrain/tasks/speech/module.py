@@ -13,7 +13,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytorch_lightning as pl
@@ -35,6 +35,7 @@ from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.metrics import count_errors, rate
 from hybridtrain.tasks.speech.nets import AcousticNet, build_net
 from hybridtrain.tasks.speech.sentence_report import Sentence
+from hybridtrain.util.option_types import Natural, typed
 
 log = logging.getLogger(__name__)
 Batch = dict[str, Any]
@@ -95,6 +96,7 @@ class SpeechModule(pl.LightningModule):
     in the log either way). ``report_count``: best, median and worst sentences shown after a test.
     """
 
+    @typed("model.")
     def __init__(
         self,
         net: Mapping[str, Any],
@@ -102,14 +104,12 @@ class SpeechModule(pl.LightningModule):
         features: Features | Mapping[str, Any] | None = None,
         optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] | None = None,
         scheduler: Callable[[Optimizer], Any] | None = None,
-        scheduler_interval: str = "epoch",
+        scheduler_interval: Literal["epoch", "step"] = "epoch",
         decoder: Mapping[str, Any] | None = None,
         zero_infinity: bool = True,
-        report_count: int = 5,
+        report_count: Natural = 5,
     ) -> None:
         super().__init__()
-        if scheduler_interval not in ("epoch", "step"):
-            raise UserError(f"model.scheduler_interval={scheduler_interval!r}: use epoch or step")
         self.alphabet = Alphabet.of(alphabet)
         if not isinstance(features, Features):
             features = Features(**_plain(features or {}))

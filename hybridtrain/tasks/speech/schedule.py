@@ -7,17 +7,16 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Natural, typed
 
 
-def rise_and_fall(optimizer: Optimizer, epochs: int | None, rise: int = 1) -> LambdaLR:
+@typed("model.scheduler.")
+def rise_and_fall(optimizer: Optimizer, epochs: int | None, rise: Natural = 1) -> LambdaLR:
     """Factor (e + 1) / (rise + 1) in epochs e < ``rise``, then a half cosine ending at ``epochs``.
 
     For a schedule that steps once per epoch. Without an end (``epochs`` None or -1, as Lightning's
     max_epochs may be) it stays at 1. A run that goes on with more epochs follows the new end.
     """
-    if rise < 0:
-        raise UserError(f"model.scheduler.rise={rise}: give a number of epochs, 0 or more")
 
     def factor(epoch: int) -> float:
         if epoch < rise:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -25,9 +25,11 @@ from torch.utils.data import DataLoader
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
 from hybridtrain.tasks.words.cooccurrences import Entries, count_cooccurrences
-from hybridtrain.tasks.words.text_data import TextData, check_length
+from hybridtrain.tasks.words.text_data import TextData
+from hybridtrain.tasks.words.text_files import Errors, Tokens
 from hybridtrain.tasks.words.vector_files import Vectors
 from hybridtrain.tasks.words.vectors_module import WordVectors
+from hybridtrain.util.option_types import Natural, Positive, typed
 
 _SQUARES = "squares"  # how the sums of squares are named in checkpoints
 _COMPILED, _TORCH, _LEAST = 100_000, 2_000, 200  # entries of a mini-batch
@@ -53,7 +55,7 @@ class GloVe(WordVectors):
         rate: float = 0.05,
         x_max: float = 100.0,
         alpha: float = 0.75,
-        compiled: bool | str = "auto",
+        compiled: bool | Literal["auto"] = "auto",
         save: Sequence[str] = ("vectors.bin",),
         directory: str | None = None,
         project: bool = False,
@@ -154,19 +156,20 @@ class Cooccurrences(TextData):
 
     kind = "cooccurrences"
 
+    @typed("data.")
     def __init__(
         self,
         files: str | Sequence[str] | None = None,
-        tokens: str = "words",
+        tokens: Tokens = "words",
         lower: bool = True,
-        encoding_errors: str = "strict",
+        encoding_errors: Errors = "strict",
         min_count: int = 5,
         max_words: int | None = None,
-        batch_entries: int | str = "auto",
-        window: int = 10,
-        memory: int = 1 << 30,
-        threads: int = 2,
-        seed: int = 0,
+        batch_entries: Positive | Literal["auto"] = "auto",
+        window: Positive = 10,
+        memory: Positive = 1 << 30,
+        threads: Positive = 2,
+        seed: Natural = 0,
         num_workers: int = 0,
         cache: str | None = None,
     ) -> None:
@@ -180,11 +183,6 @@ class Cooccurrences(TextData):
             num_workers=num_workers,
             cache=cache,
         )
-        sizes = {"window": window, "threads": threads, "memory": memory}
-        check_length("batch_entries", batch_entries, 1)
-        for name, value in sizes.items():
-            if value < 1:
-                raise UserError(f"data.{name}={value} was given; it must be at least 1")
         self.window, self.memory, self.threads, self.seed = window, memory, threads, seed
         self.batch_entries = batch_entries
 
@@ -208,7 +206,7 @@ class Cooccurrences(TextData):
     def train_dataloader(self) -> DataLoader[Any]:
         """Stretches of entries, in another order each epoch."""
         assert self.trainer is not None, "Lightning gives it"
-        length = self.batch_entries
+        length: int | str = self.batch_entries
         if isinstance(length, str):
             compiled = getattr(self.trainer.lightning_module, "steps_compiled", False)
             share = len(Entries(self._entries, 1)) // (_PARTS * self.trainer.world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words.encoded_text import EncodedText, encode
-from hybridtrain.tasks.words.text_files import TextFiles
+from hybridtrain.tasks.words.text_files import Errors, TextFiles, Tokens
 from hybridtrain.tasks.words.vocabulary import Vocabulary, count
+from hybridtrain.util.option_types import Natural, Positive, Range, typed
 
 _COMPILED, _TORCH, _LEAST = 20_000, 1_000, 250  # words of a mini-batch
 _PARTS = 16  # mini-batches of each worker in an epoch, at least, where there are words for it
@@ -31,10 +32,7 @@ def shipped(path: Path) -> list[Path]:
     return [path]
 
 
-def check_length(name: str, value: int | str, least: int) -> None:
-    """Raises ``UserError`` if that is no number of words or entries of a mini-batch."""
-    if value != "auto" and not (isinstance(value, int) and value >= least):
-        raise UserError(f"data.{name}={value}: give a number from {least} on, or auto")
+FromTwo = Annotated[int, Range(2)]
 
 
 class TextData(pl.LightningDataModule):
@@ -61,24 +59,20 @@ class TextData(pl.LightningDataModule):
 
     kind = "text"
 
+    @typed("data.")
     def __init__(
         self,
         files: str | Sequence[str] | None = None,
-        tokens: str = "words",
+        tokens: Tokens = "words",
         lower: bool = True,
-        encoding_errors: str = "strict",
-        min_count: int = 5,
-        max_words: int | None = None,
-        batch_words: int | str = "auto",
-        num_workers: int = 0,
+        encoding_errors: Errors = "strict",
+        min_count: Positive = 5,
+        max_words: FromTwo | None = None,
+        batch_words: FromTwo | Literal["auto"] = "auto",
+        num_workers: Natural = 0,
         cache: str | None = None,
     ) -> None:
         super().__init__()
-        check_length("batch_words", batch_words, 2)
-        if min_count < 1 or (max_words is not None and max_words < 2):
-            raise UserError(
-                f"data.min_count={min_count}, data.max_words={max_words}: give at least 1, and 2"
-            )
         self.files = [files] if isinstance(files, str) else files
         self.reading: dict[str, Any] = {"tokens": tokens, "lower": lower, "errors": encoding_errors}
         if self.files is not None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.input_files import check_input
+from hybridtrain.util.option_types import typed
 from hybridtrain.util.packed_files import unpacked
 
 LONGEST = 1 << 20  # bytes of a line that are looked at together
 LONGEST_WORD = 1 << 24
 _WORD = re.compile(r"\w+(?:['’]\w+)*")
-TOKENS = ("words", "spaces")
-ERRORS = ("strict", "replace", "ignore")
+Tokens = Literal["words", "spaces"]
+Errors = Literal["strict", "replace", "ignore"]
 
 
 class TextFiles:
@@ -32,17 +33,15 @@ class TextFiles:
         UserError: if a file is missing, or an option is none of those.
     """
 
+    @typed("data.")
     def __init__(
         self,
         files: Sequence[str | Path],
-        tokens: str = "words",
+        tokens: Tokens = "words",
         lower: bool = True,
-        errors: str = "strict",
+        errors: Errors = "strict",
     ) -> None:
         self.files = [Path(file) for file in files]
-        for name, value, known in (("tokens", tokens, TOKENS), ("encoding_errors", errors, ERRORS)):
-            if value not in known:
-                raise UserError(f"data.{name}={value} was given; it must be {', '.join(known)}")
         if not self.files:
             raise UserError("data.files is empty; name at least one text file")
         for file in self.files:

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import CompiledSteps, MakeOptimizer
 from hybridtrain.tasks.words.vector_files import Vectors, write_vectors
 from hybridtrain.tasks.words.vocabulary import Vocabulary
+from hybridtrain.util.option_types import Positive, typed
 
 _WORDS, _COUNTS = "words", "word_counts"  # in checkpoints
 _PROJECTED = 10_000  # words
@@ -41,18 +42,17 @@ class WordVectors(CompiledSteps):
 
     reads = "text"
 
+    @typed("model.")
     def __init__(
         self,
-        dim: int,
-        compiled: bool | str,
+        dim: Positive,
+        compiled: bool | Literal["auto"],
         save: Sequence[str],
         directory: str | None,
         project: bool,
         optimizer: MakeOptimizer | None,
     ) -> None:
         super().__init__(compiled, optimizer or partial(torch.optim.Adagrad, lr=0.1))
-        if dim < 1:
-            raise UserError(f"model.dim={dim} was given; it must be at least 1")
         self.dim = dim
         self.save, self.directory, self.project = list(save), directory, project
         # Text and bytes, which the calling process gets back whatever their size.

@@ -6,22 +6,23 @@ Legend: V words, D dimensions, M predictions, K words drawn for each.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
 from hybridtrain.tasks.words import training_pairs as pairs
 from hybridtrain.tasks.words.huffman import Paths, huffman
 from hybridtrain.tasks.words.vector_files import Vectors
 from hybridtrain.tasks.words.vectors_module import WordVectors
 from hybridtrain.tasks.words.vocabulary import Floats, Ints, alias_table
+from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive, typed
 
-ARCHITECTURES, OUTPUTS = ("skip_gram", "cbow"), ("negative", "hierarchical")
+Architecture = Literal["skip_gram", "cbow"]
+Output = Literal["negative", "hierarchical"]
 _POWER = 0.75  # of the counts: how often a word is drawn
 _NO_PATHS = Paths(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(0, np.int8))
 
@@ -42,37 +43,25 @@ class Word2Vec(WordVectors):
         compiled, save, directory, project, optimizer: see :class:`WordVectors`.
     """
 
+    @typed("model.")
     def __init__(
         self,
         dim: int = 100,
-        architecture: str = "skip_gram",
-        output: str = "negative",
-        window: int = 5,
-        negative: int = 5,
-        sample: float = 1e-3,
-        rate: float = 0.025,
-        min_rate: float = 1e-4,
-        seed: int = 0,
-        compiled: bool | str = "auto",
+        architecture: Architecture = "skip_gram",
+        output: Output = "negative",
+        window: Positive = 5,
+        negative: Positive = 5,
+        sample: NotNegative = 1e-3,
+        rate: Above0 = 0.025,
+        min_rate: NotNegative = 1e-4,
+        seed: Natural = 0,
+        compiled: bool | Literal["auto"] = "auto",
         save: Sequence[str] = ("vectors.bin",),
         directory: str | None = None,
         project: bool = False,
         optimizer: MakeOptimizer | None = None,
     ) -> None:
         super().__init__(dim, compiled, save, directory, project, optimizer)
-        for name, value, known in (
-            ("architecture", architecture, ARCHITECTURES),
-            ("output", output, OUTPUTS),
-        ):
-            if value not in known:
-                raise UserError(f"model.{name}={value} was given; it must be {' or '.join(known)}")
-        if window < 1 or negative < 1:
-            raise UserError(f"model.window={window}, model.negative={negative}: give at least 1")
-        if rate <= 0 or min_rate < 0:
-            raise UserError(
-                f"model.rate={rate}, model.min_rate={min_rate}: give a rate above 0, and "
-                "a min_rate of at least 0"
-            )
         self.architecture, self.output = architecture, output
         self.window, self.negative, self.sample = window, negative, sample
         self.rate, self.min_rate, self.seed = rate, min_rate, seed

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hybridtrain.util.option_types import Above0, NotNegative, typed
+
 
 class DelayTolerant(torch.optim.Optimizer, ABC):
     """Steps with the gradient of one worker, knowing what that worker had read."""
@@ -55,10 +57,8 @@ class DelayTolerant(torch.optim.Optimizer, ABC):
 class _FromInitial(DelayTolerant):
     """Of those whose z has a value before the first gradient."""
 
-    def __init__(self, params: Any, lr: float = 0.01, initial: float = 1.0) -> None:
-        _check(lr)
-        if not initial > 0:
-            raise ValueError(f"initial={initial} was given; it must be above 0")
+    @typed("")
+    def __init__(self, params: Any, lr: NotNegative = 0.01, initial: Above0 = 1.0) -> None:
         super().__init__(params, {"lr": lr, "initial": initial})
 
 
@@ -169,13 +169,14 @@ class AdaDelay(DelayTolerant):
         ValueError: if any of them is negative.
     """
 
+    @typed("")
     def __init__(
-        self, params: Any, lr: float = 0.01, smoothness: float = 0.0, eps: float = 1e-10
+        self,
+        params: Any,
+        lr: NotNegative = 0.01,
+        smoothness: NotNegative = 0.0,
+        eps: NotNegative = 1e-10,
     ) -> None:
-        _check(lr)
-        for name, value in (("smoothness", smoothness), ("eps", eps)):
-            if not value >= 0:
-                raise ValueError(f"{name}={value} was given; it must be at least 0")
         super().__init__(params, {"lr": lr, "smoothness": smoothness, "eps": eps})
 
     def step_late(self, worker: int | None, staleness: int) -> None:
@@ -188,8 +189,3 @@ class AdaDelay(DelayTolerant):
             state["sum"].addcmul_(gradient, gradient, value=share)
             length = (state["sum"] / share).sqrt_().add_(group["smoothness"] + group["eps"])
             parameter.addcdiv_(gradient, length, value=-group["lr"])
-
-
-def _check(lr: float) -> None:
-    if not lr >= 0:
-        raise ValueError(f"lr={lr} was given; it must be at least 0")

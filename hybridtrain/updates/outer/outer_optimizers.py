@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from hybridtrain.util.option_types import Decay, NotNegative, Positive, Share, typed
+
 
 class Sum(torch.optim.SGD):
     """All that is handed over is subtracted, whatever samples are behind it; not its mean."""
@@ -39,19 +41,16 @@ class DelayedNesterov(torch.optim.Optimizer):
         ValueError: if one of them makes no sense.
     """
 
+    @typed("")
     def __init__(
         self,
         params: Any,
-        lr: float = 0.7,
-        momentum: float = 0.9,
-        buffer: int = 4,
-        activation: float = 0.0,
+        lr: NotNegative = 0.7,
+        momentum: Decay = 0.9,
+        buffer: Positive = 4,
+        activation: Share = 0.0,
     ) -> None:
-        if not lr >= 0 or not 0 <= momentum < 1:
-            raise ValueError(f"lr={lr}, momentum={momentum}: from 0 on, and from 0 to below 1")
-        if type(buffer) is not int or buffer < 1:
-            raise ValueError(f"buffer={buffer} was given; it must be a whole number from 1 on")
-        if not 0 <= activation <= 1 / buffer:
+        if activation > 1 / buffer:
             raise ValueError(f"activation={activation} was given; it must be from 0 to 1 / buffer")
         defaults = {"lr": lr, "momentum": momentum, "buffer": buffer, "activation": activation}
         super().__init__(params, defaults)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Decay, NotNegative, typed
 
 _STEP, _MOMENTUM, _LAST, _COUNTS = "step", "momentum_buffer", "last_step", "row_steps"
 _VANISHED = 1e-30  # of a momentum: what is left of it moves nothing any more
@@ -76,17 +77,14 @@ class SparseMomentum(_RowOptimizer):
         UserError: for an option out of its range.
     """
 
+    @typed("")
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 0.01,
-        momentum: float = 0.9,
+        lr: NotNegative = 0.01,
+        momentum: Decay = 0.9,
         idle: Literal["lazy", "deferred"] = "deferred",
     ) -> None:
-        _check_rate(lr)
-        _check_decay("momentum", momentum)
-        if idle not in ("lazy", "deferred"):
-            raise UserError(f"idle={idle!r}: give lazy or deferred")
         super().__init__(params, {"lr": lr, "momentum": momentum, "idle": idle})
         self._paths: dict[Tensor, _Path] = {}
 
@@ -200,18 +198,14 @@ class RowAdam(_RowOptimizer):
         UserError: for an option out of its range.
     """
 
+    @typed("")
     def __init__(
         self,
         params: Iterable[Any],
-        lr: float = 0.001,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        lr: NotNegative = 0.001,
+        betas: tuple[Decay, Decay] = (0.9, 0.999),
+        eps: NotNegative = 1e-8,
     ) -> None:
-        _check_rate(lr)
-        for beta in betas:
-            _check_decay("betas", beta)
-        if not eps >= 0:
-            raise UserError(f"eps={eps}: give a number of at least 0")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps})
 
     def _step_rows(
@@ -256,13 +250,3 @@ def _rows_of(parameter: Tensor) -> tuple[Tensor, Tensor]:
 def _beside(factors: Tensor, like: Tensor) -> Tensor:
     """One factor (n,) for each row (n, ...)."""
     return factors.to(like.dtype).view(-1, *[1] * (like.ndim - 1))
-
-
-def _check_rate(lr: float) -> None:
-    if not lr >= 0:
-        raise UserError(f"lr={lr}: give a number of at least 0")
-
-
-def _check_decay(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise UserError(f"{name}={value}: give a number from 0 up to 1, without 1")

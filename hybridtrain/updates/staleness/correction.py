@@ -12,7 +12,6 @@ composes with any policy and any optimizer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.staleness.parts import Part, parts_of
-from hybridtrain.util.number_checks import is_number
+from hybridtrain.util.option_types import Checked
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -66,8 +65,10 @@ class Late:
         return high(now) - high(read)
 
 
-class Correction:
+class Correction(Checked):
     """Does nothing about late gradients; others override what they need."""
+
+    prefix = "correction."
 
     def begin(self, store: Store) -> None:
         """Training begins with the parameters in this store; forget what was before.
@@ -112,17 +113,3 @@ def check_real(store: Store, name: str) -> None:
                 f"{slot.dtype}, and it is defined for real ones; use correction=by_staleness or "
                 "polynomial"
             )
-
-
-def check_number(name: str, value: object, ends: str = "[)") -> None:
-    """See that a parameter lies in [0, 1) or, with ``[``, is at least 0, with ``(``, above 0.
-
-    Raises:
-        UserError: if not.
-    """
-    allowed = {"[)": "from 0 up to, but not including, 1", "[": "from 0 on", "(": "above 0"}[ends]
-    if is_number(value) and math.isfinite(value):
-        low = value > 0 if ends == "(" else value >= 0
-        if low and (value < 1 or ends != "[)"):
-            return
-    raise UserError(f"correction.{name}={value!r} was given; it must be a number {allowed}")

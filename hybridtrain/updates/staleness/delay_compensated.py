@@ -15,10 +15,10 @@ from hybridtrain.memory import Store
 from hybridtrain.updates.staleness.correction import (
     Correction,
     Late,
-    check_number,
     check_real,
     zeros_like,
 )
+from hybridtrain.util.option_types import Decay, NotNegative
 
 _EPSILON = 1e-7  # section 5
 
@@ -30,15 +30,9 @@ class DcAsgd(Correction):
     Args:
         strength: the paper's lambda; 0 changes nothing. It has the unit of 1 / loss: gradients of
             a mean loss, as they come from a worker, suit the default.
-
-    Raises:
-        UserError: if it is negative, or no number.
     """
 
-    strength: float = 0.04
-
-    def __post_init__(self) -> None:
-        check_number("strength", self.strength, "[")
+    strength: NotNegative = 0.04
 
     def begin(self, store: Store) -> None:
         check_real(store, "dc_asgd")
@@ -63,20 +57,13 @@ class DcAsgdAdaptive(Correction):
     Args:
         strength: the paper's lambda_0; 0 changes nothing.
         decay: of the mean, in [0, 1).
-
-    Raises:
-        UserError: if one of them is out of range.
     """
 
-    strength: float = 2.0
-    decay: float = 0.95
+    strength: NotNegative = 2.0
+    decay: Decay = 0.95
     _squares: dict[int, dict[torch.dtype, torch.Tensor]] = field(
         default_factory=dict, init=False, repr=False
     )  # worker -> dtype -> (P,)
-
-    def __post_init__(self) -> None:
-        check_number("strength", self.strength, "[")
-        check_number("decay", self.decay)
 
     def begin(self, store: Store) -> None:
         check_real(store, "dc_asgd_adaptive")

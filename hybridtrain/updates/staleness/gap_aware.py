@@ -22,12 +22,12 @@ from hybridtrain.memory import Store
 from hybridtrain.updates.staleness.correction import (
     Correction,
     Late,
-    check_number,
     check_real,
     high,
     zeros_like,
 )
 from hybridtrain.updates.staleness.parts import Part, union
+from hybridtrain.util.option_types import Above0, Decay
 
 
 @dataclass
@@ -41,21 +41,14 @@ class GapAware(Correction):
     Args:
         decay: of the mean square of the steps, in [0, 1).
         epsilon: added to C, in units of the parameters; above 0.
-
-    Raises:
-        UserError: if one of them is out of range.
     """
 
-    decay: float = 0.999
-    epsilon: float = 1e-8
+    decay: Decay = 0.999
+    epsilon: Above0 = 1e-8
     _squares: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     # How much of each mean is there already, 1 - decay ** steps; (P,) as the squares.
     _known: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
     _masters: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        check_number("decay", self.decay)
-        check_number("epsilon", self.epsilon, "(")
 
     def begin(self, store: Store) -> None:
         check_real(store, "gap_aware")

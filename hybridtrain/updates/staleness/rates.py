@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybridtrain.updates.staleness.correction import Correction, check_number
+from hybridtrain.updates.staleness.correction import Correction
+from hybridtrain.util.option_types import NotNegative
 
 
 @dataclass
@@ -29,15 +30,9 @@ class Polynomial(Correction):
 
     Args:
         exponent: from 0 on; 0 changes nothing.
-
-    Raises:
-        UserError: if it is negative, or no number.
     """
 
-    exponent: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_number("exponent", self.exponent, "[")
+    exponent: NotNegative = 0.5
 
     def factor(self, staleness: int) -> float:
         return float((1 + staleness) ** -self.exponent)

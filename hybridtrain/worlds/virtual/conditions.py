@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
-from hybridtrain.errors import UserError
 from hybridtrain.protocol.messages import Visits
+from hybridtrain.util.option_types import Checked, NotNegative
 from hybridtrain.worlds.virtual.network import Network
 from hybridtrain.worlds.virtual.script import Script
 
 
 @dataclass(frozen=True)
-class Conditions:
+class Conditions(Checked):
     """What is between the workers and their server, and what happens to them.
 
     ``interrupt``: a worker whose contribution could not count any more is told so and begins anew
@@ -29,10 +28,6 @@ class Conditions:
     network: Network = field(default_factory=Network)
     script: Script = field(default_factory=Script)
     interrupt: bool = False
-    update_s: float = 0.0
+    update_s: NotNegative = 0.0
     foresight: bool = False
     visits: Visits | None = None
-
-    def __post_init__(self) -> None:
-        if not (self.update_s >= 0 and math.isfinite(self.update_s)):
-            raise UserError(f"update_s={self.update_s} was given; it must be a number from 0 on")

@@ -20,15 +20,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import Annotated
 
-from hybridtrain.errors import UserError
-from hybridtrain.worlds.virtual.service_times import positive
+from hybridtrain.util.option_types import Checked, Filled, Natural, NotNegative, Range
 
 INWARDS, OUTWARDS = 0, 1
 
 
+Bandwidth = Annotated[float, Range(0, open="(", infinite=True)]  # bytes a second
+
+
 @dataclass(frozen=True, slots=True)
-class Network:
+class Network(Checked):
     """Latency and bandwidth; by default there is no distance at all.
 
     Args:
@@ -43,27 +46,12 @@ class Network:
         UserError: if one of them is negative or, where it divides, zero.
     """
 
-    latency_s: float = 0.0
-    bandwidth: float = math.inf
-    server_bandwidth: float = math.inf
-    size_bytes: int = 0
-    shards: tuple[float, ...] = (0.0,)
-
-    def __post_init__(self) -> None:
-        if not (self.latency_s >= 0 and math.isfinite(self.latency_s)):
-            raise UserError(
-                f"network.latency_s={self.latency_s} was given; it must be a number from 0 on"
-            )
-        for name in ("bandwidth", "server_bandwidth"):
-            value: float = getattr(self, name)
-            if value != math.inf:
-                positive(f"network.{name}", value)
-        if self.size_bytes < 0:
-            raise UserError(f"size_bytes={self.size_bytes} was given; it must not be negative")
-        if not self.shards or not all(mean >= 0 and math.isfinite(mean) for mean in self.shards):
-            raise UserError(
-                f"shards={self.shards} was given; it must be one number from 0 on for each shard"
-            )
+    latency_s: NotNegative = 0.0
+    bandwidth: Bandwidth = math.inf
+    server_bandwidth: Bandwidth = math.inf
+    size_bytes: Natural = 0
+    shards: Annotated[tuple[NotNegative, ...], Filled()] = (0.0,)
+    prefix = "network."
 
     def links(self, shares: Sequence[float], n_workers: int, seed: int) -> list[Links]:
         """To each shard, which has such a share of the parameters."""

@@ -14,6 +14,7 @@ from random import Random
 from typing import Protocol
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.option_types import Above0, check
 
 Draw = Callable[[], float]
 
@@ -61,7 +62,7 @@ class ServiceTimes:
     def __post_init__(self) -> None:
         if self.kind not in SHAPES:
             raise UserError(f"compute={self.kind!r} was given; known are {', '.join(SHAPES)}")
-        positive("compute.mean_s", self.mean_s)
+        check("compute.mean_s", self.mean_s, Above0)
         check_slower(self.slower)
         name, value = SHAPES[self.kind][0], self._shape()
         if name == "shift" and not 0 <= value <= 1:
@@ -97,17 +98,7 @@ class ServiceTimes:
         return lambda: mean_s
 
 
-def positive(name: str, value: float) -> None:
-    """Refuse what is not a positive, finite number.
-
-    Raises:
-        UserError: naming it.
-    """
-    if not (value > 0 and math.isfinite(value)):
-        raise UserError(f"{name}={value} was given; it must be a positive number")
-
-
 def check_slower(slower: Mapping[int, float]) -> None:
     """Refuse impossible factors; raises UserError."""
     for worker, factor in slower.items():
-        positive(f"slower.{worker}", factor)
+        check(f"slower.{worker}", factor, Above0)

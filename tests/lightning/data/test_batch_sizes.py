@@ -192,7 +192,7 @@ def test_a_stream_is_cut_into_mini_batches_of_the_workers_size() -> None:
 
 @pytest.mark.parametrize("sizes", [[], [0, 2], [2, -1], [2.0, 1], ["2", 1], 4, "44", [True, 2]])
 def test_sizes_that_make_no_sense_are_refused_at_once(sizes: Any) -> None:
-    with pytest.raises(UserError, match=r"batch_size_per_worker=.*whole numbers from 1 on"):
+    with pytest.raises(UserError, match=r"batch_size_per_worker=.*whole number from 1 on"):
         HybridStrategy(batch_size_per_worker=sizes)
 
 

@@ -35,7 +35,7 @@ def test_what_is_no_share_is_refused(given: Any) -> None:
 def test_several_workers_have_equal_shares_unless_somebody_says_otherwise(
     given: Any, workers: int, share: float | None
 ) -> None:
-    assert DeviceMemory.of(given).share(workers) == share
+    assert DeviceMemory(given).share(workers) == share
 
 
 class Tells(Regression):

@@ -64,7 +64,7 @@ def test_a_process_that_is_sent_them_sees_the_same(needs: DeviceNeeds) -> None:
 
 
 def test_nobody_is_asked_where_workers_have_no_devices() -> None:
-    memory = DeviceMemory.of(None)
+    memory = DeviceMemory()
     with memory.measured([torch.device("cpu")], 2):
         assert memory.needs is None
         memory.measure(torch.device("cpu"), 2, 0)

@@ -281,7 +281,7 @@ def test_other_errors_are_never_forgiven() -> None:
 
 @pytest.mark.parametrize("name", ["on_nonfinite", "on_oom"])
 def test_an_unknown_choice_is_refused_with_those_that_are_known(name: str) -> None:
-    with pytest.raises(UserError, match=rf"{name}='ignore' was given.*raise, drop, skip_step"):
+    with pytest.raises(UserError, match=rf"{name}='ignore' was given.*raise, drop or skip_step"):
         HybridStrategy(**{name: "ignore"})
 
 

@@ -8,12 +8,13 @@ import re
 from dataclasses import fields
 from inspect import cleandoc
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.strategy_arguments import (
+from hybridtrain.options.strategy_arguments import (
     GROUPS,
     PLACES,
     LightningArguments,
@@ -38,7 +39,7 @@ def test_each_is_in_the_signature_with_its_default_and_in_the_help() -> None:
     defaults = vars(StrategyArguments())
     assert [*parameters] == [*PLACES, "lightning"]
     assert all(parameters[name].default == defaults[name] for name in PLACES)
-    assert parameters["on_failure"].annotation is str
+    assert parameters["on_failure"].annotation == Literal["stop", "continue", "restart"]
     page = pydoc.plain(pydoc.render_doc(HybridStrategy))
     for name in (*PLACES, r"\*\*lightning"):
         assert re.search(rf"^ \|      {name}: \S", page, re.MULTILINE), name
@@ -66,3 +67,29 @@ def test_what_is_given_twice_or_unknown_is_refused() -> None:
         HybridStrategy("async", policy="hybrid")
     with pytest.raises(UserError, match=r"quite was given, .* it takes policy, workers_per_device"):
         HybridStrategy(quite="another")
+
+
+@pytest.mark.parametrize(
+    "given", [4, {"number": 4}, {"number": 0, "visit": 2}, {"number": 2, "visit": 1.5}]
+)
+def test_shards_that_make_no_sense_are_refused(given: Any) -> None:
+    with pytest.raises(UserError, match=r"data_shards.*(number|visit).* from 1 on"):
+        HybridStrategy(data_shards=given)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"policy": "ssp", "max_staleness": 4}, "policy=async; yours takes policy.lead"),
+        ({"policy": "ssp", "led": 4}, r"did you mean policy.lead\?"),
+        ({"policy": "backup", "k": 4}, r"did you mean policy.k\?"),
+        ({"exchange": "elastic", "beta": 0.5}, r"did you mean exchange.beta\?"),
+        ({"exchange": {"name": "movement"}, "n_push": 2}, "exchange=accumulated; yours takes"),
+        ({"on_failur": "stop"}, r"did you mean on_failure\?"),
+    ],
+)
+def test_a_misplaced_or_misspelt_option_names_the_right_one(
+    given: dict[str, Any], meant: str
+) -> None:
+    with pytest.raises(UserError, match=meant):
+        HybridStrategy(**given)

@@ -108,7 +108,7 @@ def test_defaults_are_those_of_deepspeech() -> None:
     [
         ({"kind": "magic"}, "greedy or beam"),
         ({"width": 3}, "choose from kind, beam_width"),
-        ({"kind": "beam", "beam_width": 0}, "at least 1"),
+        ({"kind": "beam", "beam_width": 0}, "from 1 on"),
         ({"kind": "greedy", "lm": "x.arpa"}, "decoder=beam"),
     ],
 )

@@ -157,9 +157,9 @@ def test_a_checkpoint_goes_on_compiled_or_not(text: Path) -> None:
         (lambda: GloVe(rate=0.0), "rate=0.0"),
         (lambda: GloVe(x_max=-1.0), "x_max=-1.0, .* rate and x_max must be above 0"),
         (lambda: GloVe(alpha=-1.0), "alpha=-1.0: .* alpha at least 0"),
-        (lambda: Cooccurrences(batch_entries="many"), "batch_entries=many: give a number from 1"),
-        (lambda: Cooccurrences(batch_entries=0), "batch_entries=0: give a number from 1"),
-        (lambda: Cooccurrences(window=0), "window=0 was given; it must be at least 1"),
+        (lambda: Cooccurrences(batch_entries="many"), "batch_entries='many' .* from 1 on"),
+        (lambda: Cooccurrences(batch_entries=0), "batch_entries=0 .* from 1 on"),
+        (lambda: Cooccurrences(window=0), "window=0 was given; .* from 1 on"),
         (lambda: Cooccurrences(memory=0), "memory=0"),
     ],
 )

@@ -124,9 +124,12 @@ def test_too_little_text_ends_a_run_with_the_same_line(tmp_path: Path) -> None:
     [
         ({"files": "nowhere.txt"}, "nowhere.txt: there is no such file"),
         ({"files": []}, "data.files is empty"),
-        ({"files": __file__, "tokens": "letters"}, "tokens=letters .* words, spaces"),
-        ({"files": __file__, "encoding_errors": "hide"}, "encoding_errors=hide .* strict, replace"),
-        ({"batch_words": 1}, "batch_words=1: give a number from 2 on, or auto"),
+        ({"files": __file__, "tokens": "letters"}, "tokens='letters' .* words or spaces"),
+        (
+            {"files": __file__, "encoding_errors": "hide"},
+            "errors='hide' .* strict, replace",
+        ),
+        ({"batch_words": 1}, "batch_words=1 .* from 2 on, or auto"),
         ({"min_count": 0}, "min_count=0"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -19,11 +19,11 @@ from hybridtrain.tasks.words.encoded_text import EncodedText
 from hybridtrain.tasks.words.huffman import huffman
 from hybridtrain.tasks.words.vector_files import read_vectors
 from hybridtrain.tasks.words.vocabulary import Vocabulary, alias_table
-from hybridtrain.tasks.words.word2vec import ARCHITECTURES, OUTPUTS, Word2Vec
+from hybridtrain.tasks.words.word2vec import Architecture, Output, Word2Vec
 from tests.tasks.words.made import margin, train, write_text
 
 V, D = 9, 4
-KINDS = list(itertools.product(ARCHITECTURES, OUTPUTS))
+KINDS = list(itertools.product(get_args(Architecture), get_args(Output)))
 COUNTS = np.array([40, 30, 20, 12, 9, 7, 5, 3, 1])
 NUMBERS = np.array([3, 1, 4, -1, 1, 5, 2, 6, 0, -1, 7], dtype=np.int32)
 ALWAYS_8 = (np.zeros(V, np.float32), np.full(V, 8, np.int32))  # every word drawn is the last
@@ -218,12 +218,12 @@ def test_a_table_larger_than_memory_is_refused(text: Path) -> None:
     ("options", "message"),
     [
         ({"dim": 0}, "model.dim=0"),
-        ({"architecture": "glove"}, "architecture=glove .* skip_gram or cbow"),
-        ({"output": "full"}, "output=full .* negative or hierarchical"),
-        ({"negative": 0}, "negative=0: give at least 1"),
-        ({"rate": -1.0}, "model.rate=-1.0, model.min_rate=0.0001: give a rate above 0"),
+        ({"architecture": "glove"}, "architecture='glove' .* skip_gram or cbow"),
+        ({"output": "full"}, "output='full' .* negative or hierarchical"),
+        ({"negative": 0}, "negative=0 .* from 1 on"),
+        ({"rate": -1.0}, "model.rate=-1.0 .* above 0"),
         ({"min_rate": -1.0}, "model.min_rate=-1.0"),
-        ({"compiled": "maybe"}, "compiled=maybe .* auto, true or false"),
+        ({"compiled": "maybe"}, "compiled='maybe' .* true, false or auto"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
+from hybridtrain.util.option_types import Positive, Range, check_fields
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -45,23 +46,17 @@ class DecoderOptions:
     ``lm_beta``: added per word.
     """
 
-    kind: str = "greedy"
-    beam_width: int = 1024
-    cutoff_top_n: int = 300
-    cutoff_prob: float = 1.0
+    kind: Literal["greedy", "beam"] = "greedy"
+    beam_width: Positive = 1024
+    cutoff_top_n: Positive = 300
+    cutoff_prob: Annotated[float, Range(0, 1, "(")] = 1.0
     lm: str | None = None
     lexicon: str | None = None
     lm_alpha: float = 0.931289039105002
     lm_beta: float = 1.1834137581510284
 
     def __post_init__(self) -> None:
-        if self.kind not in ("greedy", "beam"):
-            raise UserError(f"decoder={self.kind!r}: choose greedy or beam")
-        if self.beam_width < 1 or self.cutoff_top_n < 1 or not 0.0 < self.cutoff_prob <= 1.0:
-            raise UserError(
-                f"beam_width={self.beam_width}, cutoff_top_n={self.cutoff_top_n}, cutoff_prob="
-                f"{self.cutoff_prob}: the first two must be at least 1, the last in (0, 1]"
-            )
+        check_fields(self, "decoder.")
         if self.lm is not None and self.kind == "greedy":
             raise UserError("a language model (lm=...) works with decoder=beam, not with greedy")
 

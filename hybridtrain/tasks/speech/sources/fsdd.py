@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance
+from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 NAME = re.compile(r"(\d)_([^_]+)_(\d+)\.(?:wav|flac)")
@@ -35,7 +36,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Fsdd:
+class Fsdd(Checked):
     """``root``: the data set's folder (with ``recordings/`` inside), or the recordings' own.
 
     ``min_digits`` to ``max_digits`` per sequence, pauses of ``min_gap_s`` to ``max_gap_s``;
@@ -43,13 +44,14 @@ class Fsdd:
     """
 
     root: str | None = None
-    min_digits: int = 1
-    max_digits: int = 6
-    min_gap_s: float = 0.0
-    max_gap_s: float = 0.2
-    train_sequences: int = 4000
-    passes: int = 1
+    min_digits: Positive = 1
+    max_digits: Positive = 6
+    min_gap_s: NotNegative = 0.0
+    max_gap_s: NotNegative = 0.2
+    train_sequences: Positive = 4000
+    passes: Positive = 1
     seed: int = 0
+    prefix = "data."
 
     def prepare(self) -> None:
         """Nothing to make."""
@@ -109,20 +111,15 @@ class Fsdd:
         return found
 
     def _check(self) -> None:
-        if not 1 <= self.min_digits <= self.max_digits:
+        if not self.min_digits <= self.max_digits:
             raise UserError(
                 f"data.min_digits={self.min_digits}, data.max_digits={self.max_digits}:"
-                " need 1 <= min_digits <= max_digits"
+                " need min_digits <= max_digits"
             )
-        if not 0 <= self.min_gap_s <= self.max_gap_s:
+        if not self.min_gap_s <= self.max_gap_s:
             raise UserError(
                 f"data.min_gap_s={self.min_gap_s}, data.max_gap_s={self.max_gap_s}:"
-                " need 0 <= min_gap_s <= max_gap_s"
-            )
-        if self.train_sequences < 1 or self.passes < 1:
-            raise UserError(
-                f"data.train_sequences={self.train_sequences}, data.passes={self.passes}:"
-                " both must be at least 1"
+                " need min_gap_s <= max_gap_s"
             )
 
 

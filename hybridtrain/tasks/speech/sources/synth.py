@@ -34,6 +34,7 @@ from hybridtrain.tasks.speech.sources.espeak import Job
 from hybridtrain.tasks.speech.sources.fsdd import WORDS
 from hybridtrain.tasks.speech.sources.shards import speak_shards
 from hybridtrain.tasks.speech.sources.utterance import SPLITS, Clip, Utterance
+from hybridtrain.util.option_types import Checked, Positive
 from hybridtrain.worlds.local.cleanup import removed_in_the_end
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ SPEAKERS = {"train": TRAIN.split(), "val": VAL.split(), "test": TEST.split()}
 
 
 @dataclass(frozen=True)
-class SpokenDigits:
+class SpokenDigits(Checked):
     """How many utterances per split, digits per utterance, and where they are kept.
 
     ``root`` None is ``$XDG_CACHE_HOME/hybridtrain`` or ``~/.cache/hybridtrain``. ``min_snr_db`` to
@@ -78,14 +79,15 @@ class SpokenDigits:
     """
 
     root: str | None = None
-    train: int = 4000
-    val: int = 150
-    test: int = 300
-    min_digits: int = 1
-    max_digits: int = 6
+    train: Positive = 4000
+    val: Positive = 150
+    test: Positive = 300
+    min_digits: Positive = 1
+    max_digits: Positive = 6
     min_snr_db: float = 15.0
     max_snr_db: float = 40.0
     seed: int = 0
+    prefix = "data."
 
     def prepare(self) -> None:
         """Make the corpus unless it is there and whole (checked by its hashes)."""
@@ -193,15 +195,10 @@ class SpokenDigits:
         )
 
     def _check(self) -> None:
-        if min(self.train, self.val, self.test) < 1:
-            raise UserError(
-                f"data.train={self.train}, data.val={self.val}, data.test={self.test}:"
-                " numbers of utterances, each at least 1"
-            )
-        if not 1 <= self.min_digits <= self.max_digits:
+        if not self.min_digits <= self.max_digits:
             raise UserError(
                 f"data.min_digits={self.min_digits}, data.max_digits={self.max_digits}:"
-                " need 1 <= min_digits <= max_digits"
+                " need min_digits <= max_digits"
             )
         if not self.min_snr_db <= self.max_snr_db:
             raise UserError(

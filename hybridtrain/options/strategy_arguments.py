@@ -2,26 +2,34 @@
 
 A user gives options flat, by keyword or in the order of their places: from Python, in YAML, on the
 command line. :func:`given_flat` makes the groups of them. Lightning, Hydra and ``help`` see a
-signature with every option; type checkers see the fields of the groups. Values are checked by what
-``HybridStrategy`` makes of them.
+signature with every option; type checkers see the fields of the groups. :func:`checked` holds
+values to their types, from Python and, without importing torch, from the command line.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
+from difflib import get_close_matches
 from functools import update_wrapper
-from inspect import Parameter, Signature, cleandoc
+from inspect import Parameter, Signature, cleandoc, signature
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, get_type_hints
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypedDict, get_type_hints
 
-import torch
-
-from hybridtrain.exchanges import ExchangeSpec
-from hybridtrain.lightning.strategy_options import known_options
-from hybridtrain.policies import Spec
-from hybridtrain.updates.named import UpdateSpec
-from hybridtrain.updates.staleness import CorrectionSpec
+from hybridtrain.errors import UserError
+from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
+from hybridtrain.policies import POLICIES
+from hybridtrain.util.named_choice import name_of
+from hybridtrain.util.option_types import (
+    Above0,
+    Named,
+    Natural,
+    NotNegative,
+    Positive,
+    Range,
+    Several,
+    check_fields,
+)
 
 P = ParamSpec("P")
 
@@ -45,11 +53,11 @@ class RuleArguments:
             ``hybridtrain.updates.staleness.CORRECTIONS``, given like a policy.
     """
 
-    policy: Spec = "hybrid"
+    policy: Named = "hybrid"
     _: KW_ONLY
-    exchange: ExchangeSpec = None
-    update: UpdateSpec = None
-    correction: CorrectionSpec = None
+    exchange: Named | None = None
+    update: Named | None = None
+    correction: Named | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +76,19 @@ class WorkerArguments:
         transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
     """
 
-    workers_per_device: int = 1
-    start_method: str = "auto"
-    threads_per_worker: int | Literal["auto"] = "auto"
-    stop_grace_s: float = 30.0
-    device_memory_fraction: float | None = None
-    transport_dtype: str | None = None
+    workers_per_device: Positive = 1
+    start_method: Literal["auto", "fork", "spawn", "forkserver"] = "auto"
+    threads_per_worker: Positive | Literal["auto"] = "auto"
+    stop_grace_s: NotNegative = 30.0
+    device_memory_fraction: Annotated[float, Range(0, 1, "(")] | None = None
+    transport_dtype: Literal["bf16"] | None = None
+
+
+class Shards(TypedDict):
+    """So many parts of an epoch's order, and mini-batches that a worker takes from one."""
+
+    number: Positive
+    visit: Positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,10 +109,19 @@ class DataArguments:
     """
 
     num_samples_key: str | int | None = None
-    batch_size_per_worker: Sequence[int] | None = None
-    iterable: str | None = None
+    batch_size_per_worker: Several | None = None
+    iterable: Literal["deal", "own"] | None = None
     keep_order: bool = False
-    data_shards: Mapping[str, int] | None = None
+    data_shards: Shards | None = None
+
+    def check_workers(self, n_workers: int) -> None:
+        """See that there is a size for each worker, or one for all; raises UserError."""
+        sizes = self.batch_size_per_worker
+        if sizes is not None and len(sizes) != n_workers:
+            raise UserError(
+                f"batch_size_per_worker={list(sizes)} was given for {n_workers} "
+                f"worker{'s' * (n_workers > 1)}; give one size for each worker"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +143,30 @@ class FailureArguments:
             :class:`hybridtrain.testing.faults.Fault`.
     """
 
-    on_nonfinite: str = "auto"
-    on_oom: str = "raise"
-    on_failure: str = "stop"
-    min_workers: int = 1
-    max_restarts: int | None = 3
-    hang_timeout_s: float | Literal["auto"] | None = "auto"
-    faults: Sequence[Any] = ()
+    on_nonfinite: Literal["auto", "raise", "drop", "skip_step"] = "auto"
+    on_oom: Literal["raise", "drop", "skip_step"] = "raise"
+    on_failure: Literal["stop", "continue", "restart"] = "stop"
+    min_workers: Positive = 1
+    max_restarts: Natural | None = 3
+    hang_timeout_s: Above0 | Literal["auto"] | None = "auto"
+    faults: Sequence[Any] | None = ()
+
+    def check_failures(self) -> None:
+        """See that the options go with each other.
+
+        Raises:
+            UserError: naming those that do not.
+        """
+        if self.on_failure == "restart" and self.max_restarts == 0:
+            raise UserError(
+                "on_failure=restart was given with max_restarts=0, which allows none; give at "
+                "least 1, or on_failure=stop or continue"
+            )
+        if self.on_failure == "stop" and self.min_workers > 1:
+            raise UserError(
+                f"min_workers={self.min_workers} was given with on_failure=stop, which goes on "
+                "with none less than all; leave it out, or use on_failure=continue or restart"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +179,7 @@ class FileArguments:
     """
 
     record: str | Path | None = None
-    checkpoint: str = "blocking"
+    checkpoint: Literal["blocking", "background"] = "blocking"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +191,7 @@ class LightningArguments:
     """
 
     accelerator: Any = None
-    parallel_devices: list[torch.device] | None = None
+    parallel_devices: list[Any] | None = None
     cluster_environment: Any = None
     checkpoint_io: Any = None
     precision_plugin: Any = None
@@ -194,20 +235,18 @@ def given_flat(
     groups: Callable[P, StrategyArguments],
 ) -> Callable[[Callable[[Any, StrategyArguments], None]], Callable[Concatenate[Any, P], None]]:
     """Let an ``__init__`` that takes the groups be called with the options themselves."""
-    signature = _signature()
+    every = _signature()
 
     def flatten(
         init: Callable[[Any, StrategyArguments], None],
     ) -> Callable[Concatenate[Any, P], None]:
         def flat(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            given = signature.bind(self, *args, **kwargs).arguments
+            given = every.bind(self, *args, **kwargs).arguments
             del given["self"]
-            lightnings = given.pop("lightning", {})
-            known_options(lightnings, PLACES)
-            init(self, StrategyArguments(**given, **lightnings))
+            init(self, checked(given | given.pop("lightning", {})))
 
         update_wrapper(flat, init)
-        vars(flat)["__signature__"] = signature
+        vars(flat)["__signature__"] = every
         return flat
 
     return flatten
@@ -215,7 +254,8 @@ def given_flat(
 
 def _signature() -> Signature:
     either = Parameter.POSITIONAL_OR_KEYWORD
-    types, defaults = get_type_hints(StrategyArguments), vars(StrategyArguments())
+    types = get_type_hints(StrategyArguments, include_extras=True)
+    defaults = vars(StrategyArguments())
     options = [
         Parameter(name, either, default=defaults[name], annotation=types[name]) for name in PLACES
     ]
@@ -228,3 +268,74 @@ def with_options(text: str | None) -> str:
     about, _, errors = cleandoc(text or "").partition("Raises:")
     said = [cleandoc(group.__doc__ or "").partition("Args:\n")[2] for group in GROUPS]
     return "\n".join([f"{about}Args:", *said, "", f"Raises:{errors}"])
+
+
+# ---- the boundary -------------------------------------------------------------------------------
+
+_OF_DDP = {
+    "find_unused_parameters": "unused parameters need no option here",
+    "static_graph": "there is no graph to be prepared here",
+    "gradient_as_bucket_view": "gradients are not kept in buckets here",
+    "process_group_backend": "there is no process group here",
+    "timeout": "there is no process group here; see stop_grace_s",
+    "ddp_comm_hook": "gradients travel through shared memory here",
+}
+
+
+def checked(given: Mapping[str, Any], prefix: str = "", plain: bool = False) -> StrategyArguments:
+    """The options of a strategy, if all are known, in their ranges, and go with each other.
+
+    Args:
+        prefix: of the option's name, in what is said of it.
+        plain: they come from a configuration, not from Python.
+
+    Raises:
+        UserError: naming the option, what is allowed, and what was meant.
+    """
+    for name in given:
+        if name not in StrategyArguments.__dataclass_fields__:
+            raise UserError(unknown(name, given, prefix))
+    made = StrategyArguments(**given)
+    check_fields(made, prefix, plain)
+    made.check_failures()
+    return made
+
+
+def unknown(name: str, given: Mapping[str, Any], prefix: str = "") -> str:
+    """What is said of an option that a strategy does not know: the key that was meant."""
+    if name in _OF_DDP:
+        return f"{prefix}{name} was given, an option of ddp; leave it out: {_OF_DDP[name]}"
+    said = f"{prefix}{name} was given, which the strategy does not know; "
+    chosen = {
+        f"{prefix}{part}.{each}": each
+        for part, known in _PARTS.items()
+        for each in _takes(known, name_of(given.get(part)))
+    }
+    others = [
+        f"{part}={each}"
+        for part, known in _PARTS.items()
+        for each in known
+        if name in _takes(known, each) and name not in chosen.values()
+    ]
+    if others:
+        own = f"yours takes {', '.join(chosen)}" if chosen else "yours takes none"
+        return f"{said}it is a parameter of {', '.join(others)}; {own}"
+    if close := _closest(name, {prefix + each: each for each in PLACES} | chosen):
+        return f"{said}did you mean {close}?"
+    return f"{said}it takes {', '.join([*chosen, *PLACES])}"
+
+
+_PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
+    "policy": POLICIES,
+    "exchange": EXCHANGE_OPTIONS,
+}
+
+
+def _takes(known: Mapping[str, Callable[..., Any]], name: str | None) -> list[str]:
+    return list(signature(known[name]).parameters) if name and name in known else []
+
+
+def _closest(name: str, keys: Mapping[str, str]) -> str | None:
+    """The key whose last part is most like the name."""
+    close = get_close_matches(name, list(keys.values()), n=1)
+    return next(key for key, last in keys.items() if last == close[0]) if close else None

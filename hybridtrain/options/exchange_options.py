@@ -1,0 +1,139 @@
+"""What may be given to each exchange: types, ranges, defaults.
+
+They lie apart from what exchanges do, so that they can be checked without importing torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypedDict
+
+from hybridtrain.util.option_types import (
+    Above0,
+    Checked,
+    Filled,
+    Natural,
+    Part,
+    Positive,
+    Several,
+    Share,
+)
+
+Compress = Literal["int8", "int4", "topk"] | Mapping[str, Any] | Part | None
+
+
+class _Then(TypedDict):
+    then: Positive
+    at: Positive | Literal["first_decay"]
+
+
+class Then(_Then, total=False):
+    """``first`` (1) steps between two exchanges until step ``at``, then ``then``."""
+
+    first: Positive
+
+
+class BySpeed(TypedDict):
+    """As many steps as each worker makes while the fastest makes ``longest``."""
+
+    longest: Positive
+    seconds_per_step: Annotated[
+        Sequence[Above0], Filled(), "as a run with every worker at work has measured (service_s)"
+    ]
+
+
+Every = Positive | Several | Then | BySpeed
+
+
+class _Options(Checked):
+    prefix = "exchange."
+
+
+@dataclass(frozen=True)
+class InPlaceOptions(_Options):
+    """Where optimizer state lies.
+
+    Args:
+        optimizer_state: ``"shared"``: moments lie where all workers step them, once, and steps are
+            counted together. ``"private"``: every worker's optimizer has its own, as in processes
+            that have only a model in shared memory; a checkpoint has worker 0's, and all go on
+            with it.
+    """
+
+    optimizer_state: Literal["shared", "private"] = "shared"
+
+
+@dataclass(repr=False)
+class MovementOptions(_Options):
+    """How often, and how it is encoded.
+
+    Args:
+        every: a worker's own steps between two exchanges.
+        compress: how movements are encoded, one of
+            :data:`hybridtrain.exchanges.compression.CODECS`.
+    """
+
+    every: Every = 8
+    compress: Compress = None
+
+
+@dataclass(repr=False)
+class StreamingOptions(_Options):
+    """How often, in how many parts, and how these are mixed.
+
+    Args:
+        every: H, a worker's own steps between two exchanges of a fragment.
+        fragments: P.
+        overlap: τ, steps that a worker makes before it takes over what comes back.
+        mix: α, the share of its own parameters that a worker keeps then.
+        compress: one of :data:`hybridtrain.exchanges.compression.CODECS`.
+    """
+
+    every: Positive = 30
+    fragments: Positive = 3
+    overlap: Natural = 1
+    mix: Share = 0.5
+    compress: Compress = None
+
+
+@dataclass(repr=False)
+class AccumulatedOptions(_Options):
+    """How often each way.
+
+    Args:
+        n_push: steps between two pushes.
+        n_fetch: steps between two fetches.
+        compress: how sums are encoded, one of :data:`hybridtrain.exchanges.compression.CODECS`.
+        fetch: ``"overlapped"``: computing goes on meanwhile; ``None``: the worker waits.
+    """
+
+    n_push: Positive = 1
+    n_fetch: Positive = 1
+    compress: Compress = None
+    fetch: Literal["overlapped"] | None = None
+
+
+@dataclass
+class ElasticOptions(_Options):
+    """How often, and how strong the force is.
+
+    Args:
+        every: τ, a worker's own steps between two exchanges.
+        alpha: α; ``None``: ``beta`` divided by the number of workers.
+        beta: by how much of the way the centre moves where all workers pull at once.
+    """
+
+    every: Positive = 10
+    alpha: Share | None = None
+    beta: Share = 0.9
+
+
+EXCHANGE_OPTIONS: dict[str, type] = {
+    "gradient": _Options,
+    "in_place": InPlaceOptions,
+    "movement": MovementOptions,
+    "streaming": StreamingOptions,
+    "accumulated": AccumulatedOptions,
+    "elastic": ElasticOptions,
+}

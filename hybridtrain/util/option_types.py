@@ -1,0 +1,314 @@
+"""Values of options against their types: the one place where they are checked.
+
+An option is described where it is declared, by a field or parameter with its type and, in
+``Annotated``, its range: ``k: Positive | None``. From that come the check of a value, the words for
+what is allowed, and the tables of the documentation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from functools import lru_cache, wraps
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+)
+
+from hybridtrain.errors import UserError
+from hybridtrain.util.number_checks import is_number
+
+F = TypeVar("F", bound=Callable[..., Any])
+_SHOWN = 100  # characters of a value
+_WORD = re.compile(r"[A-Za-z_][\w./-]*")
+
+
+@dataclass(frozen=True)
+class Range:
+    """The numbers allowed: from ``least`` to ``most``, without the ends where ``open`` says so."""
+
+    least: float
+    most: float = math.inf
+    open: Literal["", "(", ")", "()"] = ""
+    infinite: bool = False
+
+    def holds(self, value: Any) -> bool:
+        """Whether the number lies in it."""
+        above = value > self.least if "(" in self.open else value >= self.least
+        below = value < self.most if ")" in self.open else value <= self.most
+        return bool(above and below and (math.isfinite(value) or self.infinite))
+
+    def __str__(self) -> str:
+        if self.most == math.inf:
+            least = f"above {self.least}" if "(" in self.open else f"from {self.least} on"
+            return least + ", or inf" * self.infinite
+        least = f"above {self.least}" if "(" in self.open else f"from {self.least}"
+        to = "to below" if ")" in self.open else "and up to" if self.open else "to"
+        return f"{least} {to} {self.most}"
+
+
+@dataclass(frozen=True)
+class Made:
+    """An object that a user has made, instead of plain data."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether it is one."""
+        return not isinstance(value, _PLAIN)
+
+    def __str__(self) -> str:
+        return "an object"
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A list that is not empty."""
+
+    def holds(self, value: Any) -> bool:
+        """Whether it has a member."""
+        return len(value) > 0
+
+    def __str__(self) -> str:
+        return "(one at least)"
+
+
+Natural = Annotated[int, Range(0)]
+Positive = Annotated[int, Range(1)]
+NotNegative = Annotated[float, Range(0)]
+Above0 = Annotated[float, Range(0, open="(")]
+Share = Annotated[float, Range(0, 1)]
+Decay = Annotated[float, Range(0, 1, open=")")]
+Several = Annotated[Sequence[Positive], Filled()]
+Part = Annotated[Any, Made()]
+Named = str | Mapping[str, Any] | Part  # a name, a mapping with a name and parameters, an object
+
+
+def check(name: str, value: Any, kind: Any, plain: bool = False) -> None:
+    """See that an option's value is of a type and in its range.
+
+    Args:
+        plain: numbers, words, lists and mappings alone, as a configuration has them.
+
+    Raises:
+        UserError: naming what was given and what is allowed.
+    """
+    if allows(value, kind, plain):
+        return
+    if isinstance(value, Mapping) and (form := _form(value, kind)) is not None:
+        _check_keys(name, value, form, plain)
+    raise refusal(name, value, kind, plain)
+
+
+def refusal(name: str, value: Any, kind: Any, plain: bool = True) -> UserError:
+    """What is said of a value that is not allowed."""
+    allowed = words(kind).replace(", an object", "") if plain else words(kind)
+    close = get_close_matches(value, list(_each(kind)), n=1) if isinstance(value, str) else ()
+    hint = f" (did you mean {close[0]}?)" if close else ""
+    return UserError(f"{name}={shown(value, plain)} was given{hint}; it must be {allowed}")
+
+
+def shown(value: Any, plain: bool = False) -> str:
+    """A value, as short as a line needs it; ``plain``: as YAML has it."""
+    yaml = {None: "null", True: "true", False: "false"}
+    if plain and isinstance(value, bool | NoneType):
+        text = yaml[value]
+    elif plain and isinstance(value, str) and _WORD.fullmatch(value):
+        text = value
+    else:
+        text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}… ({len(text)} characters)"
+
+
+def _form(value: Mapping[Any, Any], kind: Any) -> Any:
+    """The kind of mapping that is meant, of those in a union: it has a key of it."""
+    forms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    forms = tuple(each for each in forms if is_typeddict(each))
+    return next((each for each in forms if hints(each).keys() & value.keys()), None)
+
+
+def _check_keys(name: str, value: Mapping[Any, Any], form: Any, plain: bool) -> None:
+    kinds = hints(form)
+    for key in value:
+        if key not in kinds:
+            close = get_close_matches(str(key), kinds, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(kinds)}"
+            raise UserError(f"{name}.{key} was given; {hint}")
+    for key, each in kinds.items():
+        if key in value or key in form.__required_keys__:
+            check(f"{name}.{key}", value.get(key), each, plain)
+
+
+def check_fields(given: Any, prefix: str = "", plain: bool = False) -> None:
+    """See that every field that an object was made with is of its type; raises UserError."""
+    kinds: dict[str, Any] = hints(type(given))  # type: ignore[arg-type]
+    for each in fields(given):
+        if each.init:
+            check(prefix + each.name, getattr(given, each.name), kinds[each.name], plain)
+
+
+class Checked:
+    """A dataclass whose fields are held to their types when it is made; raises UserError."""
+
+    prefix: ClassVar[str] = ""  # of its fields, in messages
+
+    def __post_init__(self) -> None:
+        check_fields(self, self.prefix)
+
+
+def check_arguments(
+    call: Callable[..., Any], given: Mapping[str, Any], prefix: str, plain: bool = False
+) -> None:
+    """See that arguments of a function or class are of the types it declares; raises UserError."""
+    kinds, parameters = hints(call), inspect.signature(call).parameters
+    for name, value in given.items():
+        default = parameters[name].default if name in parameters else None
+        if name in kinds and not (value is None and default is None):
+            check(prefix + name, value, kinds[name], plain)
+
+
+def typed(prefix: str) -> Callable[[F], F]:
+    """Hold a function's arguments to the types that it declares, whenever it is called.
+
+    Args:
+        prefix: of their names, in messages.
+    """
+
+    def decorate(function: F) -> F:
+        takes = inspect.signature(function)
+
+        @wraps(function)
+        def held(*args: Any, **kwargs: Any) -> Any:
+            check_arguments(function, takes.bind(*args, **kwargs).arguments, prefix)
+            return function(*args, **kwargs)
+
+        return cast(F, held)
+
+    return decorate
+
+
+@lru_cache(maxsize=512)
+def hints(described: Any) -> dict[str, Any]:
+    """Types by the names of fields or parameters; none where a module does not tell its names."""
+    if inspect.isclass(described) and not is_dataclass(described) and not is_typeddict(described):
+        described = described.__init__
+    try:
+        return get_type_hints(described, include_extras=True)
+    except (NameError, TypeError, AttributeError):  # imported for type checkers alone
+        return {}
+
+
+# ---- types --------------------------------------------------------------------------------------
+
+
+def allows(value: Any, kind: Any, plain: bool = False) -> bool:
+    """Whether a value is of a type and in its range. What cannot be told is allowed."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if plain and isinstance(value, Mapping) and "_target_" in value:
+        return True  # of which an object will be made
+    if origin is Annotated:
+        ranges = [note for note in inside[1:] if isinstance(note, Range | Made | Filled)]
+        return allows(value, inside[0], plain) and all(each.holds(value) for each in ranges)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in inside)
+    if origin in (Union, UnionType):
+        return any(allows(value, each, plain) for each in inside)
+    if isinstance(origin or kind, type):
+        return _is_a(value, origin or kind, inside, plain)
+    return True
+
+
+def _is_a(value: Any, kind: type, inside: Sequence[Any], plain: bool) -> bool:
+    if kind in _SIMPLE:
+        return _SIMPLE[kind](value)
+    if is_typeddict(kind):
+        return isinstance(value, Mapping) and _fits(value, kind, plain)
+    if issubclass(kind, Mapping):
+        fits = isinstance(value, Mapping)
+        return fits and all(allows(each, inside[1], plain) for each in inside and value.values())
+    if issubclass(kind, Sequence):
+        several = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+        if not several or not inside or inside[0] is Any:
+            return several
+        return all(allows(each, inside[0], plain) for each in value)
+    if plain or getattr(kind, "_is_protocol", False):
+        return not isinstance(value, _PLAIN)
+    return isinstance(value, kind)
+
+
+def _fits(value: Mapping[Any, Any], kind: Any, plain: bool) -> bool:
+    """Whether a mapping has the keys of a ``TypedDict``, with values of their types."""
+    kinds = hints(kind)
+    return kind.__required_keys__ <= value.keys() <= kinds.keys() and all(
+        allows(each, kinds[key], plain) for key, each in value.items()
+    )
+
+
+_PLAIN = (str, int, float, Sequence, Mapping, NoneType)
+_SIMPLE: dict[Any, Callable[[Any], bool]] = {
+    Any: lambda value: True,
+    object: lambda value: True,
+    bool: lambda value: isinstance(value, bool),
+    int: lambda value: type(value) is int,
+    float: lambda value: is_number(value) and not math.isnan(value),
+    str: lambda value: isinstance(value, str),
+    Path: lambda value: isinstance(value, str | Path),
+    NoneType: lambda value: value is None,
+}
+
+
+def words(kind: Any) -> str:
+    """What a type allows, in words."""
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        notes = [f"; {note}" if isinstance(note, str) else f" {note}" for note in inside[1:]]
+        return "".join([words(inside[0]), *notes]).strip()
+    if origin in (Union, UnionType, Literal) or kind is bool:
+        several = list(dict.fromkeys(_each(kind)))
+        last = ", or " if any(" " in each for each in several) else " or "
+        return last.join([", ".join(several[:-1]), several[-1]][not several[:-1] :])
+    if is_typeddict(kind):
+        return f"{{{', '.join(f'{name}: {words(each)}' for name, each in hints(kind).items())}}}"
+    if isinstance(origin, type) and issubclass(origin, Sequence):
+        each = words(inside[0]) if inside else ""
+        return f"a list of which each is {each}" if each else "a list"
+    return _WORDS.get(origin or kind, getattr(kind, "__name__", str(kind)))
+
+
+def _each(kind: Any) -> Iterator[str]:
+    """What each part of a union allows."""
+    if kind is bool:
+        yield from ("true", "false")
+    elif get_origin(kind) is Literal:
+        yield from map(str, get_args(kind))
+    elif get_origin(kind) in (Union, UnionType):
+        for each in get_args(kind):
+            yield from _each(each)
+    else:
+        yield words(kind)
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Any: "",
+    Path: "a path",
+    NoneType: "null",
+    Mapping: "a mapping",
+    dict: "a mapping",
+    list: "a list",
+}
