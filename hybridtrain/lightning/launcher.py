@@ -188,15 +188,7 @@ def world_of(
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
     places = [devices[number % len(devices)] for number in range(size)]
     return ProcessWorld(
-        server,
-        size,
-        start_method,
-        threads,
-        grace_s,
-        judge,
-        watchdog,
-        places,
-        may_meet(strategy),
+        server, size, start_method, threads, grace_s, judge, watchdog, places, may_meet(strategy)
     )
 
 

@@ -41,7 +41,7 @@ class Arena:
     def __init__(self, fd: int, n_bytes: int) -> None:
         self.fd = fd
         self.n_bytes = n_bytes
-        self._map = shared_map(fd, n_bytes)
+        self._map = shared_map(self, fd, n_bytes)
         weakref.finalize(self, os.close, fd)
 
     @classmethod

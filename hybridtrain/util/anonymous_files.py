@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import tempfile
 from typing import Any
 from weakref import WeakKeyDictionary
 
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000  # of Linux
-_shared: WeakKeyDictionary[mmap.mmap, int] = WeakKeyDictionary()  # maps, and what they map
+_MAP_FIXED = 0x10  # of Linux and macOS
+_shared: WeakKeyDictionary[object, tuple[int, mmap.mmap]] = WeakKeyDictionary()  # by their owners
 
 
 def anonymous_descriptor() -> int:
@@ -24,10 +23,10 @@ def anonymous_descriptor() -> int:
         return os.dup(file.fileno())
 
 
-def shared_map(fd: int, n_bytes: int) -> mmap.mmap:
-    """Map the file; ``fd`` stays open as long as the map is used."""
+def shared_map(owner: object, fd: int, n_bytes: int) -> mmap.mmap:
+    """Map the file for ``owner``, which keeps ``fd`` open as long as it lives."""
     made = mmap.mmap(fd, n_bytes)
-    _shared[made] = fd
+    _shared[owner] = fd, made
     return made
 
 
@@ -36,14 +35,11 @@ def stop_sharing_maps() -> None:
 
     Each map stays at its address, so tensors over it stay what they are.
     """
-    if not sys.platform.startswith("linux"):
-        return
-    size, number, access = ctypes.c_size_t, ctypes.c_int, mmap.PROT_READ | mmap.PROT_WRITE
-    map_again = ctypes.CDLL(None).mmap
-    map_again.restype, own = ctypes.c_void_p, mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
-    map_again.argtypes = [ctypes.c_void_p, size, number, number, number, ctypes.c_long]
-    for each, fd in list(_shared.items()):
-        map_again(ctypes.addressof(ctypes.c_char.from_buffer(each)), len(each), access, own, fd, 0)
+    map_again, access = ctypes.CDLL(None).mmap, mmap.PROT_READ | mmap.PROT_WRITE
+    for fd, each in list(_shared.values()):
+        place = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(each)))
+        kind, offset = mmap.MAP_PRIVATE | _MAP_FIXED, ctypes.c_long(0)
+        map_again(place, ctypes.c_size_t(len(each)), access, kind, fd, offset)
 
 
 class SharedBytes:
@@ -60,7 +56,7 @@ class SharedBytes:
         fd = self._kept
         self._path, self._n_bytes = f"/proc/{os.getpid()}/fd/{fd}", n_bytes
         os.ftruncate(fd, n_bytes)
-        self.map = shared_map(fd, n_bytes)
+        self.map = shared_map(self, fd, n_bytes)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in vars(self).items() if k not in ("map", "_kept")}
@@ -74,6 +70,7 @@ class SharedBytes:
 
     def close(self) -> None:
         """This process looks no more."""
+        _shared.pop(self, None)
         self.map.close()
         if self._kept is not None:
             os.close(self._kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -17,6 +18,8 @@ from pytorch_lightning.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
+from hybridtrain.memory.arena import Arena
+from hybridtrain.util.anonymous_files import SharedBytes, stop_sharing_maps
 from tests.lightning.failover.counting import STRATEGIES, Counting, N, counts_are
 from tests.lightning.toys import Regression, make_trainer, regression_data
 from tests.picking import but_slow
@@ -209,3 +212,22 @@ def test_a_process_of_multiprocessing_goes_on_and_writes_to_memory_of_its_own(
     trainer = make_trainer(chosen, 2, max_epochs=2)
     trainer.fit(module, DataLoader(torch.arange(N), 2, num_workers=2))
     counts_are(module, chosen, 2)
+
+
+def test_only_what_is_still_open_is_mapped_again() -> None:
+    """The number of a closed descriptor may be another file's by then."""
+    arena, shared, closed = Arena.create(4096), SharedBytes(64), SharedBytes(64)
+    left = arena.tensor(0, 4, torch.float32)
+    kept = Arena.create(4096)
+    number = kept.tensor(0, 1, torch.float32)
+    closed.close()
+    del arena
+    gc.collect()
+    if (pid := os.fork()) == 0:
+        stop_sharing_maps()
+        number += 1
+        shared.map[0] = left[0] = 1
+        os._exit(int(number != 1 or shared.map[0] != 1))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert number == 0 and shared.map[0] == 0
+    shared.close()
