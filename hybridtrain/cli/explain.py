@@ -87,9 +87,10 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
 def find_fault(overrides: Sequence[str]) -> str | None:
     """Say what is wrong with the first faulty override, or None when each alone is fine."""
     try:
-        parsed = _parsed(overrides)
+        check_groups(overrides)
     except UserError as error:
         return str(error)
+    parsed = _parsed(overrides)
     choices = hydra_config.groups()
     base = base_config(parsed)
     for item in parsed:

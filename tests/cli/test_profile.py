@@ -40,7 +40,7 @@ def test_each_job_of_a_sweep_has_its_own_ddp_too(command: Command) -> None:
 
 def test_what_makes_no_sense_is_refused(command: Command) -> None:
     done = command(*RUN, "profile=often")
-    assert done.code == 2 and "profile=often: give true or false" in done.complaint
+    assert done.code == 2 and "profile=often was given; it must be true or false" in done.complaint
     done = command(*RUN, "profile=true", "trainer.profiler=simple")
     assert done.code == 2 and "leave one of them out" in done.complaint
 

@@ -45,7 +45,7 @@ def _check_target(key: str, node: DictConfig) -> None:
     target = _load(key, name)
     given = [str(x) for x in node if not str(x).startswith("_")]
     if _is_library(name):
-        values = {name: value for name, value in _values(node) if name in given}
+        values = {name: value for name, value in _given_values(node) if name in given}
         check_arguments(target, values, f"{key}.", plain=True)
     parameters = _parameters(target)
     if parameters is None:
@@ -61,7 +61,7 @@ def _check_target(key: str, node: DictConfig) -> None:
         raise UserError(f"{key}: {name} also needs {', '.join(f'{key}.{x}' for x in required)}")
 
 
-def _values(node: DictConfig) -> Iterator[tuple[str, Any]]:
+def _given_values(node: DictConfig) -> Iterator[tuple[str, Any]]:
     """What is known of a node's arguments, as plain values."""
     for name in node:
         with suppress(InterpolationResolutionError):

@@ -640,5 +640,5 @@ def test_user_code_may_change_private_state(steps_of_workers: torch.Tensor) -> N
 
 
 def test_another_place_for_the_state_is_refused() -> None:
-    with pytest.raises(UserError, match=r"optimizer_state=mine .* shared or private"):
+    with pytest.raises(UserError, match=r"optimizer_state=.mine. .* shared or private"):
         hogwild(exchange={"name": "in_place", "optimizer_state": "mine"})
