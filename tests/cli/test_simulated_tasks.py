@@ -67,7 +67,10 @@ def test_many_workers_learn_in_one_process(workers: int, steps: int, tmp_path: P
     [
         (["task=digitz"], "there is no task 'digitz'; did you mean digits?"),
         (["task=parabola", "model.hiden=3"], "did you mean hidden?"),
-        (["task=parabola", "optimizer.lr=fast"], "optimizer.lr=fast was given; it must be a number"),
+        (
+            ["task=parabola", "optimizer.lr=fast"],
+            "optimizer.lr=fast was given; it must be a number",
+        ),
         (["task=parabola", "batch_size=3"], "the task itself has a batch size (data.batch_size="),
         (["task=parabola", "parameters=3"], "the task itself has a number of parameters"),
         (["task=parabola", "trainer.accumulate_grad_batches=2"], "every mini-batch is pushed"),

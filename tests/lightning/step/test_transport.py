@@ -98,7 +98,9 @@ class Words(Regression):
 
 
 def test_what_it_cannot_do_is_said() -> None:
-    with pytest.raises(UserError, match=r"transport_dtype='fp8' was given; it must be bf16 or null"):
+    with pytest.raises(
+        UserError, match=r"transport_dtype='fp8' was given; it must be bf16 or null"
+    ):
         HybridStrategy(transport_dtype="fp8")
     with pytest.raises(UserError, match=r"transport_dtype=bf16 was given with correction"):
         fit(narrow(policy="async", correction="dc_asgd"), 2, 6)
