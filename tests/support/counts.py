@@ -165,7 +165,7 @@ def counted(strategy: str) -> dict[str, str]:
     whole = all(step % SAVE_EVERY == 0 for step in facts.saved)
     lockstep = facts.trainer.strategy.requirements.whole_rounds  # type: ignore[attr-defined]
     assert whole or not lockstep
-    assert facts.rows == sorted(set(facts.rows)) and max(facts.rows) < facts.steps
+    assert facts.rows == sorted(set(facts.rows)) and max(facts.rows) <= facts.steps
     assert not lockstep or len(facts.rows) == facts.steps
     every = "each step" if lockstep else "each mini-batch of worker 0"
     return {
