@@ -13,7 +13,13 @@ _BELOW = Rule(
     lambda x: isinstance(x, str) and not (PurePath(x).is_absolute() or ".." in PurePath(x).parts),
 )
 _CONFIGURED = {  # by the command line
-    "config": {"ckpt": (None, str), "trainer": dict, "strategy": dict, "logger": (None, dict)},
+    "config": {
+        "seed": (None, whole(0, 2**32 - 1)),
+        "ckpt": (None, str),
+        "trainer": dict,
+        "strategy": dict,
+        "logger": (None, dict),
+    },
     "drawn_seed": (None, whole()),
     "checkpoints": [_BELOW],
     "directory": str,

@@ -31,7 +31,7 @@ WORDS = [
     *(b"/dev/zero", b"..", b"a" * 3000, "\u0663\u0664".encode(), b"#", b"\r", b"1:1 1:1", b"0 0\n"),
 ]
 EXTRA_BYTES = 2**30  # of address space, beyond what the process has: more is unbounded
-CASE_S = 10.0  # of one case: longer is a hang
+BUSY_S, CASE_S = 10.0, 60.0  # of the processor, and in all: a case that takes longer hangs
 
 Case = Callable[[random.Random, int], None]  # raises UserError, or is content
 
@@ -160,6 +160,7 @@ def _said(reader: int, pid: int) -> Iterator[tuple[int, str, str]]:
 def _be_the_child(case: Case, numbers: range, seed: str, writer: int) -> None:
     try:
         signal.signal(signal.SIGALRM, _hangs)
+        signal.signal(signal.SIGPROF, _hangs)
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + EXTRA_BYTES, size + EXTRA_BYTES))
         for number in numbers:
@@ -173,6 +174,7 @@ def _hangs(signum: int, frame: FrameType | None) -> None:
 
 
 def _end_of(case: Case, number: int, seed: str) -> tuple[str, str]:
+    signal.setitimer(signal.ITIMER_PROF, BUSY_S)
     signal.setitimer(signal.ITIMER_REAL, CASE_S)
     began_s = time.monotonic()
     try:
@@ -191,3 +193,4 @@ def _end_of(case: Case, number: int, seed: str) -> tuple[str, str]:
     finally:
         with suppress(Hangs):
             signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.setitimer(signal.ITIMER_PROF, 0)

@@ -151,7 +151,9 @@ KINDS: dict[str, tuple[Reads, Reads]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("n", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n", [100, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 def test_a_damaged_file_is_read_or_refused_in_one_line(name: str, n: int, tmp_path: Path) -> None:
     write, read = KINDS[name]
     path = tmp_path / name

@@ -75,7 +75,9 @@ def with_another_event(cells: list[list[Any]], draw: random.Random) -> list[list
     return [*cells[:place], *new, *cells[place + 1 :]]
 
 
-@pytest.mark.parametrize("n", [50, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "n", [50, pytest.param(2000, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+)
 def test_a_record_is_read_or_refused_in_one_line(n: int, tmp_path: Path) -> None:
     path = tmp_path / "record.bin"
     written(path, TOLD, [[4, k % 2, k, 0.25 * k, 0.5, 16.0] for k in range(40)])

@@ -104,8 +104,11 @@ def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
     Args:
         alike: no weight is a scalar or empty, so no state of a weight is, either.
     """
-    states = optimizer.get("state", {})
-    for group in optimizer.get("param_groups", []):
+    states, groups = optimizer.get("state", {}), optimizer.get("param_groups", [])
+    numbers = [number for group in groups for number in group["params"]]
+    if sorted(numbers) != list(range(len(numbers))):
+        return f"the optimizer's parameters are numbered {numbers[:9]}"
+    for group in groups:
         members = {n: states[n] for n in group["params"] if n in states}
         kinds: dict[str, set[str]] = defaultdict(set)
         for number, state in members.items():
@@ -115,7 +118,8 @@ def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
             shapes = {x.shape for name, x in state.items() if name in _MOMENTS and _filled(x)}
             for name, value in state.items():
                 kinds[name].add(_kind(value) if alike else type(value).__name__)
-                if len(kinds[name] - {"NoneType"}) > 1 or len(shapes) > 1:
+                kind_differs = len(kinds[name] - {"NoneType"}) > 1 or len(shapes) > 1
+                if kind_differs or (value is None and name in _MOMENTS):
                     return f"{name} of parameter {number} is {_kind(value)}, which does not fit"
     return None
 
