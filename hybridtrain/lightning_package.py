@@ -45,7 +45,7 @@ def decide(wanted: str | None = None) -> str:
         wanted: ``pytorch_lightning`` or ``lightning``, taken unless the environment names one.
 
     Raises:
-        UserError: if the environment names another package.
+        UserError: if the environment names a package that there is not.
     """
     global _decided
     if _decided is None:

@@ -1,1 +1,1 @@
-"""What a user may give to a strategy and an exchange, described and checked without torch."""
+"""Options of a strategy and an exchange, described and checked without torch."""

@@ -1,4 +1,4 @@
-"""What may be given to each exchange: types, ranges, defaults.
+"""Options of each exchange: types, ranges, defaults.
 
 They lie apart from what exchanges do, so that they can be checked without importing torch.
 """

@@ -302,7 +302,7 @@ def checked(given: Mapping[str, Any], prefix: str = "", plain: bool = False) -> 
 
 
 def unknown(name: str, given: Mapping[str, Any], prefix: str = "") -> str:
-    """What is said of an option that a strategy does not know: the key that was meant."""
+    """The complaint about an option that a strategy does not know; it names the key meant."""
     if name in _OF_DDP:
         return f"{prefix}{name} was given, an option of ddp; leave it out: {_OF_DDP[name]}"
     said = f"{prefix}{name} was given, which the strategy does not know; "

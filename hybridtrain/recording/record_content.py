@@ -1,4 +1,4 @@
-"""What the JSON of a record may say. Whoever has written it, its readers can rely on that."""
+"""Check the JSON of a record against a description, which its readers rely on."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ _TOLD = {
 
 
 def misfit_of_record(told: dict[str, Any]) -> str | None:
-    """What of it makes no sense, and why."""
+    """The first entry that does not fit the description, and why; None if all fit."""
     return misfit(told, _TOLD, "record")

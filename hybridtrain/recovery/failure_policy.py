@@ -71,7 +71,7 @@ Verdict = End | GoOn | Replace
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """What is left: so many other ``workers``; ``known``: where training was, some time ago.
+    """A worker is lost. ``workers``: the number of others; ``known``: where training was earlier.
 
     ``early``: no worker has come to where it would tell that.
     """

@@ -55,14 +55,14 @@ class Barrier(Generic[T]):
             items.pop(worker, None)
 
     def call(self) -> list[int]:
-        """Those who wait patiently, and do so no longer: they will come again."""
+        """Take the patient workers out of the meeting, and return them: they will come again."""
         called = sorted(self._resting)
         self._patient.clear()
         return called
 
     @property
     def items(self) -> list[T]:
-        """What those have brought who do not wait patiently."""
+        """Payloads of the workers that do not wait patiently."""
         return list(self._items.values())
 
     @property

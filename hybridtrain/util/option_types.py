@@ -67,7 +67,7 @@ class Made:
     """An object that a user has made, instead of plain data."""
 
     def holds(self, value: Any) -> bool:
-        """Whether it is one."""
+        """Whether the value is an object, not plain data."""
         return not isinstance(value, _PLAIN)
 
     def __str__(self) -> str:
@@ -79,7 +79,7 @@ class Filled:
     """A list that is not empty."""
 
     def holds(self, value: Any) -> bool:
-        """Whether it has a member."""
+        """Whether the list has a member."""
         return len(value) > 0
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ def check(name: str, value: Any, kind: Any, plain: bool = False) -> None:
 
 
 def refusal(name: str, value: Any, kind: Any, plain: bool = True) -> UserError:
-    """What is said of a value that is not allowed."""
+    """The error for a value that is not allowed."""
     allowed = words(kind).replace(", an object", "") if plain else words(kind)
     close = get_close_matches(value, list(_each(kind)), n=1) if isinstance(value, str) else ()
     hint = f" (did you mean {close[0]}?)" if close else ""
@@ -271,7 +271,7 @@ _SIMPLE: dict[Any, Callable[[Any], bool]] = {
 
 
 def words(kind: Any) -> str:
-    """What a type allows, in words."""
+    """The values that a type allows, in words."""
     origin, inside = get_origin(kind), get_args(kind)
     if origin is Annotated:
         notes = [f"; {note}" if isinstance(note, str) else f" {note}" for note in inside[1:]]
@@ -289,7 +289,7 @@ def words(kind: Any) -> str:
 
 
 def _each(kind: Any) -> Iterator[str]:
-    """What each part of a union allows."""
+    """The values that each part of a union allows, in words."""
     if kind is bool:
         yield from ("true", "false")
     elif get_origin(kind) is Literal:

@@ -144,7 +144,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
 
 
 def _total(summary: Summary, what: str) -> str:
-    """Of a run that goes on from a checkpoint."""
+    """The total of a resumed run, with the parts before it; empty for another run."""
     return f" (in all {summary.total[what]})" if what in summary.total else ""
 
 

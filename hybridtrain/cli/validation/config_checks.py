@@ -92,7 +92,7 @@ def _check_strategy(given: Mapping[str, Any]) -> None:
 
 
 def _check_together(given: Mapping[str, Any]) -> None:
-    """What does not go with each other."""
+    """Refuse options that contradict one another; raises UserError."""
     trainer, strategy, devices = given["trainer"], given["strategy"], given["trainer"]["devices"]
     if given["test_only"] and given["ckpt"] is None:
         raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")

@@ -1,4 +1,4 @@
-"""What a configuration consists of: the types and ranges of all keys that are not a class's own.
+"""Types and ranges of the configuration's keys, but for the arguments of classes.
 
 Strategies have theirs in :mod:`hybridtrain.options.strategy_arguments`. What classes of a model,
 data, an optimizer, callbacks and loggers take is told by their signatures.
@@ -20,7 +20,7 @@ _DEVICES = "all GPUs is auto; CUDA_VISIBLE_DEVICES names GPUs and parts, numbere
 
 @dataclass(frozen=True, kw_only=True)
 class TaskOptions:
-    """What is learnt.
+    """The task.
 
     Args:
         name: of the task, in summaries.

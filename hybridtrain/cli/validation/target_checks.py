@@ -62,7 +62,7 @@ def _check_target(key: str, node: DictConfig) -> None:
 
 
 def _given_values(node: DictConfig) -> Iterator[tuple[str, Any]]:
-    """What is known of a node's arguments, as plain values."""
+    """Yield the arguments of a node that are resolved, as plain values."""
     for name in node:
         with suppress(InterpolationResolutionError):
             value = node[name]
@@ -111,7 +111,7 @@ def _is_library(name: str) -> bool:
 
 
 def made(key: str, node: DictConfig, kind: type, **parts: Any) -> Any:
-    """What a ``_target_`` and its arguments make, with these beside them.
+    """Make the object of a ``_target_`` from its arguments and ``parts``.
 
     Raises:
         UserError: if a library's class refuses its arguments, or it is of another kind. What a

@@ -30,7 +30,7 @@ Step = Callable[..., Any]
 
 
 class CallsByHand:
-    """Of one worker, whose training begins.
+    """Exchanges one worker's calls of ``scheduler.step()`` with the other workers.
 
     Args:
         trainer: of this worker.
@@ -52,7 +52,7 @@ class CallsByHand:
         client.take_calls = self._take
 
     def begin_batch(self) -> None:
-        """What is called from here on is this worker's own call."""
+        """Take each call from here on for this worker's own: a mini-batch begins."""
         self._together = False
         self._expected.begin_batch()
 

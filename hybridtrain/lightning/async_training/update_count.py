@@ -40,7 +40,7 @@ def last_version(trainer: Any) -> int | None:
 
 
 def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
-    """Those that count steps, for the steps from ``before`` to ``now``, as Lightning would."""
+    """Step the schedules with ``interval=step`` for the steps from ``before`` to ``now``."""
     progress = trainer.fit_loop.epoch_loop.scheduler_progress
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and not config.reduce_on_plateau:

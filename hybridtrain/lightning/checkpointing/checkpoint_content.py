@@ -1,4 +1,4 @@
-"""What a Lightning checkpoint may say, checked before anything is restored from it.
+"""Check the content of a Lightning checkpoint before anything is restored from it.
 
 Lightning and torch take what they find: a count of −5, a learning rate of NaN, a text for an epoch.
 What this describes is theirs, and what this package adds; states of callbacks, of schedulers and of

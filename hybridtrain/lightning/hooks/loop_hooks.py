@@ -134,7 +134,7 @@ def combined_loader(loop: Any) -> Any:
 
 
 def loops_of(trainer: Any) -> list[Any]:
-    """Those that iterate over loaders in the trainer's function."""
+    """The loops of the running trainer function that iterate over loaders."""
     fit = trainer.fit_loop
     return {
         "fit": [fit, fit.epoch_loop.val_loop],
@@ -145,7 +145,7 @@ def loops_of(trainer: Any) -> list[Any]:
 
 
 def _sizes(trainer: Any) -> dict[str, tuple[Any, str]]:
-    """What is known of them before they run: where it is kept, and its name there."""
+    """Where loops keep the number of mini-batches: the loop, and the attribute's name."""
     loops = loops_of(trainer)
     if trainer.state.fn == "predict":
         return {"predict": (loops[0], "max_batches")}
@@ -178,7 +178,7 @@ def source_of(loop: Any) -> Any:
 
 
 def give_loaders(loop: Any, combined: Any) -> None:
-    """What it iterates over."""
+    """Let the loop iterate over these loaders."""
     loop._combined_loader = combined
 
 

@@ -80,7 +80,7 @@ def end_interrupted(trainer: Any, error: BaseException) -> None:
 
 
 def attach_data(trainer: Any, given: Mapping[str, Any]) -> None:
-    """What was given to the trainer's function is where its loops get their loaders from."""
+    """Let the loops get their loaders from the arguments of the trainer function."""
     fit = trainer.state.fn == "fit"
     stage = str(trainer.state.fn.value)
     stages = ("train", "val") if fit else ({"validate": "val"}.get(stage, stage),)

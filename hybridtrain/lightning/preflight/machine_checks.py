@@ -64,7 +64,7 @@ def check_devices(strategy: RunContext) -> None:
 
 
 def chosen(devices: list[torch.device]) -> list[Gpu]:
-    """What is known of those; nothing where it is not known which of the machine's they are.
+    """The chosen GPUs; none where their numbers on the machine are not certain.
 
     ``CUDA_VISIBLE_DEVICES`` may name UUIDs or parts of GPUs (``MIG-...``), and unless
     ``CUDA_DEVICE_ORDER`` says otherwise, CUDA numbers unlike devices by their speed.

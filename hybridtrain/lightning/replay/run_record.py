@@ -186,7 +186,7 @@ def data_print(data: Any) -> dict[str, Any]:
 
 
 def _generators_put_back(data: Any) -> list[Callable[[], object]]:
-    """What restores the states of the generators that a data set holds, or that its parts hold."""
+    """Functions that restore the states of all generators in a data set and its parts."""
     found: list[Callable[[], object]] = []
     layer = [data]
     for _ in range(_LAYERS):

@@ -1,4 +1,4 @@
-"""What ``trainer`` says of a run in the calling process, where none of it took place.
+"""Attributes of ``trainer`` behind a run, in the calling process, which did not train.
 
 Sizes come from worker 0. Loaders, optimizers and schedules are made when somebody asks for them:
 the hooks of the user that make them (``train_dataloader``, ``configure_optimizers``) run here then,
@@ -29,7 +29,7 @@ from hybridtrain.lightning.run_context import context_of
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a run, as worker 0 knows them.
+    """Sizes of a run, as worker 0 knows them.
 
     ``sizes``: what its loops have counted before they began; ``loaders``: whether each has some;
     ``total``: how many updates were to be made, of a training.
@@ -91,7 +91,7 @@ class LoadersAtHome(CombinedLoader):
 
     @property
     def iterables(self) -> Any:
-        """What the user has given, or what the hook returns."""
+        """The loaders that were given, or that the user's hook returns."""
         if not self._asked:
             self._asked = True
             self._found = made_or_none(self._make, "the loaders")
@@ -117,7 +117,7 @@ def trained_optimizers(module: Any, states: Mapping[str, Any]) -> tuple[list[Any
 
 
 def made_or_none(make: Callable[[], Any], what: str) -> Any:
-    """What it returns; a warning where it raises, since ``setup`` was called in workers only."""
+    """Call ``make``; warn and return None if it raises, as ``setup`` ran in workers only."""
     try:
         return make()
     except Exception as error:

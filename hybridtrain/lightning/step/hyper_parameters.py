@@ -59,6 +59,6 @@ class HyperParameters:
 
 
 def _scheduled(group: dict[str, Any]) -> set[str]:
-    """What a schedule moves, which is at this worker's version. Torch leaves marks in the group."""
+    """Names of the hyper-parameters that a schedule moves, by the marks torch leaves in a group."""
     own = {"lr"} if "initial_lr" in group else set()
     return own | ({"momentum", "betas"} if "max_momentum" in group else set())

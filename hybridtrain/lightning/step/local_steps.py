@@ -86,7 +86,7 @@ class LocalSteps:
             return self._exchange.skip(self)
 
     def flush(self, ends: bool) -> Leaving:
-        """What has not been handed over yet; ``ends``: the epoch has, or training."""
+        """Hand over the steps since the last exchange; ``ends``: the epoch or training ends."""
         self.ends = ends
         if self.owes and puts_off(self._optimizer):
             behind: Any = self._optimizer

@@ -41,7 +41,7 @@ Closure = Callable[[], Any]
 
 
 def is_empty(closure: Closure) -> bool:
-    """Whether it is what Lightning gives where the user has given none."""
+    """Whether the closure is the empty one that Lightning passes if the user passes none."""
     while isinstance(closure, partial):  # how precision plugins wrap it: the last argument
         closure = closure.args[-1]
     return closure is do_nothing_closure

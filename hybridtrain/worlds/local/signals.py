@@ -12,7 +12,7 @@ from typing import Any
 
 
 def ending_signals() -> list[int]:
-    """Those that end a run; SIGHUP, of a terminal that closes, unless it is ignored (nohup)."""
+    """Signals that end a run; SIGHUP, of a terminal that closes, unless it is ignored (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 

@@ -52,7 +52,7 @@ class TimedOptimizers(Optimizers):
         return stepped
 
     def _copied(self, number: int) -> Values:
-        """What the masters of this optimizer are."""
+        """Copies of this optimizer's masters, by slot number."""
         assert self._place is not None, "what steps has a store"
         store = self._place[0]
         numbers = [each for group in self.updates[number].members for each in group]

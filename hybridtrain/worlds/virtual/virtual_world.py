@@ -51,7 +51,7 @@ Point = tuple[float, float, float]  # time, figure, bytes
 
 
 class Arrival(NamedTuple):
-    """What a worker has said reaches a server."""
+    """A worker's message reaches a server."""
 
     said: Push | Begin | Gather
 
