@@ -123,7 +123,7 @@ class Run:
         """Wait for its end; negative after a signal."""
         return self._zygote.ask({"wait": self.pid})
 
-    def left(self, limit_s: float = 5.0) -> list[str]:
+    def left(self, limit_s: float = 20.0) -> list[str]:
         """What is there after its end, and stays: processes, temporary files, shared memory."""
         deadline = time.monotonic() + limit_s
         while (found := self._left()) and time.monotonic() < deadline:
