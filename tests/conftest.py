@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
+import sys
+import traceback
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -66,6 +68,26 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     in_a_fork(lambda: pyfuncitem.obj(**arguments))
     return True
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """End a child that a test has forked and that comes back into pytest.
+
+    It would run the tests that are left a second time, and report them to pytest-xdist, which
+    then ends the whole session with an internal error.
+    """
+    pid = os.getpid()
+    try:
+        yield
+    except BaseException:
+        if os.getpid() != pid:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != pid:
+            sys.stderr.flush()
+            os._exit(97)
 
 
 @pytest.fixture(autouse=True)

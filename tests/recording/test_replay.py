@@ -255,22 +255,30 @@ def test_corrections_of_late_gradients_are_replayed(tmp_path: Path, correction: 
 
 
 class Signals(Rich):
-    """Signals the process that started it, in the middle of the second epoch of the first run."""
+    """Worker 1 signals the process that started it, in the second epoch of the first run.
 
-    def __init__(self, signum: int, parent: int) -> None:
+    The others wait for that in the same epoch: alone they might make all of its mini-batches.
+    """
+
+    def __init__(self, mark: Path, signum: int = 0, parent: int = 0) -> None:
         super().__init__()
-        self.signum, self.parent = signum, parent
+        self.mark, self.signum, self.parent = mark, signum, parent
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        there = os.getppid() == self.parent  # a replay has no processes below this one
-        if there and (self.current_epoch, batch_idx, self.global_rank) == (1, 3, 1):
+        if self.current_epoch != 1 or os.getppid() != self.parent:
+            return  # a replay has no processes below this one
+        while self.global_rank != 1 and batch_idx > 0 and not self.mark.exists():
+            time.sleep(0.01)
+        if self.global_rank == 1 and not self.mark.exists():
+            self.mark.touch()
             os.kill(self.parent, self.signum)
             time.sleep(0.3)
 
 
 @pytest.mark.parametrize("policy", by_default(POLICIES, "hybrid"))
 def test_a_run_ended_by_ctrl_c_is_replayed_to_where_it_stopped(tmp_path: Path, policy: Any) -> None:
-    run = Run(tmp_path, policy, module=lambda: Signals(signal.SIGINT, os.getpid()))
+    mark = tmp_path / "mark"
+    run = Run(tmp_path, policy, module=lambda: Signals(mark, signal.SIGINT, os.getpid()))
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         run.record()
     record = read_record(find_record(tmp_path))
@@ -281,13 +289,14 @@ def test_a_run_ended_by_ctrl_c_is_replayed_to_where_it_stopped(tmp_path: Path, p
 
 
 def test_a_killed_run_is_replayed_as_far_as_its_record_goes(tmp_path: Path) -> None:
-    run = Run(tmp_path)
+    run, mark = Run(tmp_path), tmp_path / "mark"
     if (pid := os.fork()) == 0:
-        run.module = lambda: Signals(signal.SIGKILL, os.getpid())
+        run.module = lambda: Signals(mark, signal.SIGKILL, os.getpid())
         run.record()
+        os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     record = read_record(find_record(tmp_path))
-    run.module = lambda: Signals(0, 0)
+    run.module = lambda: Signals(mark)
     report = run.replay(record)
     assert report.equal and not report.whole
     assert report.events == len(record.cells) and report.updates >= 12
