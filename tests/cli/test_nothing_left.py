@@ -66,7 +66,7 @@ def test_nothing_is_left_of_a_run_whose_test_has_failed(zygote: Zygote, tmp_path
     run.until("reached")
     assert len(run.processes()) >= 1 + 1 + 2 + 4
     zygote.clear()
-    assert run.processes() == []
+    assert run.processes() == [] and not Path(run.temporary).exists()
     assert run.status() == -signal.SIGKILL
 
 

@@ -59,7 +59,7 @@ def test_a_run_listens_to_nothing_but_what_its_processes_have_inherited(
     run = zygote.start(tmp_path, *BUSY, f"data.loaders={loaders}")
     run.until("reached")
     names = [name for name in sockets_of(run).values() if name]
-    private = [Path(name) for name in names if name.startswith(zygote.temporary)]
+    private = [Path(name) for name in names if name.startswith(run.temporary)]
     assert len(sockets_of(run)) >= 4, "the pairs between parent and workers"
     assert [str(x) for x in private] == names
     assert bool(private) == bool(loaders)  # torch's data loaders hand over mini-batches so

@@ -40,14 +40,16 @@ class Zygote:
             text=True,
         )
         self.busy = False
-        self.temporary = tempfile.mkdtemp()  # a short name, as sockets' paths have a limit
+        self._temporary: list[str] = []
 
     def start(self, folder: Path, *arguments: str) -> Run:
         """The command line, run in ``folder``, with a directory of its own for temporary files."""
         shared = {path.name for path in SHARED_MEMORY.iterdir()}
         request = {"arguments": arguments, "folder": str(folder.absolute())}
-        pid = self.ask(request | {"temporary": self.temporary})
-        return Run(self, pid, folder, shared)
+        temporary = tempfile.mkdtemp()  # a short name, as sockets' paths have a limit
+        self._temporary.append(temporary)
+        pid = self.ask(request | {"temporary": temporary})
+        return Run(self, pid, folder, temporary, shared)
 
     def ask(self, request: dict[str, Any]) -> int:
         """One request, one number."""
@@ -68,18 +70,22 @@ class Zygote:
         return found[1:]
 
     def clear(self) -> None:
-        """End whatever is left of its runs; what they start meanwhile is ended, too."""
+        """End whatever is left of its runs, and what they start meanwhile; remove their files.
+
+        The shells that would have removed these end as well.
+        """
         while found := self.descendants():
             for pid in found:
                 _kill(pid)
             time.sleep(0.01)
+        while self._temporary:
+            shutil.rmtree(self._temporary.pop(), ignore_errors=True)
 
     def close(self) -> None:
         """End it, and whatever is left of its runs."""
         self.clear()
         _kill(self._process.pid)
         self._process.wait()
-        shutil.rmtree(self.temporary)
         for stream in (self._process.stdin, self._process.stdout):
             assert stream is not None
             stream.close()
@@ -88,8 +94,10 @@ class Zygote:
 class Run:
     """One command line that runs."""
 
-    def __init__(self, zygote: Zygote, pid: int, folder: Path, shared: set[str]) -> None:
-        self.pid, self.folder = pid, folder
+    def __init__(
+        self, zygote: Zygote, pid: int, folder: Path, temporary: str, shared: set[str]
+    ) -> None:
+        self.pid, self.folder, self.temporary = pid, folder, temporary
         self._zygote, self._shared = zygote, shared
 
     def until(self, path: str) -> None:
@@ -123,7 +131,7 @@ class Run:
         """Wait for its end; negative after a signal."""
         return self._zygote.ask({"wait": self.pid})
 
-    def left(self, limit_s: float = 20.0) -> list[str]:
+    def left(self, limit_s: float = 5.0) -> list[str]:
         """What is there after its end, and stays: processes, temporary files, shared memory."""
         deadline = time.monotonic() + limit_s
         while (found := self._left()) and time.monotonic() < deadline:
@@ -132,7 +140,7 @@ class Run:
 
     def _left(self) -> list[str]:
         processes = [f"process {pid} {_command(pid)}" for pid in self.processes()]
-        walk = os.walk(self._zygote.temporary)  # which passes over what goes away meanwhile
+        walk = os.walk(self.temporary)  # which passes over what goes away meanwhile
         files = [str(Path(folder, name)) for folder, one, two in walk for name in (*one, *two)]
         from trials.apart import unheld  # which the process that forks cannot find, and need not
 
