@@ -54,7 +54,8 @@ _WEIGHTS = {
 }
 _GROUP = {
     "params": [whole()],
-    **dict.fromkeys(("lr?", "initial_lr?", "momentum?", "eps?", "weight_decay?"), _RATE),
+    **dict.fromkeys(("lr?", "initial_lr?", "momentum?", "weight_decay?"), _RATE),
+    "eps?": (*_RATE, [(None, real(0))]),  # Adafactor has two
     "betas?": [_RATE],
 }
 _VALUE = (Tensor, None, bool, real(), str, list, dict)  # of a state; a text may name a method

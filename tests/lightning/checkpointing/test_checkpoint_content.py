@@ -1,0 +1,102 @@
+"""Accept the state that any optimizer of torch saves; refuse mistakes in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hybridtrain.errors import UserError
+from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
+
+OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "SGD": [{}, {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}],
+    "Adam": [{}, {"amsgrad": True}, {"lr": torch.tensor(0.01)}],
+    "RMSprop": [{}, {"centered": True, "momentum": 0.9}],
+}
+KINDS = sorted(
+    name
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "SparseAdam")  # which takes sparse gradients only
+)
+CASES = [(kind, options) for kind in KINDS for options in OPTIONS.get(kind, [{}])]
+
+
+def content_after_steps(kind: str, **options: Any) -> dict[str, Any]:
+    """A checkpoint after two steps; one parameter has had no gradient (LBFGS: all in one group)."""
+    weights = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(3)]
+    unused = torch.nn.Parameter(torch.ones(3, 2))
+    groups: Any = [{"params": weights[:2]}, {"params": [*weights[2:], unused]}]
+    if kind == "LBFGS":
+        groups = weights
+    optimizer = getattr(torch.optim, kind)(groups, **options)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([(weight**2).sum() for weight in weights]).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return {
+        "state_dict": {str(n): weight.detach() for n, weight in enumerate([*weights, unused])},
+        "pytorch-lightning_version": "2.6.1",
+        "optimizer_states": [optimizer.state_dict()],
+        "lr_schedulers": [],
+    }
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_what_an_optimizer_of_torch_saves_is_taken(kind: str, options: dict[str, Any]) -> None:
+    check_content(content_after_steps(kind, **options), "ckpt=x.ckpt", resumes=True)
+
+
+def renumber(state: Any) -> None:
+    state["param_groups"][1]["params"] = [5, 6]
+
+
+def number_twice(state: Any) -> None:
+    state["param_groups"][1]["params"] = [1, 2]
+
+
+def empty_a_moment(state: Any) -> None:
+    state["state"][1]["exp_avg"] = None
+
+
+def empty_all_moments(state: Any) -> None:
+    for each in state["state"].values():
+        each["exp_avg_sq"] = None
+
+
+def take_a_moment(state: Any) -> None:
+    del state["state"][0]["exp_avg"]
+
+
+def shrink_a_moment(state: Any) -> None:
+    state["state"][1]["exp_avg"] = torch.zeros(2, 2)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (renumber, r"parameters are numbered \[0, 1, 5, 6\]"),
+        (number_twice, r"parameters are numbered \[0, 1, 1, 2\]"),
+        (empty_a_moment, "exp_avg of parameter 1 is None"),
+        (empty_all_moments, "exp_avg_sq of parameter 0 is None"),
+        (take_a_moment, "state of parameter 0 is not whole"),
+        (shrink_a_moment, "of parameter 1 is .*does not fit"),
+    ],
+)
+def test_a_state_with_a_mistake_is_refused_in_one_line(
+    mistake: Callable[[Any], None], said: str
+) -> None:
+    content = content_after_steps("Adam")
+    mistake(content["optimizer_states"][0])
+    with pytest.raises(UserError, match=f"^ckpt=x.ckpt: .*{said}") as refused:
+        check_content(content, "ckpt=x.ckpt", resumes=True)
+    assert "\n" not in str(refused.value)
