@@ -32,6 +32,20 @@ def events(n: int = 24) -> Iterator[Event]:
     yield ("Woke", NOBODY, 0, 0.25 * n, 0.0, 0.0)
 
 
+SEEDS = [(False, "seed is False"), (-1, "seed is -1"), (2**32, "seed is 4294967296")]
+
+
+def configured(seed: Any) -> dict[str, Any]:
+    """What the header says of a run that the command line has started, with this seed."""
+    return {
+        "config": {"seed": seed, "ckpt": None, "trainer": {}, "strategy": {}, "logger": None},
+        "drawn_seed": None,
+        "checkpoints": [],
+        "directory": "run",
+        "run_dir": "run",
+    }
+
+
 def written(path: Path, header: Any = HEADER) -> bytes:
     """A record of some events."""
     path.unlink(missing_ok=True)
@@ -98,6 +112,7 @@ def test_what_is_cut_short_is_still_a_record_of_the_beginning(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("header", "what"),
     [
+        *(({**HEADER, "about": configured(seed)}, what) for seed, what in SEEDS),
         ([1], "record.header is of type list"),
         (HEADER | {"workers": 10**9}, "workers is 1000000000"),
         (HEADER | {"workers": 1}, "a worker that there was not"),
@@ -110,6 +125,12 @@ def test_what_is_cut_short_is_still_a_record_of_the_beginning(tmp_path: Path) ->
 def test_a_record_that_makes_no_sense_is_damaged(tmp_path: Path, header: Any, what: str) -> None:
     line = reading(tmp_path / "x.bin", written(tmp_path / "x.bin", header))
     assert isinstance(line, str) and "damaged at byte" in line and what in line
+
+
+@pytest.mark.parametrize("seed", [None, 0, 2**32 - 1])
+def test_a_seed_that_a_run_may_have_is_read(tmp_path: Path, seed: int | None) -> None:
+    written(tmp_path / "x.bin", {**HEADER, "about": configured(seed)})
+    assert read_record(tmp_path / "x.bin").told["header"]["about"]["config"]["seed"] == seed
 
 
 def test_deeply_nested_json_is_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
