@@ -16,6 +16,8 @@ import hybridtrain  # noqa: F401  (before Lightning: HYBRIDTRAIN_LIGHTNING may n
 # Tests run side by side, and threads that spin for one another made small ones 20 times slower.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+CAME_BACK = 97  # the exit status of a child that a test has forked and that returns into pytest
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """GPUs are hidden, unless ``-m`` asks for tests on them.
@@ -80,14 +82,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     pid = os.getpid()
     try:
         yield
-    except BaseException:
-        if os.getpid() != pid:
-            traceback.print_exc()
-        raise
     finally:
         if os.getpid() != pid:
-            sys.stderr.flush()
-            os._exit(97)
+            traceback.print_exc()
+            print(f"{item.nodeid}: a forked child came back", file=sys.stderr, flush=True)
+            os._exit(CAME_BACK)
 
 
 @pytest.fixture(autouse=True)
