@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+
+def first(mark: Path) -> bool:
+    """Whether this process is the first of all that ask: it makes the file, in one call."""
+    with suppress(FileExistsError):
+        mark.touch(exist_ok=False)
+        return True
+    return False
 
 
 def gone(pid: int) -> bool:

@@ -28,6 +28,7 @@ from tests.lightning.step.test_shared_rounds import (
     trained,
 )
 from tests.lightning.toys import make_trainer
+from tests.support.ends import first
 
 ALONE = {name: case for name, case in CASES.items() if "n" not in case}
 
@@ -179,8 +180,7 @@ def dies(patch: Any, when: str, flag: Path) -> None:
     """Once, a worker is killed in the 40th update."""
 
     def die() -> None:
-        if not flag.exists():
-            flag.touch()
+        if first(flag):
             os.kill(os.getpid(), signal.SIGKILL)
 
     keep, make = LentFlatUpdate.keep, MadeSteps.make
@@ -226,8 +226,7 @@ def test_who_is_stopped_in_an_update_is_killed_and_the_others_go_on(
 
     def stops(lent: LentFlatUpdate) -> None:
         keep(lent)
-        if not flag.exists() and n_steps(lent) == 40:
-            flag.touch()
+        if n_steps(lent) == 40 and first(flag):
             os.kill(os.getpid(), signal.SIGSTOP)
 
     monkeypatch.setattr(LentFlatUpdate, "keep", stops)

@@ -21,6 +21,7 @@ from hybridtrain.lightning import launcher
 from hybridtrain.protocol.shared_round import Met, SharedRound
 from hybridtrain.server.server import Server
 from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.support.ends import first
 
 STEPS = 20  # of an epoch
 
@@ -160,8 +161,7 @@ def kills(patch: Any, when: str, flag: Path) -> None:
     original = SharedRound.come
 
     def die() -> None:
-        if not flag.exists():
-            flag.touch()
+        if first(flag):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def come(shared: SharedRound, worker: int, number: int, arrival: Any, make: Any) -> Met:
