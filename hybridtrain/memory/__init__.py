@@ -1,4 +1,4 @@
-"""Anonymous shared memory, and where each parameter lies in it."""
+"""Anonymous shared memory, and each parameter's place in it."""
 
 from hybridtrain.memory.aliasing import overlapping
 from hybridtrain.memory.arena import Arena

@@ -1,7 +1,7 @@
-"""Parameters that share memory without being one parameter.
+"""Different parameters that share memory.
 
 Two names of one ``Parameter`` are tied and stay tied. Two ``Parameter`` objects over the same bytes
-would each get a place of their own in the shared buffers, and so come apart without a word.
+would get separate places in the shared buffers, and silently become independent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Span:
         return cls(str(tensor.device), begin, end, name, tensor)
 
     def addresses(self) -> torch.Tensor:
-        """Of every byte that belongs to an element: 1-D int64."""
+        """The address of every byte of an element: 1-D int64."""
         size = self.tensor.element_size()
         steps = torch.arange((self.end - self.begin) // size)
         elements = steps.as_strided(self.tensor.shape, self.tensor.stride()).reshape(-1, 1)
@@ -41,8 +41,8 @@ class _Span:
 def overlapping(named: Iterable[tuple[str, torch.Tensor]]) -> tuple[str, str] | None:
     """The names of two tensors that share elements (one name twice: within itself), or ``None``.
 
-    Views of one storage that share no element do not overlap. Tensors without memory of their own
-    (``meta``, lazy, empty, sparse) are left out.
+    Views of one storage that share no element do not overlap. Tensors without strided memory
+    (``meta``, lazy, empty, sparse) are skipped.
     """
     first_names = {id(t): (name, t) for name, t in reversed(list(named)) if _has_memory(t)}
     spans = [_Span.of(name, t) for name, t in reversed(first_names.values())]

@@ -1,9 +1,9 @@
-"""One anonymous, shared piece of host memory.
+"""An anonymous block of shared host memory.
 
-It has no name, so nothing can be left behind: the kernel frees it with the last process that holds
-it, however that process died. ``memfd_create`` does not draw on ``/dev/shm`` (64 MB in a default
-container), and asking for the pages first turns "too big" into an error instead of a SIGBUS, or
-the out-of-memory killer, in the middle of a step.
+It has no name, so nothing is left behind: the kernel frees it with the last process that maps it,
+however that process ends. ``memfd_create`` does not use ``/dev/shm`` (64 MB in a default
+container). Reserving the pages at once turns "too big" into an error, instead of a SIGBUS or the
+out-of-memory killer in the middle of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory.available import available_bytes
+from hybridtrain.memory.limits import available_bytes
 from hybridtrain.util.anonymous_files import anonymous_descriptor, shared_map
 
 # A cache line, and 16 float32: what the vectorised kernels need for equal bits.
@@ -24,17 +24,17 @@ ALIGNMENT_BYTES = 64
 
 
 def align(n_bytes: int) -> int:
-    """Round up to the alignment."""
+    """Round up to :data:`ALIGNMENT_BYTES`."""
     return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class Arena:
-    """A mapped file descriptor without a name.
+    """A mapped, nameless file.
 
-    Its memory is free again when the arena and all its tensors are gone, in every process.
+    The kernel frees the memory when the arena and all its tensors are gone in every process.
 
     Args:
-        fd: the descriptor; the arena owns it from now on.
+        fd: the descriptor; the arena owns and closes it.
         n_bytes: its size.
     """
 
@@ -48,11 +48,11 @@ class Arena:
     def create(cls, n_bytes: int, unused: Sequence[tuple[int, int]] = ()) -> Arena:
         """Make a zero-filled arena of ``n_bytes`` bytes.
 
-        ``unused``: from which byte to which nobody will write, or to little of it, in ascending
-        order; no memory is asked for there.
+        ``unused``: byte ranges, ascending, that are written to rarely or never; their pages are
+        not reserved.
 
         Raises:
-            UserError: if the machine has not that much memory.
+            UserError: if the machine does not have that much memory.
         """
         n_bytes = max(align(n_bytes), ALIGNMENT_BYTES)
         fd = anonymous_descriptor()
@@ -73,16 +73,16 @@ class Arena:
             ) from error
 
     def tensor(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A 1-D tensor over a stretch of the arena, with a storage of just that size.
+        """A 1-D tensor over a part of the arena.
 
-        The storage is no larger than the tensor, so ``torch.save`` of a view writes only the view.
+        Its storage has the same size, so ``torch.save`` of a view writes only the view.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(self._map, dtype=dtype, count=numel, offset=offset_bytes)
 
     def words(self, offset_bytes: int, n: int) -> memoryview:
-        """(n,) int64 of the arena; each is read and written at once."""
+        """(n,) int64 of the arena; reads and writes of one word are atomic."""
         return memoryview(self._map)[offset_bytes : offset_bytes + 8 * n].cast("q")
 
 
@@ -91,7 +91,7 @@ def _asked(n_bytes: int, unused: Sequence[tuple[int, int]]) -> int:
 
 
 def _reserve(fd: int, n_bytes: int, unused: Sequence[tuple[int, int]]) -> None:
-    """Give the file its size, and its pages where the system can reserve them."""
+    """Set the file's size, and reserve its pages where the system can."""
     available = available_bytes()
     if available is not None and _asked(n_bytes, unused) > available:
         raise OSError(errno.ENOMEM, f"{available / 2**20:,.0f} MiB are available")

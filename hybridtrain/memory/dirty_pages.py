@@ -1,14 +1,14 @@
-"""Which pages of a private mapping this process has written to: the kernel is asked.
+"""Ask the kernel which pages of a private mapping this process has written to.
 
-Theory of operation. A private mapping of shared memory shows what others write, page by page, until
-this process writes to a page itself, which then is its own. Two ways to learn which these are. The
-page map (``admin-guide/mm/pagemap.rst``) says of every page whether it still belongs to the file;
-to find that out the kernel has to visit a description of each page: 50 ns per page, 5 ms per 100
-million parameters. Where it can (Linux 6.7, ``admin-guide/mm/userfaultfd.rst``), it is asked
-instead to protect the mapping *asynchronously*: a first write to a page clears one bit, without
-a signal and without a message, and ``PAGEMAP_SCAN`` finds cleared bits at 1 ns per page. All pages
-are mapped at the start, as a protected one that is not costs a fault of its own. And such a write
-is a page fault of this process: while it has had none since the last look, nothing is looked for.
+Theory of operation. A private mapping of shared memory shows the writes of other processes, until
+this process writes to a page, which then becomes its own. There are two ways to find these pages.
+The page map (``admin-guide/mm/pagemap.rst``) says of every page whether it still belongs to the
+file; the kernel visits a description of each: 50 ns per page, 5 ms per 100 million parameters.
+Since Linux 6.7 (``admin-guide/mm/userfaultfd.rst``) the kernel can write-protect the mapping
+*asynchronously*: a first write to a page clears one bit, without a signal or a message, and
+``PAGEMAP_SCAN`` finds cleared bits at 1 ns per page. All pages are mapped at the start, because a
+protected page that is not mapped costs one more fault. Such a write is a page fault of this
+process: if it has had none since the last scan, no scan is needed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from typing import Protocol
 
 import torch
 
-Run = tuple[int, int]  # the first page of a stretch, and how many
+Run = tuple[int, int]  # first page, number of pages
 
 # ---- linux/userfaultfd.h and linux/fs.h ---------------------------------------------------------
 _SYSCALL = {"x86_64": 323, "aarch64": 282, "riscv64": 282}
-_USER_MODE_ONLY = 1  # what needs no privilege: the kernel's own faults are never handed to us
+_USER_MODE_ONLY = 1  # needs no privilege: faults inside the kernel are not reported
 _API, _REGISTER, _PROTECT = 0xC018AA3F, 0xC020AA00, 0xC018AA06
 _API_VERSION = 0xAA
 _EVEN_UNMAPPED, _ASYNCHRONOUS = 1 << 13, 1 << 15
@@ -56,19 +56,19 @@ class Pages(Protocol):
     """The pages of one private mapping."""
 
     def own(self) -> list[Run]:
-        """Those that were written to since they were last dropped, in ascending order."""
+        """The pages written to since they were last dropped, in ascending order."""
         ...
 
     def drop(self, run: Run) -> None:
-        """Forget what was written to these: from here on they show what is shared."""
+        """Discard this process's writes to these pages: they show the shared memory again."""
         ...
 
 
 class ProtectedPages:
-    """Pages of which the first write is noted.
+    """Write-protected pages, by ``userfaultfd``.
 
     Args:
-        mapping: the whole of it; it must not be moved.
+        mapping: the whole mapping; it must not be moved.
 
     Raises:
         OSError: if this kernel cannot, or this process may not.
@@ -77,8 +77,8 @@ class ProtectedPages:
     def __init__(self, mapping: mmap.mmap) -> None:
         self._mapping = mapping
         self._address = _address(mapping)
-        self._found: list[Run] = []  # at the last look
-        self._looked_at = -1  # page faults of the process before that
+        self._found: list[Run] = []  # by the last scan
+        self._looked_at = -1  # page faults of this process before the last scan
         self._faults = _userfaultfd()
         weakref.finalize(self, os.close, self._faults)
         self._map = os.open(_PAGE_MAP, os.O_RDONLY | os.O_CLOEXEC)
@@ -125,13 +125,13 @@ class ProtectedPages:
 
 
 class MappedPages:
-    """Pages of which the page map tells whose they are.
+    """Pages looked up in the page map.
 
     Args:
-        mapping: the whole of it; it must not be moved.
+        mapping: the whole mapping; it must not be moved.
 
     Raises:
-        OSError: if there is no such map.
+        OSError: if there is no page map.
     """
 
     def __init__(self, mapping: mmap.mmap) -> None:
@@ -157,13 +157,13 @@ class MappedPages:
 
 
 def map_private(fd: int, start: int, n_bytes: int) -> mmap.mmap:
-    """Whole pages of a file, to write to without anybody seeing it."""
+    """Map whole pages of a file copy-on-write."""
     access = mmap.PROT_READ | mmap.PROT_WRITE
     return mmap.mmap(fd, n_bytes, flags=mmap.MAP_PRIVATE, prot=access, offset=start)
 
 
 def pages_of(mapping: mmap.mmap) -> Pages:
-    """The fastest way to know them. Only where :func:`copy_on_write_is_seen`."""
+    """The fastest implementation that works here; needs :func:`copy_on_write_is_seen`."""
     with suppress(OSError, ValueError):
         if is_seen_by(ProtectedPages):
             return ProtectedPages(mapping)
@@ -171,13 +171,13 @@ def pages_of(mapping: mmap.mmap) -> Pages:
 
 
 def copy_on_write_is_seen() -> bool:
-    """Whether this system tells pages that were written to from those that are shared."""
+    """Whether this system can tell written pages from shared ones."""
     return is_seen_by(ProtectedPages) or is_seen_by(MappedPages)
 
 
 @functools.cache
 def is_seen_by(kind: Callable[[mmap.mmap], Pages]) -> bool:
-    """Whether it works here."""
+    """Whether this implementation works here."""
     if not sys.platform.startswith("linux") or not hasattr(mmap, "MADV_DONTNEED"):
         return False
     try:
@@ -187,7 +187,7 @@ def is_seen_by(kind: Callable[[mmap.mmap], Pages]) -> bool:
 
 
 def _one_written_page_is_seen(kind: Callable[[mmap.mmap], Pages]) -> bool:
-    """Try it, on two pages of which one is written to."""
+    """Try it on two pages, and write to the first."""
     fd = os.memfd_create("hybridtrain-probe", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, 2 * mmap.PAGESIZE)
@@ -221,7 +221,7 @@ def _userfaultfd() -> int:
 
 
 def _page_faults() -> int:
-    """That this process has had so far, all its threads and what the kernel does for it."""
+    """Page faults of this process so far, over all threads and including the kernel's."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_minflt + used.ru_majflt
 
@@ -231,7 +231,7 @@ def _control(fd: int, request: int, layout: str, *fields: int) -> None:
 
 
 def _runs(pages: torch.Tensor) -> list[Run]:
-    """Each stretch of marked ones."""
+    """The runs of consecutive marked pages."""
     marked = torch.nn.functional.pad(pages.to(torch.int8), (1, 1))
     edges = torch.diff(marked)
     starts, stops = (edges == 1).nonzero().flatten(), (edges == -1).nonzero().flatten()

@@ -1,8 +1,8 @@
-"""Which rows of the masters have moved since each worker's own copy was brought up to date.
+"""Rows of the masters that have changed since each worker's copy was last updated.
 
-Where workers run freely each computes with a copy of its own, which has to be renewed after every
-update. Of a parameter that an update moves row by row (an embedding) only those rows are copied
-again; what lags far behind, or was moved in another way, is copied as a whole.
+Each free-running worker computes with a copy of the masters, which is updated after every update.
+If an update changes a parameter row by row (an embedding), only those rows are copied; a parameter
+with many outdated rows, or changed in another way, is copied as a whole.
 
 Legend: R rows, n of them, W workers.
 """
@@ -19,28 +19,28 @@ from hybridtrain.memory.table import Rows, Table
 
 Buffers = Mapping[torch.dtype, torch.Tensor]  # dtype -> (P,)
 
-_MOST = 8  # a list of more than one in so many rows is not worth keeping
+_MOST = 8  # with more than one outdated row in so many, the parameter is copied as a whole
 
 
 class DirtyRows:
-    """What each worker lacks.
+    """The outdated rows of each worker's copy.
 
     Args:
-        layout: where parameters lie.
-        masters: what moves.
-        copies: of each worker, W of them.
+        layout: the places of the parameters.
+        masters: the master buffers.
+        copies: each worker's buffers, W of them.
     """
 
     def __init__(
         self, layout: Layout, masters: Buffers, copies: list[dict[torch.dtype, torch.Tensor]]
     ):
         self._layout, self._masters, self._copies = layout, masters, copies
-        self._lacks: dict[int, list[list[Rows] | None]] = {}  # slot -> worker; None: all of it
-        self._tables: dict[int, list[Table]] = {}  # slot -> of the master and of each copy
-        self._rest: list[tuple[torch.dtype, slice]] | None = None  # what is not copied by rows
+        self._lacks: dict[int, list[list[Rows] | None]] = {}  # slot -> worker; None: all rows
+        self._tables: dict[int, list[Table]] = {}  # slot -> the master's, then each copy's
+        self._rest: list[tuple[torch.dtype, slice]] | None = None  # parts not copied by rows
 
     def note(self, numbers: Iterable[int], moved: Mapping[int, Rows]) -> None:
-        """An update has stepped these parameters; of some it has ``moved`` only those rows."""
+        """Record an update of these parameters; of some it has ``moved`` only these rows."""
         if not moved and not self._lacks:
             return
         for number in moved.keys() - self._lacks.keys():
@@ -53,7 +53,7 @@ class DirtyRows:
             self._add(number, moved.get(number))
 
     def all_of(self, numbers: Iterable[int]) -> None:
-        """These were moved in another way."""
+        """Record that these parameters have changed as a whole."""
         for number in self._lacks.keys() & set(numbers):
             self._add(number, None)
 
@@ -68,7 +68,7 @@ class DirtyRows:
                 workers[worker] = None
 
     def bring(self, worker: int) -> None:
-        """Let the worker's copy be what the masters are."""
+        """Update the worker's copy from the masters."""
         if not self._lacks:
             for dtype, masters in self._masters.items():
                 self._copies[worker][dtype].copy_(masters)
@@ -86,7 +86,7 @@ class DirtyRows:
                 own.copy_rows(np.concatenate(lacks), master)
 
     def _stretches(self) -> Iterable[tuple[torch.dtype, slice]]:
-        """The buffers without the parameters that are copied by rows."""
+        """The parts of the buffers without the parameters that are copied by rows."""
         for dtype, size in self._layout.sizes.items():
             start = 0
             for number, slot in enumerate(self._layout.slots):

@@ -1,9 +1,8 @@
-"""Where each parameter lies in a flat buffer.
+"""Each parameter's place in a flat buffer.
 
-Parameters of one dtype share a buffer. Within it they follow one another in the order of the
-optimizers and their parameter groups, so that a group is a contiguous stretch and its update one
-pass over memory. Each begins on a cache line; the few elements in between hold zeros, which every
-elementwise optimizer leaves at zero.
+Parameters of one dtype share a buffer, in the order of the optimizers and their parameter groups:
+a group is contiguous, and its update one pass over memory. Each parameter begins on a cache line;
+the padding holds zeros, which every elementwise optimizer leaves at zero.
 
 Legend: P elements of a buffer, padding included.
 """
@@ -30,7 +29,7 @@ class Slot:
     stride: tuple[int, ...]
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
-        """The parameter's elements of a 1-D stretch that holds just them, in its own shape."""
+        """View a 1-D tensor of just this parameter's elements in the parameter's shape."""
         return flat.as_strided(self.shape, self.stride)
 
 
@@ -38,15 +37,15 @@ class Slot:
 class Layout:
     """All slots, in the order in which parameters are numbered, and the buffers' sizes.
 
-    ``transport``: what gradients of float32 parameters travel as, rounded to nearest even; masters
-    and the optimizer's state stay what they are. ``gradients``: whether there will be any, in rows
-    that memory is asked for; ``sparse``: the numbers of slots whose gradients are a few rows each,
-    so that memory is taken as they come.
+    ``transport``: dtype in which gradients of float32 parameters are sent, rounded to nearest
+    even; masters and optimizer state keep theirs. ``gradients``: whether workers send any, which
+    reserves memory for their rows; ``sparse``: numbers of slots with sparse gradients, whose memory
+    is allocated on the first write.
     """
 
     slots: tuple[Slot, ...]
     sizes: dict[torch.dtype, int] = field(default_factory=dict)  # dtype -> P
-    state_bytes: int = 0  # room for what else worker 0 shows to the others, twice
+    state_bytes: int = 0  # room for other state that worker 0 shares, twice
     transport: torch.dtype | None = None
     gradients: bool = True
     sparse: frozenset[int] = frozenset()
@@ -60,7 +59,7 @@ class Layout:
         gradients: bool = True,
         sparse: Iterable[int] = (),
     ) -> Layout:
-        """Lay the tensors out one behind the other, each dtype in its own buffer."""
+        """Place the tensors one after the other, each dtype in its own buffer."""
         sizes: dict[torch.dtype, int] = {}
         slots = []
         for name, tensor in named:
@@ -72,11 +71,11 @@ class Layout:
         return cls(tuple(slots), sizes, state_bytes, transport, gradients, frozenset(sparse))
 
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of the rows that hold gradients of parameters of this one."""
+        """The dtype in which gradients of parameters of ``dtype`` are sent."""
         return self.transport or dtype if dtype == torch.float32 else dtype
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Its own stride where that leaves no gaps (``channels_last``), else the contiguous one."""
+    """The tensor's stride if it has no gaps (``channels_last``), else the contiguous one."""
     dense = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
     return tuple(dense.stride())

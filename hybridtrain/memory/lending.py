@@ -1,8 +1,7 @@
-"""Tensors that the server lends to the workers: in arenas that are made when they are needed.
+"""Optimizer state in shared memory, for workers that step the masters themselves.
 
-Under a policy without a lock the workers step the optimizer themselves, so its state must lie where
-all can write to it. What an optimizer keeps is only known once it has stepped, so each lot of new
-tensors gets an arena of its own, and the workers map it when they hear of it.
+An optimizer creates its state in its first step. Each set of new tensors gets a new arena, which
+the workers map when the server sends them its places.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hybridtrain.memory.arena import Arena, align
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies: from byte ``offset`` of arena number ``arena`` on, without gaps."""
+    """The place of a dense tensor: byte ``offset`` of arena number ``arena``."""
 
     arena: int
     offset: int
@@ -27,7 +26,7 @@ class Place:
     stride: tuple[int, ...]
 
     def view(self, arenas: Mapping[int, Arena]) -> torch.Tensor:
-        """The tensor itself."""
+        """The tensor there."""
         numel = torch.Size(self.shape).numel()
         flat = arenas[self.arena].tensor(self.offset, numel, self.dtype)
         return flat.as_strided(self.shape, self.stride)
@@ -35,12 +34,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class SharedState:
-    """An optimizer's state, by slot number and key, as it can be sent.
+    """An optimizer's state, by slot number and key, for a message.
 
-    ``places`` are its tensors, ``steps`` the step counts (of any value, for their type), ``plain``
-    what never changes. ``generation`` is another one whenever there is something new. ``offset``:
-    the optimizer has counted so many steps more than :class:`MadeSteps`; ``None``: it counts them
-    by parameter.
+    ``places``: its tensors; ``steps``: step counts (only their type matters); ``plain``: constants.
+    ``generation`` changes with every change. ``offset``: how many steps the optimizer has counted
+    beyond :class:`MadeSteps`; ``None``: it counts them by parameter.
     """
 
     generation: int = 0
@@ -52,10 +50,10 @@ class SharedState:
 
 @dataclass(frozen=True, slots=True)
 class LentState:
-    """The state of a flat pass: where each tensor lies, and each count group's (its group, places
-    of its parameters in the optimizer, figures, whether anything is kept).
+    """The places of a flat update's state.
 
-    ``kept`` has room for the masters and for each of the others, in that order.
+    ``count_groups``: parameter group, positions of its parameters in the optimizer, scalars,
+    whether it has state. ``kept``: room for a backup of the masters, then of each tensor.
     """
 
     flats: dict[str, Place]
@@ -64,20 +62,20 @@ class LentState:
 
     @property
     def arenas(self) -> set[int]:
-        """The numbers of those that all of it lies in."""
+        """The numbers of all arenas that hold a part of it."""
         figures = [place for _, _, mine, _ in self.count_groups for place in mine.values()]
         return {place.arena for place in (*self.flats.values(), *figures, *self.kept)}
 
 
 class MadeSteps:
-    """How many steps have been made, of which workers make some without asking anybody.
+    """Counts the steps on the masters, including those that workers make without the server.
 
-    Each worker has a cache line of its own, and so has the server, for all other steps. Behind the
-    steps of a worker stand its mini-batches, twice: those that are done with an even number of
-    steps, and with an odd one. So one write says both, and a death leaves both or none.
+    Each worker has a cache line, and the server one for its own steps. A worker's line holds its
+    number of steps, then its number of finished mini-batches twice, for even and for odd step
+    counts: writing the step count commits both, also if the worker dies.
 
     Args:
-        words: (:meth:`n_words`,) int64 in shared memory, zero at the beginning.
+        words: (:meth:`n_words`,) int64 in shared memory, zero at first.
         n_workers: W.
     """
 
@@ -85,94 +83,63 @@ class MadeSteps:
 
     def __init__(self, words: memoryview, n_workers: int) -> None:
         self._words, self._servers = words, self._LINE * n_workers
-        self._told = [0] * n_workers  # of what workers have made unasked; known to the server
-        self.ahead = 0  # of what was told, when the server has looked
+        self._told = [0] * n_workers  # steps of each worker that the server knows of
+        self.ahead = 0  # steps that it did not know of at the last ``look``
 
     @classmethod
     def n_words(cls, n_workers: int) -> int:
-        """So many there must be."""
+        """How many words there must be."""
         return cls._LINE * (n_workers + 1)
 
     @property
     def total(self) -> int:
-        """By all."""
+        """The steps of all workers and the server."""
         return sum(self._words[:: self._LINE])
 
     def begin(self, version: int) -> None:
-        """By the server: nobody steps, and so many steps are behind the masters."""
+        """By the server, before training: ``version`` steps have been made."""
         self._words[self._servers] += version - self.total
 
     def count(self, by: Sequence[int] = ()) -> None:
-        """By the server: it has heard of one more, which these workers have counted themselves."""
+        """By the server: count its own step, or the reported steps of the workers ``by``."""
         for worker in by:
             self._told[worker] += 1
         self._words[self._servers] += not by
 
     @property
     def told(self) -> int:
-        """For the server: so many it has heard of, or counted itself."""
+        """For the server: steps that it has made or received a report of."""
         return self._words[self._servers] + sum(self._told)
 
     def untold(self, worker: int) -> int:
-        """For the server: so many the worker has made that it has not heard of."""
+        """For the server: the worker's steps without a report so far."""
         return self._words[self._LINE * worker] - self._told[worker]
 
     def look(self) -> int:
-        """By the server: how many of all workers it has not heard of, now."""
+        """By the server: all workers' steps without a report now."""
         self.ahead = sum(map(self.untold, range(len(self._told))))
         return self.ahead
 
     def make(self, worker: int, covered: int) -> None:
-        """By a worker: it has made a step; ``covered`` mini-batches are done with all its own."""
+        """By a worker: count a step; ``covered`` mini-batches are finished with all its steps."""
         made = self._words[self._LINE * worker] + 1
         self._words[self._LINE * worker + 1 + made % 2] = covered
         self._words[self._LINE * worker] = made
 
     def cover(self, worker: int, covered: int) -> None:
-        """By a worker, or for one that is gone: so many mini-batches are done, of those it drew."""
+        """Set the worker's number of finished mini-batches; by itself, or once it is gone."""
         self._words[self._place_of_covered(worker)] = covered
 
     def covered(self, worker: int) -> int:
-        """What the worker has said last."""
+        """The worker's number of finished mini-batches."""
         return self._words[self._place_of_covered(worker)]
 
     def _place_of_covered(self, worker: int) -> int:
         return self._LINE * worker + 1 + self._words[self._LINE * worker] % 2
 
 
-@dataclass(frozen=True, slots=True)
-class GetState:
-    """Request: the state of optimizer ``optimizer`` (``SharedState``), or arena ``arena``.
-
-    ``flat``: where the flat pass has it (``Lent``).
-    """
-
-    optimizer: int = 0
-    arena: int | None = None
-    flat: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class StepNumber:
-    """Answer to a push: what is lent is ``generation``; the steps made before this one.
-
-    ``steps`` is one number, or, where parameters differ, by slot number; ``None``: the server has
-    made the step.
-    """
-
-    generation: int
-    steps: int | dict[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Lent:
-    """Where an optimizer's state lies; ``None``: it is not for workers."""
-
-    state: LentState | None
-
-
 class SharedArenas:
-    """All that is lent in one run. Nothing is ever taken back, so that nobody writes to nowhere."""
+    """The arenas lent in one run. None is freed before its end: a worker may still write to it."""
 
     def __init__(self) -> None:
         self.arenas: dict[int, Arena] = {}
@@ -180,28 +147,28 @@ class SharedArenas:
         self._generation = 0
 
     def next_generation(self) -> int:
-        """A number that nobody has had."""
+        """A new number."""
         self._generation += 1
         return self._generation
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
-        """Where this very tensor lies, if it is lent already."""
+        """The place of this very tensor, if it is lent already."""
         place = self._known.get(tensor.data_ptr())
         same = place is not None and place.dtype == tensor.dtype
         return place if same and place is not None and place.shape == tensor.shape else None
 
     def placed(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
-        """Where each lies, once those that are not lent yet have been copied."""
+        """The place of each; those not lent yet are copied first."""
         known = [self.place_of(tensor) for tensor in tensors]
         missing = [tensor for tensor, place in zip(tensors, known, strict=True) if place is None]
         fresh = iter(self.put(missing) if missing else [])
         return [next(fresh) if place is None else place for place in known]
 
     def put(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
-        """Copy these to where they can be lent.
+        """Copy these to a new arena.
 
         Raises:
-            UserError: if the machine has not that much memory.
+            UserError: if the machine does not have that much memory.
         """
         places, end = [], 0
         for tensor in tensors:

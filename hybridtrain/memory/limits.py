@@ -1,6 +1,9 @@
-"""How much of what a machine shares out there is: /dev/shm, descriptors, the memory of devices.
+"""Limits of this machine: free memory, ``/dev/shm``, descriptors, the memory of GPUs.
 
-Everything is asked of the system, nothing of CUDA: whoever initialises it can no longer fork.
+Nothing here calls CUDA: a process that has initialised it can no longer fork.
+
+Linux overcommits memory. Reserving pages of a shared file that is too large does not fail; the
+out-of-memory killer ends a process instead. So :func:`available_bytes` is read first.
 """
 
 from __future__ import annotations
@@ -12,12 +15,39 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")  # a container sees its own group here
 _SHARED = Path("/dev/shm")
 _DESCRIPTORS = Path("/proc/self/fd")
 
 
+def available_bytes() -> int | None:
+    """Memory that this machine and this container can allocate now; ``None`` if unknown."""
+    known = [n for n in (_of_machine(), _of_container()) if n is not None]
+    return min(known, default=None)
+
+
+def _of_machine() -> int | None:
+    try:
+        lines = _MEMINFO.read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if "MemAvailable" in line), None)
+
+
+def _of_container() -> int | None:
+    """The limit of the control group (version 2), less the memory in use that cannot be dropped."""
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return None
+    return max(0, limit - used + int(stat.get("inactive_file", 0)))
+
+
 def shared_memory_bytes() -> int | None:
-    """What may still be written to ``/dev/shm``; ``None`` where there is none."""
+    """Free bytes of ``/dev/shm``; ``None`` where there is none."""
     try:
         found = os.statvfs(_SHARED)
     except OSError:
@@ -26,7 +56,7 @@ def shared_memory_bytes() -> int | None:
 
 
 def open_descriptors() -> int:
-    """Of this process; a guess where the system does not tell."""
+    """How many descriptors this process has open; a guess where there is no ``/proc``."""
     try:
         return sum(1 for _ in _DESCRIPTORS.iterdir())
     except OSError:
@@ -34,7 +64,7 @@ def open_descriptors() -> int:
 
 
 def allow_descriptors(wanted: int) -> tuple[bool, int]:
-    """See that this process may open that many, if it may decide so; and the limit now."""
+    """Raise the limit of open descriptors to ``wanted``; returns success and the limit now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(ValueError, OSError):
@@ -56,19 +86,19 @@ class _Memory(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """All memory of one, and its compute capability; 0 where it is not told."""
+    """Total memory, and the major number of the compute capability; 0 where unknown."""
 
     n_bytes: int
     major: int
 
 
 def largest_device_bytes() -> int | None:
-    """All memory of this machine's largest GPU, if that is known."""
+    """Total memory of this machine's largest GPU, if known."""
     return max((gpu.n_bytes for gpu in gpus() if gpu.n_bytes), default=None)
 
 
 def gpus() -> list[Gpu]:
-    """This machine's, by NVIDIA's management library, in its order; none where it is not there."""
+    """This machine's GPUs in the order of NVML; none where NVML is missing."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""A nameless file that another process of this host fills and this one reads without copying."""
+"""A nameless file that another process of this host writes and this one maps."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OF_PROCESSES = Path("/proc/self/fd")
 
 
 class Scratch:
-    """Takes what would be too much for a message. It is gone when all that was read from it is.
+    """Receives what is too large for a message. Freed with the last tensor loaded from it.
 
-    ``path`` is what the other process opens; empty where the system has no such paths.
+    ``path``: for the other process to open; empty where there is no ``/proc``.
     """
 
     def __init__(self) -> None:
@@ -27,38 +27,38 @@ class Scratch:
         self._closed = weakref.finalize(self, os.close, self._fd) if self._fd >= 0 else None
 
     def load(self) -> Any:
-        """What the other process has put there, by :func:`fill`; tensors are views of the file."""
+        """Load what the other process wrote with :func:`fill`; tensors are views of the file."""
         return read(self.path)
 
     def close(self) -> None:
-        """It will not be read again; what was read stays."""
+        """Close the descriptor; loaded tensors stay valid."""
         if self._closed is not None:
             self._closed()
 
 
 def fill(path: str, content: Any) -> bytes:
-    """Put it into somebody's scratch file; what could not be put there comes back as bytes."""
+    """Write ``content`` to a scratch file; if that fails, return it as bytes."""
     if path:
         try:
             with Path(path).open("wb") as file:
                 torch.save(content, file)
             return b""
-        except (OSError, RuntimeError):  # of the memory, or of who has asked, there is no more
+        except (OSError, RuntimeError):  # no memory left, or the asking process has ended
             pass
     return as_bytes(content)
 
 
 def as_bytes(content: Any) -> bytes:
-    """What ``torch.save`` makes of it."""
+    """Serialise with ``torch.save``."""
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
 def read(path: str, rest: bytes = b"") -> Any:
-    """What :func:`fill` has put into a file of another process, or has returned as bytes.
+    """Load what :func:`fill` has written to ``path``, or has returned as ``rest``.
 
-    Tensors come to host memory: the other process's device is not this one's.
+    Tensors are loaded to the CPU: the other process may have used another device.
     """
     # From the parent or another worker of this run, so not a stranger's pickle.
     if rest:

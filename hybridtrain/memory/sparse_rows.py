@@ -1,8 +1,8 @@
-"""Sparse gradients in a row that has room for dense ones.
+"""Sparse gradients in a worker's row, which has room for dense ones.
 
 The values of the touched rows lie packed at the beginning of the parameter's place: no index occurs
-twice, so they never need more room than the dense gradient. The indices travel with the message.
-Nothing is filled with zeros, and nobody reads or writes what was not touched.
+twice, so they need at most the room of the dense gradient. The message carries the indices.
+Rows that were not touched are neither zeroed, nor read, nor written.
 
 Legend: n touched rows, s sparse dimensions.
 """
@@ -42,12 +42,12 @@ def pack(
     gradient: torch.Tensor,  # sparse
     place: torch.Tensor,  # host, shared, in the parameter's shape
 ) -> Packed:
-    """Copy the values to the place; the caller waits for the copy if it comes from a device.
+    """Copy the values to the place; the caller waits for the copy if it is from a GPU.
 
-    Where an index occurs more than once, its values are added up as ``coalesce`` does it.
+    Values of equal indices are added as by ``coalesce``.
 
     Raises:
-        UserError: if the place is narrower than the gradient.
+        UserError: if the place is of another dtype than the gradient.
     """
     if place.dtype != gradient.dtype:
         raise UserError(
@@ -64,10 +64,10 @@ def pack(
 
 
 def _gather(gradient: torch.Tensor, place: torch.Tensor) -> Rows | None:
-    """Bring whole rows to the place in ascending order, straight from where autograd has left them.
+    """Copy whole rows to the place in ascending order, directly from autograd's gradient.
 
-    ``None`` where ``coalesce`` has to do it: it sorts with an order of its own, which shows in the
-    bits where more than two values are added.
+    Returns ``None`` where ``coalesce`` must do it: its sort has another order, which changes the
+    bits of a sum of more than two values.
     """
     values, n = gradient._values(), gradient._nnz()
     if gradient.is_coalesced() or gradient.sparse_dim() != 1 or values.device.type != "cpu":
@@ -92,9 +92,9 @@ def _gather(gradient: torch.Tensor, place: torch.Tensor) -> Rows | None:
 
 
 def ascending(rows: Rows) -> tuple[Rows, Rows]:
-    """Rows in ascending order, and where each was; equal ones stay in their order.
+    """A stable sort: rows in ascending order, and the position of each before.
 
-    One sort of plain integers, row and place in one, takes a tenth of an indirect stable one.
+    Sorting integers of row and position together takes a tenth of an indirect stable sort.
     """
     bits = len(rows).bit_length()
     keys = rows << bits
@@ -104,20 +104,20 @@ def ascending(rows: Rows) -> tuple[Rows, Rows]:
 
 
 def same_as_before(rows: Rows) -> Flags:
-    """Which of these ascending rows are the same as the one before."""
+    """Which of these ascending rows equal their predecessor."""
     same = np.zeros(len(rows), dtype=bool)
     np.equal(rows[1:], rows[:-1], out=same[1:])
     return same
 
 
 def places_of_firsts(again: Flags) -> Rows:
-    """Of those that were there ``again``: where their first is among all firsts."""
+    """For each repeated row, the position of its first occurrence among all distinct rows."""
     at = np.flatnonzero(again)
     return at - np.arange(1, len(at) + 1)
 
 
 def unpack(packed: Packed, place: torch.Tensor) -> torch.Tensor:
-    """The coalesced sparse gradient; its values are a view of the place."""
+    """The coalesced sparse gradient; its values are a view of ``place``."""
     values = used(packed, place).view(packed.n_rows, *place.shape[packed.sparse_dim :])
     return torch.sparse_coo_tensor(
         indices_of(packed), values, place.shape, is_coalesced=True, check_invariants=False
@@ -131,14 +131,14 @@ def used(packed: Packed, place: torch.Tensor) -> torch.Tensor:
 
 
 def indices_of(packed: Packed) -> torch.Tensor:
-    """Where the values belong, (s, n) int64."""
+    """The indices, (s, n) int64."""
     if not packed.indices:
         return torch.empty(packed.sparse_dim, 0, dtype=_INDEX)
     return torch.frombuffer(bytearray(packed.indices), dtype=_INDEX).view(packed.sparse_dim, -1)
 
 
 def rows_of(packed: Packed) -> Rows:
-    """The touched rows, (n,), in ascending order; where there is one sparse dimension."""
+    """The touched rows, (n,), ascending; for one sparse dimension."""
     return np.frombuffer(packed.indices, dtype=np.int64)
 
 

@@ -1,4 +1,4 @@
-"""The shared state of a run: master parameters and one row per worker, as flat tensors.
+"""The shared memory of a run: master parameters and one row per worker, as flat tensors.
 
 Legend: P elements of one dtype's buffer (padding included), W workers.
 """
@@ -21,16 +21,16 @@ class Store:
     """Flat views of one arena.
 
     Args:
-        layout: where parameters lie.
+        layout: the places of the parameters.
         n_workers: W.
-        private_parameters: give each worker a row of parameters of its own, for policies under
-            which the masters move while workers compute.
-        arena: one made by another process's ``Store`` of the same shape; else a new one.
-        averaging: have one more row, for the mean of the gradients.
-        holding: have one more row of gradients, for what is put aside.
-        lock_free: workers write to the masters, and to state that is lent to them.
-        n_round: int64 for what workers agree on among themselves, zero at first. Where they have
-            rows of their own they make updates one by one, and count these as lock-free ones do.
+        private_parameters: each worker has a copy of the parameters, for policies under which
+            the masters change while workers compute.
+        arena: that of another process's ``Store`` of the same shape; else a new one.
+        averaging: add a row for the mean of the gradients.
+        holding: add a row of gradients for contributions that are held back.
+        lock_free: workers write to the masters and to the optimizer state.
+        n_round: int64 words, zero at first, for updates that workers make without the server; with
+            ``private_parameters`` one by one, counted as with ``lock_free``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Store:
         self.averaging = averaging
         self.holding, self._n_round = holding, n_round
         self.lock_free, self.lending = lock_free, SharedArenas()
-        self.held = n_workers  # the number of the row for what is put aside
+        self.held = n_workers  # the number of the row for held contributions
         self._starts: dict[tuple[str, torch.dtype, int], int] = {}  # kind, dtype, row -> byte
         self._regions: dict[tuple[str, int], int] = {}  # kind, row -> byte
         n_bytes = self._place_buffers()
@@ -89,7 +89,7 @@ class Store:
         return self._words + ALIGNMENT_BYTES + 8 * (self._n_made + self._n_round)
 
     def _unused(self) -> list[tuple[int, int]]:
-        """The pages of workers' rows that will have no gradients, or few rows of them."""
+        """The pages of workers' rows that will hold no gradients, or sparse ones."""
         if not self.layout.gradients:
             return [self.region_of_gradients(worker) for worker in range(self.n_workers)]
         found = []
@@ -104,7 +104,7 @@ class Store:
         return sorted(found)
 
     def _stored(self, kind: str, row: int, dtype: torch.dtype) -> torch.dtype:
-        """What workers send may be narrower; sums and means are not."""
+        """The dtype in the arena: workers may send a narrower one; sums and means keep theirs."""
         sent = kind == "gradients" and row < self.n_workers
         return self.layout.travels_as(dtype) if sent else dtype
 
@@ -133,7 +133,7 @@ class Store:
         return self._view("gradients", worker, slot)
 
     def front(self, worker: int) -> torch.Tensor:
-        """The bytes of the worker's row, (n,) uint8, for what is encoded."""
+        """The bytes of the worker's row, (n,) uint8, for an encoded contribution."""
         start, end = self.region_of_gradients(worker)
         return self.arena.tensor(start, end - start, torch.uint8)
 
@@ -142,23 +142,23 @@ class Store:
         return self._view("means", 0, slot)
 
     def parameter(self, worker: int, slot: Slot) -> torch.Tensor:
-        """What the worker computes with: its own copy, or the master itself in lock-step."""
+        """The parameter that the worker computes with: its copy, or the master in lock-step."""
         return self._view(*self._row_of_parameters(worker), slot)
 
     def place_of_parameter(self, worker: int, slot: Slot) -> int:
-        """The arena's byte at which :meth:`parameter` begins."""
+        """The byte of the arena at which :meth:`parameter` begins."""
         return self._place(*self._row_of_parameters(worker), slot)
 
     def region_of_parameters(self, worker: int) -> tuple[int, int]:
-        """The whole pages of the arena, in bytes, that hold all of a worker's parameters."""
+        """The whole pages of the arena, in bytes, that hold the worker's parameters."""
         return self._region(*self._row_of_parameters(worker))
 
     def region_of_gradients(self, worker: int) -> tuple[int, int]:
-        """The whole pages of the arena, in bytes, that hold a worker's row."""
+        """The whole pages of the arena, in bytes, that hold the worker's row."""
         return self._region("gradients", worker)
 
     def region_of_means(self) -> tuple[int, int]:
-        """The whole pages of the arena, in bytes, that hold the mean, if there is room for one."""
+        """The whole pages of the arena, in bytes, that hold the mean, with ``averaging``."""
         return self._region("means", 0)
 
     def _region(self, kind: str, row: int) -> tuple[int, int]:
@@ -174,14 +174,14 @@ class Store:
 
     @torch.no_grad()
     def take(self, worker: int, writes: Mapping[int, bytes]) -> None:
-        """Take over what user code in a worker has made of some parameters.
+        """Apply the writes of a worker's user code to the masters.
 
-        Where the masters have moved since the worker read them, its change is what counts: the
-        difference to what it had read is added.
+        With ``private_parameters`` the masters may have changed since the worker read them, so
+        the difference to the values it had read is added.
 
         Args:
-            worker: whose.
-            writes: the number of a slot -> its elements, in the order of its shape.
+            worker: the number of the worker.
+            writes: slot number -> elements, in the order of the slot's shape.
         """
         self.moves.all_of(writes)
         for number, elements in writes.items():
@@ -190,20 +190,20 @@ class Store:
             if self.private_parameters:
                 read = self.parameter(worker, slot)
                 self.master(slot).add_(value - read)
-                read.copy_(value)  # what the worker computes with from here on
+                read.copy_(value)  # the worker computes with it from here on
             else:
                 self.master(slot).copy_(value)
 
     def state(self, turn: int) -> torch.Tensor:
-        """One of two places for what worker 0 shows to the others, (state_bytes,) uint8."""
+        """One of two places for the state that worker 0 shares, (state_bytes,) uint8."""
         n_bytes = self.layout.state_bytes
         return self.arena.tensor(self._state + turn * align(n_bytes), n_bytes, torch.uint8)
 
     def refresh(self, worker: int) -> None:
-        """Copy the masters to the worker's own parameters; nothing to do when it reads in place."""
+        """Copy the masters to the worker's copy, if it has one."""
         if self.private_parameters:
             self.moves.bring(worker)
 
     def descriptor(self, lent: int | None) -> int:
-        """Of the arena, or of one that is lent."""
+        """The descriptor of this arena, or of the lent one of that number."""
         return self.arena.fd if lent is None else self.lending.arenas[lent].fd

@@ -1,10 +1,10 @@
-"""A parameter as a table: single rows of it are read and written, the others never looked at.
+"""Read and write single rows of a parameter.
 
-Torch walks a table's rows one strided element at a time; numpy, told that a row is one item of so
-many bytes, copies it as a block: 2,000 rows of 64 numbers are written in 50 instead of 160 µs.
+Torch copies rows element by element; numpy copies a row as one item of so many bytes: it writes
+2,000 rows of 64 numbers in 50 instead of 160 µs.
 
-To ask torch for a tensor's memory as such items takes six calls, as long as it takes to copy 100
-rows; so what rows are copied to is a *block*, which keeps both looks at one memory.
+Viewing a tensor's memory as such items takes six calls, as long as copying 100 rows; a *block*
+keeps both views of its memory.
 
 Legend: R rows, n of them, each of shape (...).
 """
@@ -22,12 +22,7 @@ _HUGE = 2 * 2**20  # bytes of a large page
 
 
 class Block:
-    """Memory for some rows of a table.
-
-    Args:
-        size: how many, at most.
-        like: a table's, (R, ...).
-    """
+    """Memory for ``size`` rows of a tensor ``like`` this one, (R, ...)."""
 
     def __init__(self, size: int, like: torch.Tensor) -> None:
         self.tensor = torch.empty((size, *like.shape[1:]), dtype=like.dtype)
@@ -54,30 +49,30 @@ class Table:
         return out.tensor[:n]
 
     def put(self, rows: Rows, values: Block) -> None:
-        """Write these rows, each once, from the beginning of ``values``."""
+        """Write these distinct rows from the beginning of ``values``."""
         self._items[rows] = values.items[: len(rows)]
 
     def copy_rows(self, rows: Rows, source: Table) -> None:
-        """Write what another table of the same kind has in these rows."""
+        """Copy these rows from a table of the same shape."""
         self._items[rows] = source._items[rows]
 
 
 def _items(rows: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.void]]:
-    """Rows as one item each, (n,)."""
+    """The rows as numpy items of one row each, (n,)."""
     item = np.dtype((np.void, rows[:1].numel() * rows.element_size()))
     raw = rows.detach().view(len(rows), -1).view(torch.uint8).numpy()
     return raw.view(item)[:, 0]
 
 
 def is_table(tensor: torch.Tensor) -> bool:
-    """Whether it has rows that lie one behind the other."""
+    """Whether its rows are contiguous."""
     return tensor.ndim > 0 and tensor.numel() > 0 and tensor.is_contiguous()
 
 
 def zeros_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of a contiguous tensor's kind, of which only what is written to takes up memory.
+    """Zeros like a contiguous tensor; the kernel allocates pages on the first write.
 
-    In large pages where the system gives them: rows all over a table would else cost a fault each.
+    In huge pages where available: rows scattered over a table would cost a page fault each.
     """
     n_bytes = tensor.numel() * tensor.element_size()
     if n_bytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):

@@ -1,14 +1,13 @@
-"""What a worker computes with: shared parameters that it may write to without anybody noticing.
+"""A worker's view of the shared parameters, with its own writes kept apart.
 
-Theory of operation. Under all-reduce every process has parameters of its own, and user code may do
-with them what it likes: clamp them after a step, swap averaged weights in for a validation and back
-again, move a frozen teacher along. Here all workers read the same memory, and such a write would
-happen once per worker, and to all of them. So a worker looks at shared memory through a
-*copy-on-write* mapping (``MAP_PRIVATE``): it sees what the server writes, at no cost, but the first
-write of its own to a page gives it that page for itself. The kernel tells which pages these are
-(:mod:`hybridtrain.memory.dirty_pages`), so that at its next step the worker can hand over what it
-has changed, and then *refresh*: forget its own pages and see what is shared again. Where it does
-not tell, an ordinary copy serves, for two more passes over memory.
+Theory of operation. Under all-reduce every process has its own parameters, and user code may change
+them: clamp them after a step, swap in averaged weights for a validation, update a frozen teacher.
+Here all workers read the same memory, and such a write would happen once per worker, to all of
+them. So a worker maps the shared memory *copy-on-write* (``MAP_PRIVATE``): it sees the server's
+writes at no cost, and its own first write to a page gives it a copy of that page. The kernel
+reports these pages (:mod:`hybridtrain.memory.dirty_pages`): at its next step the worker sends what
+it has changed, and then *refreshes*: it drops its pages and sees the shared ones. Where the kernel
+cannot report them, the worker keeps an ordinary copy, for two more passes over memory.
 
 Legend: P elements of one dtype's buffer.
 """
@@ -29,7 +28,7 @@ from hybridtrain.memory.store import Store
 
 
 class _Span(NamedTuple):
-    """Bytes of a worker's region of parameters."""
+    """A byte range of a worker's region of parameters."""
 
     start: int
     stop: int
@@ -43,20 +42,20 @@ class WorkerView(Protocol):
         ...
 
     def written(self, slots: Sequence[Slot]) -> list[Slot]:
-        """Which of these this worker has changed since it last refreshed them."""
+        """The slots that this worker has changed since it last refreshed them."""
         ...
 
     def refresh(self, slots: Sequence[Slot]) -> None:
-        """Let these hold what is shared. Follows ``written``, with no write in between."""
+        """Show the shared values of these again. Follows ``written``, with no write in between."""
         ...
 
     def follow(self, slots: Sequence[Slot]) -> None:
-        """Only these will be refreshed from now on; all others are this worker's own."""
+        """From now on only these are refreshed; all others are this worker's own."""
         ...
 
 
 def open_window(store: Store, worker: int) -> WorkerView:
-    """The cheapest window that this system has, or none where workers write to the masters."""
+    """The cheapest view that this system has; the masters where workers write to them."""
     if store.lock_free:
         return Direct(store)
     kind = CopyOnWrite if copy_on_write_is_seen() else Copied
@@ -68,8 +67,8 @@ class CopyOnWrite:
 
     Args:
         store: the shared buffers.
-        worker: whose view.
-        pages: tells which of its pages are shared no more.
+        worker: the number of the worker.
+        pages: finds the pages written to.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class CopyOnWrite:
         self._spans = sorted((span, slot) for slot, span in self._at.items() if slot.numel)
         self._ends = [span.stop for span, _ in self._spans]
         self._pages = pages(self._map)
-        self._own: list[Run] = []  # as ``written`` has seen them
+        self._own: list[Run] = []  # found by ``written``
 
     def _span(self, store: Store, worker: int, slot: Slot) -> _Span:
         first = store.place_of_parameter(worker, slot) - self._start
@@ -119,10 +118,10 @@ class CopyOnWrite:
         self._own = []
 
     def follow(self, slots: Sequence[Slot]) -> None:
-        """Nothing: what is written to is this worker's own until it is refreshed."""
+        """Nothing to do: pages written to are this worker's own until they are refreshed."""
 
     def _inside(self, runs: Sequence[Run]) -> Iterator[tuple[_Span, Slot]]:
-        """What of which parameters lies on these pages."""
+        """The parts of parameters that lie on these pages."""
         for first, count in runs:
             start, stop = first * mmap.PAGESIZE, (first + count) * mmap.PAGESIZE
             for span, slot in islice(self._spans, bisect_right(self._ends, start), None):
@@ -138,7 +137,7 @@ class CopyOnWrite:
 
 
 def _joined(spans: Iterable[_Span]) -> list[Run]:
-    """The pages that these lie on, each once. They are given in ascending order."""
+    """The pages of these ascending spans, each once."""
     runs: list[Run] = []
     for start, stop in spans:
         first, last = start // mmap.PAGESIZE, (stop - 1) // mmap.PAGESIZE
@@ -149,11 +148,11 @@ def _joined(spans: Iterable[_Span]) -> list[Run]:
 
 
 class Copied:
-    """A copy in ordinary memory, compared and renewed at every step.
+    """A copy in ordinary memory, compared and updated at every step.
 
     Args:
         store: the shared buffers.
-        worker: whose view.
+        worker: the number of the worker.
     """
 
     def __init__(self, store: Store, worker: int) -> None:
@@ -171,14 +170,14 @@ class Copied:
             self.view(slot).copy_(self._shared(slot))
 
     def follow(self, slots: Sequence[Slot]) -> None:
-        """Nothing: all copies are this worker's own."""
+        """Nothing to do: all copies are this worker's own."""
 
     def _shared(self, slot: Slot) -> torch.Tensor:
         return self._store.parameter(self._worker, slot)
 
 
 class Direct:
-    """The masters themselves, written to by all; but what no optimizer steps is each worker's own.
+    """The masters, which all workers write; parameters without an optimizer are each worker's own.
 
     Args:
         store: the shared buffers.
@@ -192,10 +191,10 @@ class Direct:
         return self._own.get(slot, self._store.master(slot))
 
     def written(self, slots: Sequence[Slot]) -> list[Slot]:
-        return []  # it is there already
+        return []  # all writes are in the masters already
 
     def refresh(self, slots: Sequence[Slot]) -> None:
-        """Nothing: there is no other copy."""
+        """Nothing to do: there is no copy."""
 
     def follow(self, slots: Sequence[Slot]) -> None:
         others = set(self._store.layout.slots) - set(slots)

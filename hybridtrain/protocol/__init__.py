@@ -1,5 +1,4 @@
-"""What policies, workers and the server say to each other: facts, orders, requests, replies,
-notices.
+"""Messages between policy, server and workers: facts, orders, requests, replies, notices.
 
 Plain data only: no tensors, no processes, no clocks, no decisions.
 """

@@ -1,8 +1,8 @@
-"""What can happen to a worker (facts), and what a policy may answer (orders).
+"""Facts, the inputs of a policy, and orders, its outputs.
 
-A policy reads facts and writes orders; it never sees a tensor, a process or a clock. Facts are in
-the past tense, orders in the imperative. ``worker`` is a number from 0; ``at_s`` is the time of the
-world, in seconds from any origin.
+A policy never sees a tensor, a process or a clock. Facts are in the past tense, orders in the
+imperative. ``worker`` is a number from 0; ``at_s`` is the time of the world, in seconds from any
+origin.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """Training begins; ``version`` updates are behind the parameters (of a resumed run)."""
+    """Training begins, in a resumed run after ``version`` updates."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """The worker is there, computes from the newest parameters, and will push."""
+    """The worker computes from the newest parameters, and will push."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker could begin a mini-batch, and waits for its release.
+    """The worker waits for its release to begin a mini-batch.
 
     Only where workers take turns, or ask (:class:`hybridtrain.policies.Needs`).
     """
@@ -38,9 +38,9 @@ class Ready:
 class Pushed:
     """The worker's contribution lies in its row; the worker waits for its release.
 
-    ``loss`` is that of the mini-batch, where the policy watches it and the worker knows it.
-    ``last``: nobody would do it again in this epoch, so what is dropped now is lost. ``empty``: it
-    brings nothing that could move the masters.
+    ``loss``: of the mini-batch, if the policy watches it and the worker knows it. ``last``: no
+    worker would repeat the mini-batch in this epoch if it were dropped. ``empty``: the
+    contribution has no weight.
     """
 
     worker: int
@@ -52,9 +52,9 @@ class Pushed:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The worker waits for something else than its release (a barrier, the end of an epoch).
+    """The worker waits for something other than its release (a barrier, the end of an epoch).
 
-    Nobody may wait for it; its next push ends the parking.
+    The policy must not wait for it until its next push.
     """
 
     worker: int
@@ -62,14 +62,14 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The worker is gone for good, with everything it had not pushed."""
+    """The worker is gone for good, and what it had not pushed is lost."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """It is at least as late as the last ``SetTimer`` has asked for."""
+    """The time of the last ``SetTimer`` is reached."""
 
     at_s: float
 
@@ -79,35 +79,35 @@ Fact = Began | Joined | Ready | Pushed | Waiting | Left | TimerFired
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Merge these workers' contributions, and all that are held, and step the masters once."""
+    """Merge these workers' contributions with all held ones, and step the masters once."""
 
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Accumulate:
-    """Put these workers' contributions aside, so that they may go on; the next update has them."""
+    """Hold these workers' contributions for the next update, so that they can be released."""
 
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """These workers' contributions do not count."""
+    """Discard these workers' contributions."""
 
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Let these workers go on from the current master parameters."""
+    """Let these workers continue from the current master parameters."""
 
     workers: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Say so when it is that late (``TimerFired``). Replaces what was asked for before."""
+    """Request a ``TimerFired`` at this time. Replaces an earlier request."""
 
     at_s: float
 

@@ -1,7 +1,6 @@
-"""A lock between processes that goes with the process that holds it.
+"""A lock between processes that the kernel releases when its holder dies.
 
-It is the kernel's, on the first byte of a file (POSIX record locks): whoever dies gives it back.
-Threads of one process do not exclude each other by it.
+A POSIX record lock on the first byte of a file. It does not exclude threads of one process.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ try:
 except ImportError:  # Windows: there is none
     fcntl = None  # type: ignore[assignment]
 
-Frees = Callable[[int, float], object]  # a process that holds it, and for how many seconds it has
+Frees = Callable[[int, float], object]  # gets the holder's pid and the seconds it has held the lock
 
 _PAUSE_S = 5e-5  # between two tries
-_LOOK_S = 0.05  # between two looks at the process that holds it
+_LOOK_S = 0.05  # between two looks at the holder
 _FLOCK = "hhqqi4x"  # Linux's struct flock: type, whence, start, length, process
 
 
 class KernelLock:
-    """On the file behind ``fd``, of which no descriptor may be closed while it is held."""
+    """On the file behind ``fd``; no descriptor of it may be closed while the lock is held."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -35,7 +34,7 @@ class KernelLock:
         """Hold it.
 
         Raises:
-            BlockingIOError: if somebody else has it, and the caller does not want to wait.
+            BlockingIOError: if another process holds it and ``waits`` is false.
         """
         fcntl.lockf(self._fd, fcntl.LOCK_EX if waits else fcntl.LOCK_EX | fcntl.LOCK_NB, 1)
         try:
@@ -45,7 +44,7 @@ class KernelLock:
 
     @contextmanager
     def within(self, for_s: float) -> Iterator[bool]:
-        """Hold it, unless somebody else has it for so long; whether it is held."""
+        """Hold it, or give up after ``for_s`` seconds; yields whether it is held."""
         taken = self._take(for_s)
         try:
             yield taken
@@ -55,10 +54,10 @@ class KernelLock:
 
     @contextmanager
     def seized(self, frees: Frees) -> Iterator[None]:
-        """Hold it, at any price: ``frees`` hears of a process that keeps it, and may kill it.
+        """Hold it at any price: ``frees`` is called with the holder, and may kill it.
 
-        The kernel gives the lock of a dead process back once none of its threads can write.
-        Seconds are counted in looks, so that a pause of this process counts as one.
+        The kernel releases a dead process's lock once none of its threads can write. Seconds are
+        counted in looks, so that a pause of this process counts as one look.
         """
         holder, for_s = 0, 0.0
         while not self._take(_LOOK_S):
@@ -71,7 +70,7 @@ class KernelLock:
             fcntl.lockf(self._fd, fcntl.LOCK_UN, 1)
 
     def _holder(self) -> int:
-        """The process that holds it; 0: none, or the system does not say."""
+        """The pid of the holder; 0: none, or unknown."""
         if sys.platform != "linux":
             return 0
         asked = struct.pack(_FLOCK, fcntl.F_WRLCK, 0, 0, 1, 0)

@@ -1,14 +1,13 @@
-"""Updates that workers make one by one: each of its own gradient, and nobody waits for anybody.
+"""Updates that workers make one by one, each of its own gradient, without the server.
 
-Theory of operation. Where every gradient is an update of its own, as soon as it is there, the
-worker that has it makes that update, with the server's own pass over masters and state, and takes a
-copy of the masters along. It holds a lock meanwhile, so updates are whole and in order, and what a
-worker computes with is always one version. How many there are stands in shared memory
-(:class:`hybridtrain.memory.lending.MadeSteps`); the server hears of several together.
+Theory of operation. Where every gradient is an update of its own (``async``), the worker makes that
+update with the server's code, and copies the masters. It holds a lock meanwhile, so updates do not
+overlap and its copy is of one version. Shared memory holds the number of updates
+(:class:`hybridtrain.memory.lending.MadeSteps`); workers report several to the server together.
 
-Whatever is unusual is the server's, under the same lock. A worker that dies in the middle of an
-update leaves ``making`` behind; the server puts back what was kept before that update began. One
-that is stopped there is killed by the server, which needs the lock (:class:`KernelLock`).
+The server handles everything unusual, under the same lock. A worker that dies during an update
+leaves the word ``_MAKING`` set, and the server restores the backup made before that update. A
+worker that is stopped there is killed by the server, which needs the lock (:class:`KernelLock`).
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ _MAKING, _GENERATION = range(2)
 
 
 class Tried(Enum):
-    """What came of it that a worker wants to make an update."""
+    """The outcome of a worker's attempt at an update."""
 
     MADE = auto()
-    OUTDATED = auto()  # what is lent is not what it knows
-    LEFT = auto()  # to the server
+    OUTDATED = auto()  # the server has lent other state since
+    LEFT = auto()  # the server must make it
 
 
 class LockedSteps:
-    """Of the workers of one run.
+    """One per run, shared by its workers and the server.
 
     Args:
-        words: (:attr:`N_WORDS`,) int64 in shared memory, zero at the beginning.
-        made: the steps of all.
-        fd: of the file that the words lie in.
+        words: (:attr:`N_WORDS`,) int64 in shared memory, zero at first.
+        made: counts the steps of all.
+        fd: the file that holds the words.
     """
 
     N_WORDS = 8  # a cache line
 
     def __init__(self, words: memoryview, made: MadeSteps, fd: int) -> None:
-        self.last: int | None = None  # the version behind which no update is made
+        self.last: int | None = None  # the version after which no update is made
         self._words, self._made, self._lock = words, made, KernelLock(fd)
 
     @property
     def generation(self) -> int:
-        """Of what is lent."""
+        """The generation of the lent state."""
         return self._words[_GENERATION]
 
     @property
@@ -57,7 +56,7 @@ class LockedSteps:
 
     @property
     def _is_torn(self) -> bool:
-        """Under the lock: whoever has begun an update is gone."""
+        """Under the lock: a worker has died during an update."""
         return self._words[_MAKING] > self._made.total
 
     def make(
@@ -67,10 +66,10 @@ class LockedSteps:
         step: Callable[[], object],
         for_s: float,
     ) -> Tried:
-        """For a worker that has borrowed what is lent as ``generation``.
+        """By a worker that has mapped the state of ``generation``.
 
-        ``keep`` copies what ``step`` changes; that also counts the update in ``made``. Another one
-        is waited for no longer than ``for_s`` seconds.
+        ``keep`` backs up what ``step`` changes; ``step`` also counts the update in ``made``. Waits
+        at most ``for_s`` seconds for the lock.
         """
         with self._lock.within(for_s) as held:
             if not held or self._is_torn or self._is_over:
@@ -84,7 +83,7 @@ class LockedSteps:
 
     @contextmanager
     def stopped(self, restore: Callable[[], object], frees: Frees) -> Iterator[None]:
-        """For the server: nobody makes an update meanwhile, and each that was begun is whole."""
+        """By the server: hold the lock, and ``restore`` the state if an update was torn."""
         with self._lock.seized(frees):
             if self._is_torn:
                 restore()
@@ -92,5 +91,5 @@ class LockedSteps:
             yield
 
     def renew(self) -> None:
-        """By the server: what is lent is another now."""
+        """By the server: the lent state has been replaced."""
         self._words[_GENERATION] += 1

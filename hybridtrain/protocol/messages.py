@@ -1,6 +1,7 @@
-"""What a worker says to the server, and what it hears back.
+"""Messages between workers and the server.
 
-Every request but a note is answered exactly once; until then the worker waits.
+A worker sends requests, each answered exactly once, and notes, which are not answered. The server
+sends replies, and notices without a request.
 """
 
 from __future__ import annotations
@@ -10,31 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 from hybridtrain.memory.layout import Layout
-from hybridtrain.memory.lending import GetState, Lent, SharedState, StepNumber
+from hybridtrain.memory.lending import LentState, SharedState
 from hybridtrain.memory.sparse_rows import Packed
-from hybridtrain.protocol.notices import (
-    Back,
-    Called,
-    Gone,
-    Progress,
-    RequestProgress,
-    Saved,
-    SavePermission,
-    Stop,
-)
 from hybridtrain.protocol.spans import Spans
 
-Writes = Mapping[int, bytes]  # number of a parameter -> its elements, in the order of its shape
+Writes = Mapping[int, bytes]  # slot number -> elements, in the order of the slot's shape
+# Number of a learning-rate schedule, arguments of its ``step``.
+ScheduleCall = tuple[int, tuple[Any, ...], dict[str, Any]]
 
 # ---- requests -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """These are my parameters: where do they lie? Answered with ``Shared`` when all have asked.
+    """Request the shared memory for these parameters; ``Shared`` once all workers have.
 
-    ``averaging``: gradients will be averaged before they are pushed, which needs one more row.
-    ``meets``: this worker can make updates with the others alone.
+    ``averaging``: gradients are averaged before they are pushed, which needs one more row.
+    ``meets``: this worker can make updates without the server.
     """
 
     layout: Layout
@@ -46,10 +39,10 @@ class Share:
 class Install:
     """The optimizers as the user configured them (worker 0), or nothing (the others).
 
-    Each is what :func:`hybridtrain.updates.serialize.dump` has made, or the number of one that is
-    to stay (where others are replaced in mid-run). ``version`` is the number of updates already
-    behind the parameters, ``last`` how many there may be in all, if the server is to see to that.
-    Answered with ``Done`` when all have asked, so that nobody pushes too early.
+    Each is the output of :func:`hybridtrain.updates.serialize.dump`, or the number of an optimizer
+    to keep (if others are replaced in mid-run). ``version``: updates already made; ``last``: the
+    largest version, if the server enforces one. ``Done`` once all workers have asked, so that none
+    pushes too early.
     """
 
     optimizers: tuple[bytes | int, ...] = ()
@@ -59,7 +52,7 @@ class Install:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """How the merged gradient is to be clipped: ``algorithm`` is ``norm`` or ``value``."""
+    """Clip the merged gradient by ``algorithm``: ``norm`` or ``value``."""
 
     algorithm: str
     limit: float
@@ -67,10 +60,10 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """The gradient in my row is one of ``weight`` samples; I want the mean of all before I push.
+    """Request the mean of all workers' gradients; the worker's row holds one of ``weight`` samples.
 
-    ``absent`` are the parameters without a gradient; their places in the row hold zeros. ``packed``
-    are the sparse gradients. Answered with ``Averaged`` when nobody is left who may still ask.
+    ``absent``: parameters without a gradient; their places in the row hold zeros. ``packed``: the
+    sparse gradients. ``Averaged`` once no other worker can ask in this step any more.
     """
 
     weight: float
@@ -87,9 +80,9 @@ class LoaderPass(NamedTuple):
 
 
 class Visits(NamedTuple):
-    """The epoch's order is cut into ``shards``; workers go from one to the next.
+    """The epoch's order is cut into ``shards``.
 
-    Each takes ``mini_batches`` from one shard, then goes to the one that was visited least.
+    A worker draws ``mini_batches`` from one shard, then moves to the one visited least.
     """
 
     shards: int
@@ -164,9 +157,9 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Give everybody's payload to everybody. ``tag`` names the meeting, to find mismatches;
-    ``patient``: until all are here, the others may meet without me; ``calls``: but the server calls
-    me to a meeting, or a round, that asks for it; ``wish``: see ``stop_requests.py``."""
+    """Exchange payloads with all workers. ``tag``: names the meeting, to detect mismatches;
+    ``patient``: until all have arrived, others may meet without this worker; ``calls``: but patient
+    workers are called to this meeting; ``wish``: to end training, see ``stop_requests.py``."""
 
     tag: str
     payload: bytes
@@ -177,13 +170,14 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Positions for my next mini-batch, from the shared queue.
-    ``spans``: what of the epoch's order, ``length`` long, is to be done in this pass; ``sizes``:
-    everybody's mini-batches; ``drop_last``: whole ones only; ``begins``: I begin the pass (perhaps
-    anew: what I had drawn of it, but not trained on, goes back). ``turn``: mini-batches are
-    dealt to the workers in turn, so many at a time; 0: first come, first served. ``fills``: if
-    there is nothing for me, give me something that does not count. ``visits``: from shards.
-    ``most``: so many mini-batches at once, as long as there are plenty for all.
+    """Request the positions of the worker's next mini-batch from the shared queue.
+
+    ``spans``: this pass's part of the epoch's order, which has ``length`` positions; ``sizes``: the
+    batch size of each worker; ``drop_last``: full mini-batches only; ``begins``: begin the pass
+    (if anew, mini-batches drawn and not trained on return to the queue). ``turn``: so many
+    mini-batches are dealt to each worker in turn; 0: first come, first served. ``fills``: if none
+    is left, return one that does not count. ``visits``: draw from shards. ``most``: so many
+    mini-batches at once, while plenty are left.
     """
 
     lap: LoaderPass
@@ -200,14 +194,17 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """Bring my own parameters up to date, after these ``writes`` of user code."""
+    """Update the worker's parameters, after these ``writes`` of user code."""
 
     writes: Writes = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The optimizers' states, maybe in a file; ``refresh``: my parameters of that version, too."""
+    """Request the optimizers' states, in the file ``place`` if given.
+
+    ``refresh``: update the worker's parameters to the same version.
+    """
 
     refresh: bool = True
     place: str = ""
@@ -215,14 +212,26 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class ReadStats:
-    """What has been counted so far."""
+    """Request the statistics of the run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """May I begin a mini-batch, after these ``writes``? ``Released`` when it is my turn."""
+    """Ask to begin a mini-batch, after these ``writes``; ``Released`` at the worker's turn."""
 
     writes: Writes = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class GetState:
+    """Request the state of optimizer ``optimizer`` (``SharedState``), or arena ``arena``.
+
+    ``flat``: the state of its flat update (``Lent``).
+    """
+
+    optimizer: int = 0
+    arena: int | None = None
+    flat: bool = False
 
 
 Request = (
@@ -239,39 +248,68 @@ Request = (
     | GetState
 )
 
-# ---- notes: nobody waits for an answer ----------------------------------------------------------
+# ---- notes: requests without an answer ----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """No training for now (a validation begins); the clock of the throughput stands still."""
+    """Training pauses (for a validation); the clock of the throughput stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Training goes on."""
+    """Training resumes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """I was asked to stop, and have, or have failed (``broke``); I shall not push again."""
+    """The worker has stopped as requested, or has failed (``broke``); it will not push again."""
 
     broke: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What I train on, in plain data, for the record of the run."""
+    """A description of the data, in plain types, for the record of the run."""
 
     said: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Hyper-parameters that have changed, group by group, in rounds that only workers know of."""
+    """Hyper-parameters that have changed, by group, in rounds made without the server."""
 
     optimizer: int
     groups: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A worker has called ``step`` of learning-rate schedules in its mini-batches.
+
+    The server forwards it to each other worker before its next answer.
+    """
+
+    calls: tuple[ScheduleCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The training progress, for the ``worker`` that is restarted, as ``torch.save`` writes it.
+
+    ``worker`` is ``None`` for a report that the roster keeps, in case that no worker can be asked.
+    """
+
+    worker: int | None
+    payload: bytes
+    question: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The last checkpoint has been written (``well``), or none will be."""
+
+    well: bool
 
 
 Note = Paused | Resumed | Stopped | Described | Changed | Called | Progress | Saved
@@ -282,7 +320,7 @@ NOTES: tuple[type[Note], ...] = get_args(Note)
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The arena's size; its descriptor travels beside the message. ``lent``: which of those."""
+    """The arena's size; its descriptor is sent with the message. ``lent``: number of a lent one."""
 
     n_bytes: int
     lent: int | None = None
@@ -290,27 +328,45 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It is done."""
+    """Confirms an ``Install``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Averaged:
-    """The mean lies in the row for it, but for parameters ``absent`` from all; those ``packed`` are
-    sparse in all."""
+    """The mean is in its row, without parameters ``absent`` in all; ``packed``: sparse in all."""
 
     absent: tuple[int, ...]
     packed: tuple[Packed, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Released:
-    """Go on; your parameters are those after update number ``version``.
+class StepNumber:
+    """The generation of the lent state, and the number of steps before this one.
 
-    ``counted``: what you have pushed is part of this or a later update, or you have abstained.
-    ``again``: the step is not over, evaluate the closure once more, at the parameters as they are
-    now, after clearing the gradients if ``cleared``. ``groups``: hyper-parameters that the
-    optimizer has changed by itself, group by group. ``turn``: for workers that step themselves.
-    ``tickets``: the answers to the push's ``draws``.
+    ``steps``: one number, or by slot number if parameters differ; ``None``: the server has made
+    the step.
+    """
+
+    generation: int
+    steps: int | dict[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """The places of an optimizer's state; ``None``: workers may not step it."""
+
+    state: LentState | None
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """Continue with the parameters of update ``version``.
+
+    ``counted``: the push is part of this or a later update, or had no weight. ``again``: the step
+    has not ended, evaluate the closure once more at the current parameters, after clearing the
+    gradients if ``cleared``. ``groups``: hyper-parameters that the optimizer has changed itself, by
+    group. ``turn``: for workers that step the masters. ``tickets``: answers to the push's
+    ``draws``.
     """
 
     version: int
@@ -324,8 +380,8 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """All payloads, in the order of ``workers``; ``left``: of the queue, by those who are gone.
-    ``call``: none have met; a worker that waits patiently comes to a "round" or "meeting" first."""
+    """All payloads, in the order of ``workers``; ``left``: lost workers left mini-batches.
+    ``call``: there was no meeting; a patient worker must join a "round" or "meeting" first."""
 
     payloads: tuple[bytes, ...]
     workers: tuple[int, ...]
@@ -335,9 +391,9 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """The positions of a mini-batch in the epoch's order; none: the pass has no more. One that does
-    not count is run, but its gradient has no weight. ``more``: the positions of the mini-batches
-    after this one, where several were asked for."""
+    """The positions of a mini-batch in the epoch's order; none: the pass is over. If it does not
+    count, its gradient gets no weight. ``more``: the mini-batches after this one, if several were
+    requested."""
 
     spans: Spans
     counts: bool = True
@@ -346,7 +402,7 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The optimizers' states after update ``version``; what of the queue is not behind them."""
+    """The optimizers' states after update ``version``; ``unseen``: positions not trained on."""
 
     payload: bytes
     version: int
@@ -362,9 +418,60 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """What you asked makes no sense; ``reason`` is for the user."""
+    """The request is invalid, or cannot be answered; ``reason`` is for the user."""
 
     reason: str
+
+
+# ---- notices: sent by the server without a request ----------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The worker is gone; update ``version`` was the last that it may have contributed to.
+
+    ``for_now``: it will be restarted.
+    """
+
+    worker: int
+    version: int
+    for_now: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Back:
+    """The worker trains again."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Stop as soon as possible. ``now``: the pending request will not be answered.
+
+    ``behind``: stop after update ``behind``, because a worker ends training as it ends elsewhere.
+    """
+
+    now: bool = False
+    behind: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SavePermission:
+    """To a worker that has stopped: write the last checkpoint (``saves``), or do not."""
+
+    saves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProgress:
+    """Send the training progress (``Progress``) for the ``worker`` that will be restarted.
+
+    ``question``: its number; an answer to an earlier one does not count.
+    """
+
+    worker: int
+    question: int = 0
 
 
 Answer = (

@@ -1,7 +1,7 @@
-"""What can happen to a server: everything that a world tells it, one event at a time.
+"""Events, the inputs of the server, which a world reports one at a time.
 
-In the past tense, as facts are (:mod:`hybridtrain.protocol.facts`), which are what a policy is told
-of it. ``worker`` is a number from 0.
+In the past tense, as the facts that the server derives from them for its policy
+(:mod:`hybridtrain.protocol.facts`). ``worker`` is a number from 0.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The worker has done its job; a meeting that waits for it would wait for ever."""
+    """The worker has finished, and will enter no further meeting."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The worker's process is gone, with whatever it had not pushed.
+    """The worker's process is gone, and what it had not pushed is lost.
 
-    ``announced``: the others hear of it, and go on without it. ``returns``: another process will
-    take its place.
+    ``announced``: the server tells the others, which continue without it. ``returns``: the worker
+    will be restarted.
     """
 
     worker: int
@@ -41,38 +41,38 @@ class Removed:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """A new process begins as this worker; whoever comes to a meeting waits for it."""
+    """A new process runs as this worker; meetings wait for it."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The worker begins (anew) with the newest parameters; what it did before does not count."""
+    """The worker begins (anew) with the newest parameters; its pending push does not count."""
 
     worker: int
 
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """Some time has passed: what workers have done among themselves may be counted."""
+    """Some time has passed: the server counts the updates that workers have made without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimerExpired:
-    """It is at least as late as the server's ``wake_at_s``."""
+    """The time ``wake_at_s`` of the server is reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateEnded:
-    """The update that the server has under way has ended. ``ticket``: its number."""
+    """The pending update number ``ticket`` has ended."""
 
     ticket: int
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenOff:
-    """It is late: nobody is waited for any longer."""
+    """It is late: no worker waits for another any longer."""
 
 
 Event = (

@@ -1,20 +1,20 @@
-"""A round that workers hold in shared memory: whoever comes last makes the update.
+"""A lock-step round in shared memory: the last worker to arrive makes the update.
 
-Theory of operation. A worker whose gradient lies in its row says so in its line, under a lock. Who
-finds that all have come makes the update before it gives the lock back, and rings for the others;
-no message is sent, and the server is not woken. It reads afterwards what was done.
-Any round can be *called off*, also while some wait in it: then each sends its push as a message,
-and the server does what it does without this module. So everything unusual is the server's: a
-worker that is late, has nothing to give, changes its optimizer, or is gone.
+Theory of operation. A worker whose gradient lies in its row registers in its line, under a lock.
+The last one makes the update before it releases the lock, and wakes the others; no message is sent,
+and the server reads the counts later.
+Any round can be *called off*, also while workers wait in it: each then sends its push, and the
+server makes the update as without this module. So the server handles everything unusual: a worker
+that is late, has no gradient, changes its optimizer, or is gone.
 
-The lock goes with the process that holds it (:mod:`hybridtrain.protocol.kernel_lock`). A worker
-that dies while it makes an update leaves ``making`` behind and no lock; who finds that puts back
-what was kept before the update began, so that an update is made whole or not at all. What is
-counted of rounds stands there twice: one write says which is the newest round and where its counts
-are, and the next round writes to the other place.
+The kernel releases the lock of a dead process (:mod:`hybridtrain.protocol.kernel_lock`). A worker
+that dies during an update leaves the word ``_MAKING`` set; the next holder of the lock restores the
+backup made before the update, so that an update is made whole or not at all. There are two sets of
+counts: one write of ``_MADE`` names the newest round and its set, and the next round writes to the
+other set.
 
-Rounds are numbered by the version that they make. Behind one that was called off the server makes
-some more, twice as many each time if somebody had come to it.
+A round's number is the version that it makes. After an aborted round the server makes the next 2
+updates itself, then 4, 8, … up to 1,024 if a worker had already arrived.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from enum import Enum, auto
 
 from hybridtrain.protocol.kernel_lock import Frees, KernelLock
 
-# _MADE: twice the newest round, and 1 if its counts are the second ones. Of words named last there
-# are two sets.
+# _MADE: 2 * newest round, + 1 if its counts are in the second set. _MADE_AT and the counts of
+# _COUNTS have two sets.
 _MADE, _OFF, _MAKING, _USED, _NEXT, _GAP, _STEADY, _MADE_AT = range(8)
 _ROUND, _TOKEN, _CAME_AT, _WEIGHT, _SAMPLES, _COUNTS = range(6)
 _ALL_SAMPLES, _WAITED, _AWAITED, _N_COUNTS = range(4)
-_LINE = 16  # words, two cache lines: the first are of all, the others are one worker's each
-_FEWEST, _MOST = 2, 1024  # rounds of the server behind one that was called off
-_ENOUGH = 32  # rounds in a row, after which those called off before count no more
-_S = 1e-9  # times are kept in nanoseconds
+_LINE = 16  # words, two cache lines: the first line is common, then one per worker
+_FEWEST, _MOST = 2, 1024  # rounds that the server makes after one that was called off
+_ENOUGH = 32  # consecutive rounds after which that number begins at _FEWEST again
+_S = 1e-9  # times are in nanoseconds
 
 
 class Met(Enum):
-    """What came of it that a worker has come to a round."""
+    """The outcome of a worker's arrival."""
 
-    WAITS = auto()  # others have not come
+    WAITS = auto()  # for other workers
     MADE = auto()  # it was the last, and has made the update
-    CALLED_OFF = auto()  # the push is to be sent to the server
+    CALLED_OFF = auto()  # it must send its push to the server
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """``weight`` and ``samples`` as in :class:`hybridtrain.protocol.messages.Push`; ``token``: of
-    what has to be the same for all, or the server is to see to it.
+    """``weight`` and ``samples`` as in :class:`hybridtrain.protocol.messages.Push`; ``token``: a
+    hash of the hyper-parameters; if it differs between workers, the round is called off.
     """
 
     weight: float
@@ -58,9 +58,10 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class MadeRounds:
-    """What the server has not heard of: rounds, and per worker samples and seconds.
+    """Rounds that the workers completed without the server; samples and seconds by worker.
 
-    ``at_s``: when the last of them was made; ``awaited_s``: others have waited for the worker.
+    ``n``: their number; ``at_s``: the time of the last; ``awaited_s``: how long others waited for
+    the worker.
     """
 
     n: int
@@ -71,12 +72,12 @@ class MadeRounds:
 
 
 class SharedRound:
-    """Of the workers of one run.
+    """One per run, shared by its workers and the server.
 
     Args:
-        words: (:meth:`n_words`,) int64 in shared memory, zero at the beginning.
+        words: (:meth:`n_words`,) int64 in shared memory, zero at first.
         n_workers: W.
-        fd: of the file that they lie in; its first byte is locked.
+        fd: the file that holds the words; its first byte is locked.
     """
 
     def __init__(self, words: memoryview, n_workers: int, fd: int) -> None:
@@ -87,16 +88,16 @@ class SharedRound:
 
     @classmethod
     def n_words(cls, n_workers: int) -> int:
-        """So many there must be."""
+        """How many words there must be."""
         return _LINE * (n_workers + 1)
 
     @property
     def used(self) -> bool:
-        """Whether anybody has ever come."""
+        """Whether a worker has ever arrived."""
         return bool(self._words[_USED])
 
     def is_made(self, number: int) -> bool:
-        """Whether the update of this round, or a later one, is made."""
+        """Whether the update of this round, or of a later one, is made."""
         return self._words[_MADE] >= 2 * number
 
     @property
@@ -104,15 +105,15 @@ class SharedRound:
         return self._words[_MADE] >> 1
 
     def is_off(self, number: int) -> bool:
-        """Whether the pushes of this round are the server's."""
+        """Whether this round is called off."""
         return self._words[_OFF] >= number
 
     def may_come(self, number: int) -> bool:
-        """Whether it is time to try; if not, this round is the server's."""
+        """Whether workers may try this round; if not, the server makes it."""
         return self._words[_NEXT] <= number
 
     def is_first(self, number: int) -> bool:
-        """Whether nobody has come to this round."""
+        """Whether no worker has arrived in this round."""
         return all(self._words[line + _ROUND] != number for line in self._lines)
 
     def come(
@@ -122,7 +123,7 @@ class SharedRound:
         arrival: Arrival,
         make: Callable[[Sequence[float]], object],
     ) -> Met:
-        """The worker's gradient lies in its row; the last one calls ``make`` with all weights."""
+        """Register the worker's gradient; the last worker calls ``make`` with all weights."""
         words, figures, line = self._words, self._figures, self._lines[worker]
         with self._lock.held():
             if words[_OFF] >= number or self._is_torn:
@@ -145,7 +146,7 @@ class SharedRound:
         return Met.MADE
 
     def _put_off(self, number: int) -> None:
-        """Under the lock: the server makes this round, and some more."""
+        """Under the lock: leave this round and some more to the server."""
         words = self._words
         if words[_OFF] >= number:
             return
@@ -155,9 +156,9 @@ class SharedRound:
         words[_NEXT], words[_STEADY], words[_OFF] = number + 1 + gap, 0, number
 
     def _count(self, last: int) -> int:
-        """The update is made, by the worker of line ``last``, for which the others have waited.
+        """Count the update, made by the worker of line ``last``, for which the others have waited.
 
-        Returns which of both places has the counts with it.
+        Returns which set holds the new counts.
         """
         words, figures, now = self._words, self._figures, time.monotonic_ns()
         side = 1 - words[_MADE] % 2
@@ -174,16 +175,16 @@ class SharedRound:
 
     @property
     def _is_torn(self) -> bool:
-        """Under the lock: whoever has begun an update is gone."""
+        """Under the lock: a worker has died during an update."""
         return self._words[_MAKING] > self._version
 
     def call_off(self, number: int, restore: Callable[[], object], waits: bool = True) -> bool:
-        """Have the server make this round, unless it is made; whether it is the server's.
+        """Leave this round to the server; returns whether it was not made yet.
 
-        ``restore`` puts back what was kept, where somebody is gone in the middle of the update.
+        ``restore`` restores the backup if a worker has died during the update.
 
         Raises:
-            BlockingIOError: if somebody makes an update now, and the caller does not want to wait.
+            BlockingIOError: if a worker makes an update now and ``waits`` is false.
         """
         with self._lock.held(waits):
             return self._call_off(number, restore)
@@ -199,21 +200,21 @@ class SharedRound:
         return True
 
     def call_off_next(self, version: int, restore: Callable[[], object], frees: Frees) -> None:
-        """For the server: somebody is gone, so no round behind this version, or one made since, is
-        to be held here.
+        """By the server, after the loss of a worker: call off the round after this version, or
+        after a newer one.
         """
         with self._lock.seized(frees):
             self._call_off(max(version, self._version) + 1, restore)
 
     def free(self, frees: Frees) -> None:
-        """For the server: no worker is in the middle of an update for long."""
+        """By the server: free the lock if a worker was stopped during an update."""
         with self._lock.seized(frees):
             pass
 
     def look(self, version: int) -> MadeRounds | None:
-        """For the server, which knows of ``version`` updates: what was made since, if anything."""
+        """By the server, which knows of ``version`` updates: the rounds made since, if any."""
         words, figures, made = self._words, self._figures, -1
-        while made != words[_MADE]:  # or a worker may write where this reads
+        while made != words[_MADE]:  # else a worker may have written during the reading
             made = words[_MADE]
             if made >> 1 <= version:
                 return None

@@ -1,4 +1,4 @@
-"""Stretches of an epoch's order, as (start, stop): what is to be done, drawn, or left."""
+"""Ranges of positions in an epoch's order, as (start, stop)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ Spans = tuple[Span, ...]
 
 
 def total(spans: Iterable[Span]) -> int:
-    """How many positions."""
+    """The number of positions."""
     return sum(stop - start for start, stop in spans)
 
 
 def positions(spans: Iterable[Span]) -> Iterator[int]:
-    """All of them, in turn."""
+    """All positions, in order."""
     for start, stop in spans:
         yield from range(start, stop)
 
@@ -32,7 +32,7 @@ def split(spans: Iterable[Span], n: int) -> tuple[Spans, Spans]:
 
 
 def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
-    """What is left of ``spans``, in their order, where nobody has ``taken`` it."""
+    """``spans`` without the positions of ``taken``, in their order."""
     left = list(spans)
     for begin, end in taken:
         parts = [((a, min(b, begin)), (max(a, end), b)) for a, b in left]
@@ -41,7 +41,7 @@ def without(spans: Iterable[Span], taken: Iterable[Span]) -> Spans:
 
 
 def common(spans: Iterable[Span], others: Iterable[Span]) -> Spans:
-    """What of ``spans``, in their order, is in the ``others``, too; these are in order."""
+    """The positions of ``spans``, in their order, that are also in ``others``, which ascend."""
     known, found = tuple(others), list[Span]()
     for start, stop in spans:
         for begin, end in known:
@@ -51,7 +51,7 @@ def common(spans: Iterable[Span], others: Iterable[Span]) -> Spans:
 
 
 def merged(spans: Iterable[Span]) -> Spans:
-    """In order, neighbours joined."""
+    """The same positions, ascending, adjacent spans joined."""
     joined: list[Span] = []
     for start, stop in sorted(spans):
         if joined and joined[-1][1] == start:
@@ -62,9 +62,9 @@ def merged(spans: Iterable[Span]) -> Spans:
 
 
 def dealt(sizes: tuple[int, ...]) -> list[list[int]]:
-    """Which places of a global mini-batch belong to each worker, as evenly mixed as may be.
+    """The positions of a global mini-batch that each worker gets, mixed as evenly as possible.
 
-    The first one belongs to the first worker, who logs for all and so is to have a part in each.
+    Position 0 is the first worker's: it logs for all, so it needs a part of each mini-batch.
     """
     turns = sorted(((k + 0.5) / size, w) for w, size in enumerate(sizes) for k in range(size))
     owners: list[list[int]] = [[] for _ in sizes]

@@ -1,4 +1,4 @@
-"""Workers that fail and come back: the decisions, as state machines without I/O.
+"""Decisions on failed and restarted workers, as state machines without I/O.
 
-Processes are started and killed elsewhere (:mod:`hybridtrain.worlds.local`).
+:mod:`hybridtrain.worlds.local` starts and kills the processes.
 """

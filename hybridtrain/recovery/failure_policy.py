@@ -1,7 +1,7 @@
-"""What is done about a worker that fails: the user's choice, and the decision of each case.
+"""What follows from a worker's failure: the user's choice, and the decision in each case.
 
-A worker fails when its process dies, when it is killed because it hangs, or when its code raises
-what is not the user's own mistake in using this package (:class:`hybridtrain.errors.UserError`).
+A worker fails when its process dies, when the watchdog kills it because it hangs, or when its code
+raises anything but a :class:`hybridtrain.errors.UserError`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from hybridtrain.errors import UserError
 
 CHOICES = ("stop", "continue", "restart")
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.5, 30.0
-_FORGET_S = 300.0  # a worker that has lived so long is as good as new
+_FORGET_S = 300.0  # after so long without a failure the delay begins at the first one again
 
 
 @dataclass(frozen=True, slots=True)
 class OnFailure:
-    """What the user has chosen.
+    """``strategy.on_failure`` and its limits.
 
-    ``choice``: ``stop`` all, ``continue`` with those who are left, or ``restart`` the worker;
-    ``min_workers``: with fewer left, the run stops; ``max_restarts``: in the whole run, ``None``:
-    any number.
+    ``choice``: ``stop`` all, ``continue`` with the remaining workers, or ``restart`` the worker;
+    ``min_workers``: with fewer, the run stops; ``max_restarts``: per run, ``None``: no limit.
     """
 
     choice: str = "stop"
@@ -30,10 +29,10 @@ class OnFailure:
     max_restarts: int | None = 3
 
     def check(self, n_workers: int) -> None:
-        """There must be so many workers.
+        """Compare ``min_workers`` with the number of workers at the start.
 
         Raises:
-            UserError: if there are fewer from the start.
+            UserError: if it is larger.
         """
         if self.min_workers > n_workers:
             raise UserError(
@@ -44,21 +43,21 @@ class OnFailure:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The run is to end; ``reason`` is to be added to what has happened, if anything is."""
+    """End the run; ``reason`` is appended to the error that the user sees."""
 
     reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class GoOn:
-    """Those who are left go on."""
+    """The remaining workers continue."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """A new process is to take the worker's place, after ``delay_s``.
+    """Restart the worker after ``delay_s``.
 
-    ``anew``: nobody can tell it where training is, so all workers begin as at the start.
+    ``anew``: no process knows the training progress, so all workers begin as at the start.
     """
 
     delay_s: float
@@ -71,9 +70,9 @@ Verdict = End | GoOn | Replace
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """A worker is lost. ``workers``: the number of others; ``known``: where training was earlier.
+    """What is left after a loss: ``workers`` others; ``known``: a progress report of earlier.
 
-    ``early``: no worker has come to where it would tell that.
+    ``early``: no worker has reached the point of its first report.
     """
 
     workers: int
@@ -83,11 +82,7 @@ class WorkerGone:
 
 @dataclass
 class Judge:
-    """Decides what follows from a failure.
-
-    Args:
-        chosen: by the user.
-    """
+    """Decides what follows from each failure, by the user's choice."""
 
     chosen: OnFailure
     restarts: int = 0
@@ -96,16 +91,16 @@ class Judge:
 
     @property
     def ends_all(self) -> bool:
-        """Whether any failure is the end."""
+        """Whether any failure ends the run."""
         return self.chosen.choice == "stop"
 
     def failed(self, worker: int, error: BaseException, left: WorkerGone, at_s: float) -> Verdict:
-        """The worker has failed at ``at_s`` with this error."""
+        """Decide on a worker's failure at ``at_s`` with this error."""
         match self.chosen.choice:
             case _ if isinstance(error, UserError):
-                return End()  # it would happen again
+                return End()  # a restarted worker would raise it again
             case _ if isinstance(error, KeyboardInterrupt):
-                return End()  # of the user's code, as no signal makes one: so it is meant
+                return End()  # raised by user code on purpose: no signal raises one in a worker
             case "continue":
                 return self._go_on(worker, left, at_s)
             case "restart":
@@ -113,7 +108,7 @@ class Judge:
         return End()
 
     def _go_on(self, worker: int, gone: WorkerGone, at_s: float) -> Verdict:
-        """Where training is is known behind the last update: then one process is enough."""
+        """After the last update the progress is ``known``: then one process is enough."""
         n_left = gone.workers
         if n_left >= (1 if gone.known else self.chosen.min_workers):
             return GoOn()

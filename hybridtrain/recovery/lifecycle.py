@@ -1,4 +1,4 @@
-r"""A worker's life in a run, from its first process to its last: states, and what changes them.
+r"""The states of a worker over all its processes in a run, and the events that change them.
 
                  first step           answered
     STARTING ────────────────▶ WAITING ◀──────▶ COMPUTING ◀──────▶ MEETING
@@ -7,13 +7,12 @@ r"""A worker's life in a run, from its first process to its last: states, and wh
         └─────────────────────┐   │                  │
                               │  RESTARTING ───────┐ │
                               │   ▲                ▼ ▼
-              told, and       │   └─── CALLED ◀── FAILED   its process has ended, its time has come
+              progress known, │   └─── CALLED ◀── FAILED   its process has ended, its delay is over
               started again       │        └───────▶ │     no process can be started
 
     the run ends:  all of them ──▶ STOPPED ──▶ SAVING ──▶ ENDED ──▶ GONE
 
-:data:`TABLE` is the same as data; what follows from it is decided by the roster
-(:mod:`hybridtrain.recovery.roster`).
+:data:`TABLE` is the same as data; :mod:`hybridtrain.recovery.roster` decides what follows.
 """
 
 from __future__ import annotations
@@ -22,34 +21,34 @@ from enum import StrEnum
 
 
 class WorkerState(StrEnum):
-    """Of a worker."""
+    """The state of one worker."""
 
-    STARTING = "starting"  # its first process, which has made no step yet
+    STARTING = "starting"  # first process, no step yet
     COMPUTING = "computing"
-    WAITING = "waiting"  # in the middle of a step: for a release, its turn, a mean
-    MEETING = "meeting"  # until all are there
-    FAILED = "failed"  # and is to come back
-    CALLED = "called"  # to come back as soon as somebody has told where training is
-    RESTARTING = "restarting"  # another process, which has come to no step yet
-    STOPPED = "stopped"  # and waits to be told whether to write the last checkpoint
+    WAITING = "waiting"  # in a step: for a release, its turn or a mean
+    MEETING = "meeting"  # in a barrier or reduction
+    FAILED = "failed"  # to be restarted
+    CALLED = "called"  # to be restarted once another worker has reported the progress
+    RESTARTING = "restarting"  # a later process, no step yet
+    STOPPED = "stopped"  # waits for the permission to write the last checkpoint
     SAVING = "saving"  # writes it
-    ENDED = "ended"  # and does nothing any more
-    GONE = "gone"  # without a process, for good
+    ENDED = "ended"  # has nothing left to do
+    GONE = "gone"  # no process, and none will follow
 
 
 class LifecycleEvent(StrEnum):
-    """What happens to one."""
+    """What changes the state of one worker."""
 
-    WAITS = "waits"  # in the middle of a step
+    WAITS = "waits"  # in a step
     MEETS = "meets"
-    GOES_ON = "goes on"  # it has been answered
-    BREAKS = "breaks"  # it has failed, and is to come back
-    CALL = "call"  # its time has come
-    START = "start"  # another process has been started
-    REFUSE = "refuse"  # it could not be
+    GOES_ON = "goes on"  # the server has answered
+    BREAKS = "breaks"  # it has failed, and will be restarted
+    CALL = "call"  # its process has ended and its delay is over
+    START = "start"  # a new process runs
+    REFUSE = "refuse"  # the system could not start one
     STOPS = "stops"
-    NAME = "name"  # it is to write the last checkpoint
-    ENDS = "ends"  # it has done its job, failed for good, or may go
+    NAME = "name"  # the roster lets it write the last checkpoint
+    ENDS = "ends"  # it has finished, failed for good, or is dismissed
     DIES = "dies"  # its process has ended, and none will follow
 
 
@@ -59,10 +58,10 @@ THERE = (S.STARTING, *TRAINING, S.RESTARTING)
 AWAY = (S.FAILED, S.CALLED)
 LAST = (S.STOPPED, S.SAVING)
 
-# What is not listed has no effect: it comes too late.
+# An event that is not listed for a state comes too late and has no effect.
 TABLE: dict[tuple[WorkerState, LifecycleEvent], WorkerState] = {
     **{(state, E.WAITS): S.WAITING for state in (S.STARTING, S.COMPUTING, S.MEETING)},
-    (S.RESTARTING, E.WAITS): S.WAITING,  # where it can say where training is
+    (S.RESTARTING, E.WAITS): S.WAITING,  # from here on it can report the progress
     **{(state, E.MEETS): S.MEETING for state in (S.COMPUTING, S.WAITING)},
     **{(state, E.GOES_ON): S.COMPUTING for state in (S.WAITING, S.MEETING)},
     **{(state, E.BREAKS): S.FAILED for state in THERE},

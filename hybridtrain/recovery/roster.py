@@ -1,27 +1,25 @@
 """Which workers train, are restarted, report progress and save: decided without I/O.
 
-Theory of operation. The world tells what has happened (a worker waits, has failed, its process has
-ended, a signal has come, it is so late) and does what it is told in return. What is to be known
-about the lives of workers (:mod:`hybridtrain.recovery.lifecycle` draws them) is here, and nowhere
-else.
+Theory of operation. The world reports events (a worker waits or has failed, a process has ended, a
+signal has arrived, the time) and carries out the actions that the roster returns. The state of
+every worker (:mod:`hybridtrain.recovery.lifecycle`) is kept here and nowhere else.
 
-A worker that failed is announced to come back (FAILED). When its old process has ended and its time
-has come it is CALLED: somebody is asked where training is. That is one who trains, best one who
-waits in a step, for it answers at once. Its answer counts once, and only the one to the last
-question: where the one asked fails, ends or goes to a meeting, another one is asked. In lock-step
-what the lost worker has pushed lies in its row; then nobody is asked before the update is made. If
-all are away, one begins where training was some time ago (``kept``), and answers for the others as
-soon as it waits in its step, for whatever: it may wait for them. Before the first report all begin
-anew.
-A process that the system refuses to start is tried again, and its worker is called anew then.
+A failed worker is announced to be restarted (FAILED). When its old process has ended and its delay
+is over it is CALLED: the roster asks a training worker for the progress, preferably one that waits
+in a step, because it answers at once. Only the answer to the last question counts, and once: if the
+worker that was asked fails, ends or enters a meeting, the roster asks another. In lock-step the
+lost worker's push still lies in its row, so no worker is asked before that update is made. If no
+worker is left, one starts from the last progress report (``kept``) and answers for the others as
+soon as it waits in its step, since it may wait for them. Before the first report all begin anew.
+If the system refuses to start a process, the roster retries, and calls the worker anew.
 
-An announced restart happens, or the user is told why not: training is over, or the run ends.
+An announced restart takes place, or the user reads why not: training is over, or the run ends.
 
-At the end of a run everybody is asked to stop. Who has stopped waits; the first of them (nobody
-waits for one that has come back and not come to its step) writes the last checkpoint, the next one
-if it cannot; where workers run freely all have stopped before, so that it has every update. If
-nobody is left, one more process is started for that. Late, when half of the time given is over,
-nobody is waited for any longer; when all of it is over, all are killed.
+At the end of a run all workers are asked to stop. The first that has stopped writes the last
+checkpoint, and the next one if it fails; a restarted worker without a step is not waited for.
+Free-running workers must all have stopped before, so that the checkpoint has every update. If no
+worker is left, the roster starts one process to write it. After half of ``grace_s`` the roster
+waits for no worker any longer; after all of it, it kills them.
 """
 
 from __future__ import annotations
@@ -32,17 +30,6 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from hybridtrain.errors import UserError
-from hybridtrain.recovery.actions import (
-    Act,
-    Ask,
-    BreakOff,
-    GiveUp,
-    Kill,
-    KillAll,
-    Name,
-    Say,
-    Start,
-)
 from hybridtrain.recovery.failure_policy import End, Judge, Replace, Verdict, WorkerGone
 from hybridtrain.recovery.lifecycle import (
     AWAY,
@@ -55,7 +42,71 @@ from hybridtrain.recovery.lifecycle import (
 )
 
 S, E = WorkerState, LifecycleEvent
-_FIRST_DELAY_S, _MOST_TRIES = 0.5, 6  # of starting a process that the system refuses: 15 s
+_FIRST_DELAY_S, _MOST_TRIES = 0.5, 6  # retries of a process start: 15 s in all
+
+# ---- actions: what the world is to do next -------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask ``teller`` for the progress, for ``worker``; ``question``: the number of the request."""
+
+    teller: int
+    worker: int
+    question: int
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a process as ``worker``, which continues from this progress report."""
+
+    worker: int
+    told: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """Tell ``worker``, which has stopped, whether it writes the last checkpoint."""
+
+    worker: int
+    saves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp:
+    """End the run, because of this ``worker``."""
+
+    worker: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Print ``text`` for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BreakOff:
+    """It is late: release every worker that waits in a step or a meeting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """Kill the process of ``worker``."""
+
+    worker: int
+
+
+@dataclass(frozen=True, slots=True)
+class KillAll:
+    """Kill all processes at once."""
+
+
+Act = Ask | Start | Name | GiveUp | Say | BreakOff | Kill | KillAll
+
+# --------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -66,25 +117,25 @@ class Roster:
         n_workers: W.
         judge: decides what follows from a failure.
         grace_s: how long workers may take to stop.
-        whole_rounds: no update can be made any more when one of them has stopped.
+        whole_rounds: without one worker no update can be made.
     """
 
     n_workers: int
     judge: Judge
     grace_s: float = 30.0
     whole_rounds: bool = True
-    kept: bytes | None = None  # where training was some time ago; empty: it cannot be told
+    kept: bytes | None = None  # the last progress report; empty: the module cannot make one
     written: bool = False  # the last checkpoint
-    began_s: float = 0.0  # the end, once it has
+    began_s: float = 0.0  # when the end of the run began
     deadline_s: float | None = None  # of the end
     states: list[WorkerState] = field(default_factory=list)
-    _bodies: set[int] = field(default_factory=set)  # whose processes have not been reaped
-    _due_s: dict[int, float] = field(default_factory=dict)  # when who has failed may come back
-    _asked: dict[int, tuple[int, int]] = field(default_factory=dict)  # for whom: who, which time
+    _bodies: set[int] = field(default_factory=set)  # workers whose process has not been reaped
+    _due_s: dict[int, float] = field(default_factory=dict)  # when a failed worker may restart
+    _asked: dict[int, tuple[int, int]] = field(default_factory=dict)  # worker: teller, question
     _questions: int = 0
-    _refused: Counter[int] = field(default_factory=Counter)  # starts, one after the other
-    _finished: bool = False  # somebody has done its job
-    _home: bool = False  # and that of the first worker, which speaks for all
+    _refused: Counter[int] = field(default_factory=Counter)  # consecutive failed starts
+    _finished: bool = False  # a worker has finished
+    _home: bool = False  # the first worker, which logs and saves for all, has finished
     _rescued: bool = False
     _broken_off: bool = False
 
@@ -93,37 +144,36 @@ class Roster:
         self._bodies = set(range(self.n_workers))
 
     def on(self, worker: int, event: LifecycleEvent) -> None:
-        """It has happened to this worker."""
+        """Move the worker to its next state."""
         before = self.states[worker]
         self.states[worker] = TABLE.get((before, event), before)
 
     def those(self, *states: WorkerState) -> list[int]:
-        """In any of these states."""
+        """The workers in any of these states."""
         return [worker for worker, state in enumerate(self.states) if state in states]
 
     @property
     def ending(self) -> bool:
-        """Whether the run ends before its time."""
+        """Whether the run ends early."""
         return self.deadline_s is not None
 
     @property
     def over(self) -> bool:
-        """Whether nobody is left, and nobody will come."""
+        """Whether no process is left, and none will be started."""
         return all(state is S.GONE for state in self.states) and not self._closes
 
     @property
     def away(self) -> bool:
-        """Whether somebody is to come back."""
-        # Asked for in each turn.
+        """Whether a worker is to be restarted. Read in every turn of the event loop."""
         return S.FAILED in self.states or S.CALLED in self.states or self._closes
 
     @property
     def telling(self) -> bool:
-        """Whether somebody who can answer was asked where training is."""
+        """Whether a worker that can answer was asked for the progress."""
         return any(self.states[who] in TRAINING for who, _ in self._asked.values())
 
     def next_s(self) -> list[float]:
-        """When something is due."""
+        """The times at which :meth:`advance` has something to do."""
         if self.deadline_s is None:
             return [self._due_s[worker] for worker in self.those(S.FAILED)]
         return [self.deadline_s] if self._broken_off else [self._late_s, self.deadline_s]
@@ -137,9 +187,9 @@ class Roster:
     def failed(
         self, worker: int, error: BaseException, at_s: float, training: bool, waits: bool = False
     ) -> Verdict:
-        """It has failed; what follows? Before ``training`` there is nothing to go on with.
+        """Decide what follows from a failure. Before ``training`` the run can only end.
 
-        ``waits``: if the run ends, it may write the last checkpoint.
+        ``waits``: if the run ends, this worker may write the last checkpoint.
         """
         others = sum(state in THERE for n, state in enumerate(self.states) if n != worker)
         early = self.kept is None and not self._finished
@@ -156,30 +206,30 @@ class Roster:
         return verdict
 
     def finished(self, worker: int, first: bool = True) -> None:
-        """It has done its job; ``first``: as the one that speaks for all."""
+        """The worker has finished; ``first``: it is the one that logs and saves for all."""
         self._finished, self._home = True, self._home or first
         self.on(worker, E.ENDS)
 
     def stopped(self, worker: int) -> list[Act]:
-        """It has stopped as it was asked to, and waits to be told whether to save."""
+        """The worker has stopped as requested, and waits for the permission to save."""
         self.on(worker, E.STOPS)
         return [] if self.ending else [Name(worker, False)]
 
     def reaped(self, worker: int) -> None:
-        """Its process has ended; what follows from a failure has been decided before."""
+        """The worker's process has ended; :meth:`failed` was called before if it failed."""
         self._bodies.discard(worker)
         if self.states[worker] not in AWAY:
             self.on(worker, E.DIES)
 
     def saved(self, worker: int, well: bool) -> None:
-        """It has written the last checkpoint, or could not."""
+        """The worker has written the last checkpoint, or failed to."""
         self.written = self.written or well
         self.on(worker, E.ENDS)
 
     # ---- coming ---------------------------------------------------------------------------------
 
     def told(self, teller: int, worker: int | None, question: int, payload: bytes) -> list[Act]:
-        """Where training is: for a worker, or to be kept."""
+        """A progress report, for ``worker`` or to be kept."""
         if worker is None:
             self.kept = payload
         elif self._asked.get(worker) == (teller, question) and self.states[worker] is S.CALLED:
@@ -188,15 +238,15 @@ class Roster:
         return []
 
     def started(self, worker: int) -> None:
-        """Another process has been started as this worker."""
+        """A new process runs as this worker."""
         self._refused.pop(worker, None)
-        # What its former process was asked the new one has not heard.
+        # The new process has not received the questions to its predecessor.
         self._asked = {w: asked for w, asked in self._asked.items() if worker not in (w, asked[0])}
         self._bodies.add(worker)
         self.on(worker, E.START)
 
     def refused(self, worker: int, error: Exception, at_s: float) -> list[Act]:
-        """The system could not start one: it is tried again, but not for ever."""
+        """The system could not start a process: retry a few times."""
         self._refused[worker] += 1
         if self.ending:
             self.on(worker, E.DIES)
@@ -210,7 +260,7 @@ class Roster:
         return [Say(f"worker {worker} cannot be started ({error}); again in {delay_s:g} s")]
 
     def advance(self, at_s: float, pushed: Collection[int] = ()) -> list[Act]:
-        """It is so late; what ``pushed`` workers have computed is no part of an update yet."""
+        """Act on the time; the pushes of ``pushed`` workers are not part of an update yet."""
         if self.deadline_s is not None:
             return self._end(at_s, self.deadline_s)
         if not self.away:
@@ -228,7 +278,7 @@ class Roster:
         return self._ask(called)
 
     def _ask(self, called: list[int]) -> list[Act]:
-        """Who waits answers at once; whoever is in a meeting is not asked, nor waited for."""
+        """Ask a waiting worker first: it answers at once. Workers in a meeting are not asked."""
         able = [*self.those(S.WAITING), *self.those(S.COMPUTING)]
         acts: list[Act] = []
         for worker in called:
@@ -240,7 +290,7 @@ class Roster:
 
     @property
     def _closes(self) -> bool:
-        """Whether one process is to do again what the first worker does behind the last update."""
+        """Whether one process must repeat what the first worker does after the last update."""
         lost = self._finished and not self._home and not self.ending
         return bool(lost and self.kept) and not self.those(*THERE)
 
@@ -250,7 +300,7 @@ class Roster:
         return [Say(text), Start(worker, self.kept or b"")]
 
     def _call_off(self) -> list[Act]:
-        """The others have done everything."""
+        """The others have finished: restart no worker."""
         acts: list[Act] = []
         for worker in self.those(*AWAY):
             acts.append(Say(f"worker {worker} is not restarted: training is over"))
@@ -258,14 +308,14 @@ class Roster:
         return acts
 
     def _leave(self, worker: int) -> None:
-        """It is to come back no more."""
+        """Do not restart the worker."""
         self._asked.pop(worker, None)
         self.on(worker, E.ENDS if worker in self._bodies else E.DIES)
 
     # ---- the beginning of the end ---------------------------------------------------------------
 
     def stop(self, at_s: float) -> list[int]:
-        """The run ends; nobody is to wait for these."""
+        """The run ends; no worker waits for the returned ones any more."""
         if self.deadline_s is not None:
             return []
         self.began_s, self.deadline_s = at_s, at_s + self.grace_s
@@ -275,7 +325,7 @@ class Roster:
         return [*away, *back]
 
     def insist(self) -> None:
-        """It ends at once."""
+        """End at once."""
         self.deadline_s = 0.0
 
     def _end(self, at_s: float, deadline_s: float) -> list[Act]:
@@ -290,16 +340,16 @@ class Roster:
         return acts + self._name(late=at_s >= self._late_s)
 
     def _dismiss(self) -> list[Act]:
-        """There is a checkpoint: who has stopped may go, and who has just come back must."""
+        """The checkpoint is written: dismiss stopped workers, kill those just restarted."""
         stopped, back = self.those(S.STOPPED), self.those(S.RESTARTING)
         for worker in [*stopped, *back]:
             self.on(worker, E.ENDS)
         return [*(Name(worker, False) for worker in stopped), *map(Kill, back)]
 
     def _name(self, late: bool) -> list[Act]:
-        """The first one that has stopped; those before it may still come.
+        """Let the first stopped worker save, once no worker before it can still stop.
 
-        Where workers run freely, any of them may be about to make an update, which is to be in it.
+        Free-running workers must all have stopped: any of them may still make an update.
         """
         stopped = self.those(S.STOPPED)
         if self.those(S.SAVING):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from hybridtrain.protocol.messages import Answer
-from hybridtrain.protocol.notices import Called, ScheduleCall
+from hybridtrain.protocol.messages import Answer, Called, ScheduleCall
 from hybridtrain.server.rounds import Replies
 
 

@@ -22,16 +22,18 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, combine, exchange_of
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.memory import Store
-from hybridtrain.memory.lending import GetState, Lent
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import (
     Average,
     Begin,
+    Called,
     Changed,
     Draw,
     Gather,
     Gathered,
+    GetState,
     Install,
+    Lent,
     Note,
     OptimizerState,
     Paused,
@@ -45,9 +47,9 @@ from hybridtrain.protocol.messages import (
     Share,
     Snapshot,
     Stats,
+    Stop,
     Stopped,
 )
-from hybridtrain.protocol.notices import Called, Stop
 from hybridtrain.protocol.server_events import (
     Admitted,
     BrokenOff,

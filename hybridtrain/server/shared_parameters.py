@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Store
-from hybridtrain.memory.lending import GetState, SharedState
+from hybridtrain.memory.lending import SharedState
 from hybridtrain.protocol.locked_steps import LockedSteps
-from hybridtrain.protocol.messages import Share, Shared
+from hybridtrain.protocol.messages import GetState, Share, Shared
 from hybridtrain.protocol.shared_round import SharedRound
 from hybridtrain.updates import Optimizers
 from hybridtrain.updates.flat.lent_state import may_be_lent

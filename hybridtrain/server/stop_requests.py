@@ -20,8 +20,8 @@ from hybridtrain.protocol.messages import (
     Reply,
     Request,
     Share,
+    Stop,
 )
-from hybridtrain.protocol.notices import Stop
 from hybridtrain.server.run_statistics import RunStatistics
 
 Replies = list[tuple[int, Reply]]

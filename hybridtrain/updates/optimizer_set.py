@@ -10,9 +10,9 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
-from hybridtrain.memory.lending import SharedState, StepNumber
+from hybridtrain.memory.lending import SharedState
 from hybridtrain.memory.scratch_file import fill
-from hybridtrain.protocol.messages import Push
+from hybridtrain.protocol.messages import Push, StepNumber
 from hybridtrain.updates.accumulator import Accumulator, check_held
 from hybridtrain.updates.base import Update
 from hybridtrain.updates.contribution import Contribution

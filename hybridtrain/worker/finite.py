@@ -1,7 +1,7 @@
-"""Are the gradients that a worker is about to hand over numbers?
+"""Check that the gradients in a worker's row are finite.
 
-One pass over the worker's row: a sum is finite only if all its terms are, so most rows are cleared
-by a single reduction. Where the sum is not finite, each parameter is looked at on its own.
+A finite sum has finite terms, so one reduction over the row suffices mostly. If the sum is not
+finite, each parameter is checked.
 
 Legend: P elements of one dtype's buffer.
 """
@@ -18,11 +18,11 @@ from hybridtrain.memory.sparse_rows import used
 
 
 class FiniteCheck:
-    """Looks at one worker's row.
+    """Checks one worker's row.
 
     Args:
         store: the shared rows.
-        worker: whose.
+        worker: the number of the worker.
     """
 
     def __init__(self, store: Store, worker: int) -> None:
@@ -39,8 +39,8 @@ class FiniteCheck:
     ) -> int | None:
         """The first of these parameters with a gradient that is not finite.
 
-        Places of ``absent`` parameters hold something old and do not count, nor what lies behind
-        the values of ``packed`` ones. Those that are ``known`` to be finite need no look.
+        Skips the places of ``absent`` parameters, the rest of a ``packed`` parameter's place, which
+        hold old values, and parameters ``known`` to be finite.
         """
         sparse = {each.number: used(each, self._row(each.number)) for each in packed}
         for number, values in sparse.items():
@@ -53,12 +53,12 @@ class FiniteCheck:
         return next((n for n in dense if n not in gone and not self._is_finite(n)), None)
 
     def count(self, number: int) -> tuple[int, int]:
-        """How many elements of a parameter's gradient are not finite, and of how many."""
+        """The number of non-finite elements of a parameter's gradient, and of all."""
         row = self._row(number)
         return int((~torch.isfinite(row)).sum()), row.numel()
 
     def forget(self) -> None:
-        """Leave nothing behind that would be seen again where a later gradient is absent."""
+        """Zero the row: its values would be read again where a later gradient is absent."""
         for row in self._store.gradients[self._worker].values():
             row.zero_()
 
@@ -72,7 +72,7 @@ class FiniteCheck:
         return bool(torch.isfinite(self._row(number)).all())
 
     def _stretches(self, numbers: tuple[int, ...]) -> list[torch.Tensor]:
-        """The parts of the row that these parameters lie in, neighbours in one."""
+        """The parts of the row that hold these parameters, adjacent ones joined."""
         if numbers not in self._known:
             self._known[numbers] = list(self._find_stretches(set(numbers)))
         return self._known[numbers]
@@ -94,7 +94,7 @@ class FiniteCheck:
 
 
 def has_finite_sum(flat: torch.Tensor) -> bool:
-    """Whether the sum of all is; that of large ones may not be, though they are."""
+    """Whether the sum is finite; the sum of large finite values may not be."""
     real = torch.view_as_real(flat) if flat.is_complex() else flat
     wide = torch.float32 if real.itemsize < 4 else real.dtype
     return math.isfinite(float(real.sum(dtype=wide)))

@@ -17,13 +17,13 @@ def take_means(
     means: Sequence[torch.Tensor],
     averaged: Averaged,
 ) -> None:
-    """Every ``.grad`` becomes the mean that the server has left.
+    """Copy the server's means to every ``.grad``.
 
     Args:
-        replica: copies them.
+        replica: makes the copies.
         trained: parameters by slot number.
         means: the place of each slot's mean, host, shared.
-        averaged: which of them are there, and which are sparse.
+        averaged: says which are absent and which are sparse.
     """
     sparse = {each.number: each for each in averaged.packed}
     gradients, sources = [], []

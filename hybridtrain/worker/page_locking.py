@@ -1,4 +1,4 @@
-"""Host memory that a worker's copies cross the bus from and to, page-locked while it trains."""
+"""Page-lock the host memory that a worker copies to and from its GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hybridtrain.worker.device import Streams
 
 
 class PageLocked:
-    """A worker's row, what it reads parameters from, and the mean, in whole pages.
+    """A worker's row, its parameters and the mean, in whole pages.
 
-    Where that is refused copies are slower, not wrong: it is said what that costs.
+    If the system refuses, copies are slower, and a warning says how much.
 
     Args:
         streams: of the worker's device.
         store: the shared buffers.
-        worker: whose.
+        worker: the number of the worker.
     """
 
     def __init__(self, streams: Streams, store: Store, worker: int) -> None:
@@ -44,7 +44,7 @@ class PageLocked:
             )
 
     def release(self) -> None:
-        """The memory is as it was."""
+        """Unlock the memory."""
         for region in self._regions:
             self._streams.unlock(region)
         self._regions = []

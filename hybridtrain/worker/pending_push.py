@@ -1,4 +1,4 @@
-"""A gradient that was offered, and whose release is still under way."""
+"""An offered push whose release has not arrived yet."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Undoing = Callable[[], object]
 
 @dataclass
 class PendingPush:
-    """``then`` takes the release; if none ever comes, all of ``undoing`` is called instead.
+    """``then`` gets the release; if none arrives, all of ``undoing`` is called instead.
 
-    ``draws``: what is drawn from the shared queue with it; ``covers``: how many mini-batches are
-    done with it. ``later``: the worker computes on, and nobody looks for the release before it is
-    needed; ``lost``: there will be none. ``made``: the worker has made its steps already. ``met``:
-    the push itself, which was not sent, as all meet in shared memory.
+    ``draws``: its requests to the shared queue; ``covers``: how many mini-batches it covers.
+    ``later``: the worker computes on until it needs the release; ``lost``: none will arrive.
+    ``made``: the worker has made the steps already. ``met``: the push, not sent because the workers
+    meet in shared memory.
     """
 
     then: Taking
@@ -31,7 +31,7 @@ class PendingPush:
     met: Push | None = None
 
     def settle(self, wait: Callable[[Taking, PendingPush], object]) -> None:
-        """``wait`` for the release; without one, what was done last is undone first."""
+        """Call ``wait`` for the release; if it fails, undo the last change first."""
         try:
             wait(self._take, self)
         except BaseException:
@@ -40,5 +40,5 @@ class PendingPush:
             raise
 
     def _take(self, released: Released) -> object:
-        self.undoing.clear()  # the update has been made, whatever taking it leads to
+        self.undoing.clear()  # the update has been made, whatever ``then`` raises
         return self.then(released)

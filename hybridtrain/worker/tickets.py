@@ -1,4 +1,4 @@
-"""The mini-batches of the shared queue that a worker has drawn and not begun."""
+"""Mini-batches that a worker has drawn from the shared queue and not begun."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from hybridtrain.protocol.spans import total
 
 
 class Tickets:
-    """What has come, and what the next push is to ask for.
+    """The mini-batches received, and the requests for the next push.
 
     Args:
         worker: its number.
     """
 
     def __init__(self, worker: int) -> None:
-        self.most = 1  # at once
+        self.most = 1  # mini-batches per request
         self._worker = worker
         self._here: dict[LoaderPass, deque[Ticket]] = {}
         self._wanted: dict[LoaderPass, Draw] = {}
         self._under_way: set[LoaderPass] = set()
-        self._few: dict[LoaderPass, int] = {}  # so many left are
+        self._few: dict[LoaderPass, int] = {}  # request more when so many are left
 
     @property
     def wanted(self) -> bool:
-        """Whether a push is to ask for something."""
+        """Whether the next push has a request."""
         return bool(self._wanted)
 
     def begin(self, lap: LoaderPass) -> None:
-        """Of earlier passes of the loader nothing is drawn any more."""
+        """Begin a pass: forget earlier passes of the loader."""
         for former in [each for each in self._here if each.loader == lap.loader]:
             del self._here[former], self._few[former]
         for former in [each for each in self._wanted if each.loader == lap.loader]:
@@ -38,18 +38,18 @@ class Tickets:
         self._under_way = {each for each in self._under_way if each.loader != lap.loader}
 
     def ask(self) -> tuple[Draw, ...]:
-        """What goes with the push that is sent now."""
+        """The requests for the push that is sent now."""
         asked = tuple(self._wanted.values())
         self._under_way |= self._wanted.keys()
         self._wanted = {}
         return asked
 
     def is_under_way(self, lap: LoaderPass) -> bool:
-        """Whether a push has asked for the next mini-batch, and its release has not come."""
+        """Whether a push has requested the next mini-batch, and its release has not arrived."""
         return lap in self._under_way
 
     def add(self, lap: LoaderPass, ticket: Ticket) -> None:
-        """It has come."""
+        """Add a received ticket."""
         self._under_way.discard(lap)
         here = self._here.setdefault(lap, deque())
         here.append(ticket)
@@ -57,15 +57,15 @@ class Tickets:
         here.extend(replace(ticket, spans=spans, more=()) for spans in ticket.more)
 
     def take(self, request: Draw) -> Ticket | None:
-        """The next mini-batch of the request's pass, if it is here.
+        """The next mini-batch of the request's pass, if received.
 
-        The push after it asks for more where few are left.
+        If few are left, the next push requests more.
         """
         lap, here = request.lap, self._here.get(request.lap)
         if not here:
             return None
         ticket = here.popleft()
-        newest = here[-1] if here else ticket  # the end of the pass, if it is not a whole one
+        newest = here[-1] if here else ticket  # a smaller one is the end of the pass
         whole = total(newest.spans) == request.sizes[self._worker]
         few = len(here) <= self._few[lap] and lap not in self._under_way
         if whole and few:

@@ -22,8 +22,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridtrain.protocol.messages import Note, ReadStats, Reply, Request, Shared, Stopped
-from hybridtrain.protocol.notices import Saved, SavePermission, Stop
+from hybridtrain.protocol.messages import (
+    Note,
+    ReadStats,
+    Reply,
+    Request,
+    Saved,
+    SavePermission,
+    Shared,
+    Stop,
+    Stopped,
+)
 from hybridtrain.protocol.server_events import Received
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server

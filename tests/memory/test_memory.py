@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Arena, Layout, Store, available
+from hybridtrain.memory import Arena, Layout, Store, limits
 from hybridtrain.memory.arena import ALIGNMENT_BYTES
 
 
@@ -42,12 +42,12 @@ def test_a_containers_limit_counts_too(tmp_path: Path, monkeypatch: pytest.Monke
     files = {"max": "1000000", "current": "700000", "stat": "anon 1\ninactive_file 50000"}
     for name, text in files.items():
         (tmp_path / f"memory.{name}").write_text(text + "\n")
-    monkeypatch.setattr(available, "_CGROUP", tmp_path)
-    assert available.available_bytes() == 350_000
+    monkeypatch.setattr(limits, "_CGROUP", tmp_path)
+    assert limits.available_bytes() == 350_000
     with pytest.raises(UserError):
         Arena.create(400_000)
     (tmp_path / "memory.max").write_text("max\n")
-    assert (available.available_bytes() or 0) > 2**24, "no limit: what the machine has"
+    assert (limits.available_bytes() or 0) > 2**24, "no limit: what the machine has"
 
 
 def test_an_arena_begins_with_zeros_and_is_shared_by_its_descriptor() -> None:

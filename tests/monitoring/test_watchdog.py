@@ -22,8 +22,7 @@ from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.monitoring.heartbeat import Doing, Heartbeat, heartbeat_file
 from hybridtrain.monitoring.watchdog import Watchdog
 from hybridtrain.policies import WaitForAll
-from hybridtrain.protocol.messages import Gather, Push, Released
-from hybridtrain.protocol.notices import Gone, Stop
+from hybridtrain.protocol.messages import Gather, Gone, Push, Released, Stop
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.channel import Channel, channel_pair

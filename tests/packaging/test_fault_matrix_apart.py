@@ -12,7 +12,7 @@ import pytest
 from trials import cell, work
 from trials.cell import Case, cases, try_out, undisturbed_states
 
-from hybridtrain.worker.device import KINDS, outgoing
+from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from tests.standin.accelerator import StandInAccelerator
 from tests.standin.device import name_it
@@ -45,7 +45,7 @@ def races(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     found = tmp_path / "races"
     name_it()
     monkeypatch.setitem(KINDS, NAME, CudaStreams)
-    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
+    monkeypatch.setattr(transfers, "LEAST_BYTES", 64)
     monkeypatch.setattr(cell, "SIZE", work.Size(workers=2, samples=64, step_s=0.005))
     monkeypatch.setattr(cell, "HANG_S", 3.0)
 

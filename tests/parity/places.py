@@ -10,7 +10,7 @@ from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
 from hybridtrain import HybridStrategy
-from hybridtrain.worker.device import KINDS, outgoing
+from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from tests.standin.accelerator import StandInAccelerator
 from tests.standin.device import name_it
@@ -37,7 +37,7 @@ def on_the_stand_in(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     name_it()
     KINDS[NAME] = CudaStreams
-    outgoing.LEAST_BYTES = 64
+    transfers.LEAST_BYTES = 64
     new = dict(options) | {"accelerator": StandInAccelerator()}
     if options["strategy"] == "auto":
         new["strategy"] = SingleDeviceStrategy(torch.device(NAME, 0))

@@ -17,11 +17,10 @@ import torch
 from hybridtrain.memory import Layout, Store
 from hybridtrain.monitoring import standstill
 from hybridtrain.policies import WaitForAll
-from hybridtrain.protocol.messages import Install, Push, Stopped
-from hybridtrain.protocol.notices import Progress, Saved, SavePermission
+from hybridtrain.protocol.messages import Install, Progress, Push, Saved, SavePermission, Stopped
 from hybridtrain.recovery import failure_policy, roster
-from hybridtrain.recovery.actions import Say
 from hybridtrain.recovery.failure_policy import Judge, OnFailure
+from hybridtrain.recovery.roster import Say
 from hybridtrain.server.server import Server
 from hybridtrain.updates.serialize import dump
 from hybridtrain.worker.client import Client, StopRequested

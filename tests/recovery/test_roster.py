@@ -6,10 +6,9 @@ import random
 
 import pytest
 
-from hybridtrain.recovery.actions import Ask, BreakOff, GiveUp, Kill, Name, Say, Start
 from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
 from hybridtrain.recovery.lifecycle import AWAY, TABLE, THERE, LifecycleEvent, WorkerState
-from hybridtrain.recovery.roster import Roster
+from hybridtrain.recovery.roster import Ask, BreakOff, GiveUp, Kill, Name, Roster, Say, Start
 from tests.support.schedules import Schedule
 
 S, E = WorkerState, LifecycleEvent

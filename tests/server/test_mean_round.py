@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.messages import Average, Averaged, Done, Install, Share
-from hybridtrain.protocol.notices import Gone
+from hybridtrain.protocol.messages import Average, Averaged, Done, Gone, Install, Share
 from hybridtrain.protocol.server_events import Received, Removed, Restarted
 from hybridtrain.server import mean_round
 from hybridtrain.server.mean_round import average

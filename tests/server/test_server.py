@@ -17,6 +17,7 @@ from hybridtrain.protocol.messages import (
     Clip,
     Draw,
     DrawnBatch,
+    Gone,
     Install,
     LoaderPass,
     OptimizerState,
@@ -29,10 +30,10 @@ from hybridtrain.protocol.messages import (
     Share,
     Snapshot,
     Stats,
+    Stop,
     Stopped,
     Ticket,
 )
-from hybridtrain.protocol.notices import Gone, Stop
 from hybridtrain.protocol.server_events import BrokenOff, Completed, Received, Removed
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from hybridtrain.policies import FirstK, OnArrival, Policy, WaitForAll, make_policy
-from hybridtrain.protocol.messages import Done, Install, Refused, Released, Share, Stopped
-from hybridtrain.protocol.notices import Gone
+from hybridtrain.protocol.messages import Done, Gone, Install, Refused, Released, Share, Stopped
 from hybridtrain.protocol.server_events import (
     Admitted,
     BrokenOff,

@@ -15,10 +15,12 @@ from typing import Any
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import (
     Answer,
+    Back,
     Begin,
     Draw,
     DrawnBatch,
     Gather,
+    Gone,
     Install,
     LoaderPass,
     Pull,
@@ -27,13 +29,11 @@ from hybridtrain.protocol.messages import (
     Request,
     Share,
 )
-from hybridtrain.protocol.notices import Back, Gone
 from hybridtrain.protocol.server_events import Completed, Received, Removed, Restarted
 from hybridtrain.protocol.spans import Spans, total
-from hybridtrain.recovery.actions import Ask, Say, Start
 from hybridtrain.recovery.failure_policy import Judge, OnFailure, Replace
 from hybridtrain.recovery.lifecycle import THERE, LifecycleEvent
-from hybridtrain.recovery.roster import Roster
+from hybridtrain.recovery.roster import Ask, Roster, Say, Start
 from hybridtrain.server.rounds import Replies
 from tests.support.served import Served
 

@@ -9,10 +9,19 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from hybridtrain.recovery.actions import Ask, BreakOff, GiveUp, Kill, KillAll, Name, Say, Start
 from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
 from hybridtrain.recovery.lifecycle import THERE, LifecycleEvent, WorkerState
-from hybridtrain.recovery.roster import Roster
+from hybridtrain.recovery.roster import (
+    Ask,
+    BreakOff,
+    GiveUp,
+    Kill,
+    KillAll,
+    Name,
+    Roster,
+    Say,
+    Start,
+)
 
 E = LifecycleEvent
 STEPS, MEET_EVERY = 6, 3

@@ -21,8 +21,8 @@ from hybridtrain.protocol.messages import (
     Reply,
     Share,
     Shared,
+    Stop,
 )
-from hybridtrain.protocol.notices import Stop
 from hybridtrain.protocol.server_events import Received
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server

@@ -21,9 +21,9 @@ from hybridtrain.protocol.messages import (
     Released,
     Reply,
     Request,
+    Stop,
     Ticket,
 )
-from hybridtrain.protocol.notices import Stop
 from hybridtrain.worker.client import Client, StopRequested
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.worker.device import KINDS, Incoming, Outgoing, outgoing
+from hybridtrain.worker.device import KINDS, Incoming, Outgoing, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.replica_cuda import CudaReplica
 from hybridtrain.worker.replica_own import OwnReplica
@@ -33,7 +33,7 @@ SEEDS = range(5)
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
+    monkeypatch.setattr(transfers, "LEAST_BYTES", 64)
 
 
 def numbers(n: int) -> torch.Tensor:
@@ -335,7 +335,7 @@ def test_nothing_is_taken_where_masters_move_while_workers_compute() -> None:
 
 
 def test_a_small_model_does_not_wait_for_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outgoing, "LEAST_BYTES", 2**20)
+    monkeypatch.setattr(transfers, "LEAST_BYTES", 2**20)
     update = Update(0, private_parameters=False)
     assert not update.store.progress.watched
     assert update.replica.take_stepped() is None

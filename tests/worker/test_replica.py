@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hybridtrain.memory import Layout, Store, unpack
-from hybridtrain.worker.device import outgoing
+from hybridtrain.worker.device import transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.replica import HostReplica
 from hybridtrain.worker.replica_cuda import CudaReplica
@@ -252,7 +252,7 @@ def test_eager_copies_of_what_is_not_small_are_made_while_backward_runs(
 def test_buckets_leave_while_backward_runs_and_each_gradient_leaves_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
+    monkeypatch.setattr(transfers, "LEAST_BYTES", 64)
     net, store, exchange = set_up(cuda(True))
     assert isinstance(exchange, CudaReplica)
     loss = net(1, spare=True)

@@ -23,7 +23,7 @@ from hybridtrain.lightning.async_training.update_count import (
     take_schedules,
 )
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.protocol.notices import ScheduleCall
+from hybridtrain.protocol.messages import ScheduleCall
 from hybridtrain.worker.client import Client
 
 Step = Callable[..., Any]

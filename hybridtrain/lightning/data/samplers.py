@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from torch.utils.data import Sampler
 
 from hybridtrain.lightning.data.epoch_order import Begun, Order
-from hybridtrain.protocol.messages import DrawnBatch, LoaderPass, Visits
-from hybridtrain.protocol.notices import Gone
+from hybridtrain.protocol.messages import DrawnBatch, Gone, LoaderPass, Visits
 from hybridtrain.protocol.spans import Spans, dealt, merged, positions, split, total, without
 from hybridtrain.worker.client import Client
 

@@ -40,7 +40,7 @@ from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.memory.scratch_file import as_bytes
-from hybridtrain.protocol.notices import Progress
+from hybridtrain.protocol.messages import Progress
 from hybridtrain.protocol.spans import split, total
 from hybridtrain.worker.client import Client
 

@@ -15,7 +15,7 @@ from hybridtrain.lightning.failover.leader_failover import hand_over
 from hybridtrain.lightning.hooks.callback_hooks import has_saved
 from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.protocol.notices import Saved, SavePermission
+from hybridtrain.protocol.messages import Saved, SavePermission
 from hybridtrain.util.files import interrupted_in
 from hybridtrain.worker.client import StopRequested
 from hybridtrain.worlds.local.channel import ChannelClosed

@@ -18,10 +18,10 @@ from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
 from hybridtrain.lightning.preflight.spawn_checks import Load, check_sending, load_of
 from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.lightning.step.trained_parameters import sparse_tables
-from hybridtrain.memory.available import available_bytes
 from hybridtrain.memory.limits import (
     Gpu,
     allow_descriptors,
+    available_bytes,
     gpus,
     largest_device_bytes,
     open_descriptors,

@@ -1,7 +1,7 @@
-"""Beside a device's computation: copies on streams of their own, in the right order.
+"""Copies between host and GPU on side streams, overlapped with computation.
 
-``streams`` says what is needed of a device, ``cuda`` does it; gradients go ``outgoing``, parameters
-``incoming``, and nothing reads what it has not waited for (tests bring a device that sees to that).
+``streams`` is the interface of a device, ``cuda`` implements it; ``transfers`` copies gradients to
+the host and parameters to the device. Tests use a device that detects a read without a wait.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,10 @@ from collections.abc import Callable
 import torch
 
 from hybridtrain.worker.device.cuda import CudaStreams
-from hybridtrain.worker.device.incoming import Incoming
-from hybridtrain.worker.device.outgoing import Outgoing, part_bytes
 from hybridtrain.worker.device.streams import Lane, Streams
+from hybridtrain.worker.device.transfers import Incoming, Outgoing, part_bytes
 
 __all__ = ["KINDS", "Incoming", "Lane", "Outgoing", "Streams", "part_bytes"]
 
-# Type of a device that workers compute on apart from the parameters -> its streams.
+# Device type, other than the host's -> its streams.
 KINDS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}

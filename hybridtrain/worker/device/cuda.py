@@ -1,4 +1,4 @@
-"""The real device: CUDA streams and events, and page-locked host memory."""
+"""CUDA streams and events, and page-locked host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridtrain.worker.device.streams import Lane
 
 
 class CudaStreams:
-    """One GPU, as one worker uses it; or a device whose module in torch is like ``torch.cuda``.
+    """The streams of one worker on one GPU, or on a device with a module like ``torch.cuda``.
 
     Args:
         device: the GPU.
@@ -23,7 +23,7 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._cuda = torch.get_device_module(device)  # torch.cuda, or what another kind has for it
+        self._cuda = torch.get_device_module(device)  # torch.cuda, or another kind's equivalent
         self._side = {lane: self._cuda.Stream(device) for lane in Lane if lane is not Lane.COMPUTE}
 
     def _stream(self, lane: Lane) -> Any:
@@ -35,7 +35,7 @@ class CudaStreams:
         return self._stream(Lane.COMPUTE)
 
     def record(self, lane: Lane, stream: Any = None) -> Any:
-        event = self._cuda.Event(blocking=True)  # the host's cores have an update to make
+        event = self._cuda.Event(blocking=True)  # leave the cores to the update
         event.record(stream or self._stream(lane))
         return event
 
@@ -83,12 +83,12 @@ class CudaStreams:
 
 
 def forbids_fork() -> bool:
-    """Whether CUDA has been touched in this process, so that forked ones could not use it.
+    """Whether this process has initialised CUDA, so that forked children could not use it.
 
     ``torch.cuda.is_initialized`` is not enough: counting devices without NVML (``is_available``
-    before Lightning is imported, or devices named by UUID), a look for CUDA graphs (in the step of
-    torch's optimizers) or another library initialise the driver behind its back. Only a child
-    knows.
+    before Lightning is imported, or devices named by UUID), a check for CUDA graphs (in the step of
+    torch's optimizers) or another library initialise the driver without torch's knowledge. So a
+    forked child tries.
     """
     if torch.cuda.is_initialized():
         return True
@@ -105,16 +105,16 @@ def forbids_fork() -> bool:
 
 
 def _maps() -> list[str]:
-    """What is mapped into this process."""
+    """The memory mappings of this process."""
     with suppress(OSError):
         return Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     return []
 
 
 def _like(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """The source with the destination's dtype and stride, converted on the device.
+    """The source in the destination's dtype and stride, converted on the device.
 
-    Torch would convert in host memory, and make the host wait for it.
+    Torch would convert in host memory, and block the host.
     """
     same = source.dtype == destination.dtype and source.stride() == destination.stride()
     if same or source.device.type == "cpu":
@@ -125,9 +125,9 @@ def _like(destination: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _forget_last_error() -> None:
-    """CUDA remembers the failure, and the next kernel launch would be blamed for it.
+    """Clear CUDA's last error, which the next kernel launch would report.
 
-    Torch's binding has no ``cudaGetLastError``, so the libraries that are loaded are asked.
+    Torch has no binding of ``cudaGetLastError``, so it is called in the loaded libraries.
     """
     paths = {line.split(maxsplit=5)[5] for line in _maps() if "libcudart" in line}
     for path in paths:

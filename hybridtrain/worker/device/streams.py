@@ -1,8 +1,8 @@
-"""What is needed of a device: lanes that work side by side, and marks to wait for.
+"""The interface of a device: concurrent lanes, ordered by marks.
 
-A *lane* does its work in the order in which it was queued; two lanes know nothing of one another
-but by marks. ``COMPUTE`` is the lane that forward and backward run on: whichever stream is current
-where it is named, as autograd may run a part of backward on another one.
+A *lane* runs its work in the order in which it was queued, like a CUDA stream; marks, like CUDA
+events, order two lanes. ``COMPUTE`` runs forward and backward: it is the current stream of the
+caller, because autograd may run a part of backward on another one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 class Lane(Enum):
-    """What runs beside what."""
+    """Work of different lanes runs concurrently."""
 
     COMPUTE = "compute"
     OUT = "out"  # gradients, to the host
@@ -24,18 +24,18 @@ class Lane(Enum):
 
 
 class Streams(Protocol):
-    """One device, as one worker uses it. A *mark* is whatever ``record`` returns."""
+    """The lanes of one worker on one device. A *mark* is what ``record`` returns."""
 
     def current(self) -> Any:
-        """The stream that ``COMPUTE`` names now; it can be hashed."""
+        """The current stream of ``COMPUTE``, hashable."""
         ...
 
     def record(self, lane: Lane, stream: Any = None) -> Any:
-        """A mark behind all that the lane, or a stream that was ``current``, has been given."""
+        """A mark after all work queued on the lane, or on a stream that was ``current``."""
         ...
 
     def wait(self, lane: Lane, mark: Any) -> None:
-        """What the lane is given from now on comes after the mark. The host does not wait."""
+        """Let the lane's later work wait for the mark. The host does not wait."""
         ...
 
     def synchronise(self, mark: Any) -> None:
@@ -48,23 +48,23 @@ class Streams(Protocol):
         """Queue copies between host and device, of equal shapes.
 
         Another dtype is converted on the device, to nearest even. The sources' memory is kept until
-        the copies are made; its values must be, by whoever queues them. Whoever queues copies to
-        the device keeps the destinations.
+        the copies are made; the caller must not change their values before, and must keep
+        destinations on the device alive.
         """
         ...
 
     def do(self, lane: Lane, work: Callable[[], Any]) -> None:
-        """Queue work on tensors of the device, which live as long as the lane may need them."""
+        """Queue work on tensors of the device, which the caller keeps alive."""
         ...
 
     def keep(self, lane: Lane, tensor: torch.Tensor) -> None:
-        """The lane uses a device tensor that another lane has made: not to be freed before."""
+        """Keep a device tensor of another lane alive until this lane's work is done."""
         ...
 
     def lock(self, region: torch.Tensor) -> str:
-        """Page-lock host memory, so that copies run by themselves; else the reason why not."""
+        """Page-lock host memory for asynchronous copies; returns the reason of a failure."""
         ...
 
     def unlock(self, region: torch.Tensor) -> None:
-        """Undo it."""
+        """Undo ``lock``."""
         ...

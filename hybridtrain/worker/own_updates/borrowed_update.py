@@ -1,7 +1,7 @@
-"""What steps the masters, as the server has it, in a worker: borrowed, and given up again.
+"""A worker's handle on the server's optimizer state, valid until the server next changes it.
 
-The state lies where all can map it (:mod:`hybridtrain.updates.flat.lent_state`); the
-hyper-parameters are those of the worker's own optimizer.
+The state lies in shared memory (:mod:`hybridtrain.updates.flat.lent_state`); the hyper-parameters
+are those of the worker's own optimizer.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ from hybridtrain.updates.flat.lent_state import LentFlatUpdate, borrow
 from hybridtrain.updates.groups import Groups
 
 Found = Callable[[int], tuple[LentState, dict[int, Arena]] | None]
-Stepped = Callable[[], Sequence[tuple[torch.optim.Optimizer, tuple[int, ...]]]]
+SteppedOptimizers = Callable[[], Sequence[tuple[torch.optim.Optimizer, tuple[int, ...]]]]
 
 
 class BorrowedUpdate:
-    """Of the module's only optimizer.
+    """The flat update of the module's only optimizer.
 
     Args:
         store: the shared rows.
-        stepped: the optimizers, each with the slot numbers of its parameters.
-        found: where the state of one lies.
+        stepped: returns the optimizers, each with the slot numbers of its parameters.
+        found: requests the places of an optimizer's state.
     """
 
-    def __init__(self, store: Store, stepped: Stepped, found: Found) -> None:
-        self.never = False  # it is not to be had
+    def __init__(self, store: Store, stepped: SteppedOptimizers, found: Found) -> None:
+        self.never = False  # the server does not lend it
         self._store, self._stepped, self._found = store, stepped, found
         self._lent: LentFlatUpdate | None = None
         self._begun = False  # the server has made a step
 
     def begin(self) -> None:
-        """The server has got other optimizers."""
+        """The server has new optimizers."""
         self._lent, self._begun, self.never = None, False, False
 
     def server_steps(self) -> None:
-        """The server makes this step, and what the first one keeps is there behind it."""
+        """The server makes this step; the state exists after its first one."""
         self._begun = True
 
     def give_up(self) -> None:
-        """What the server lends may be another from now on."""
+        """The server may replace the state: request it again."""
         self._lent = None
 
     @property
     def is_here(self) -> bool:
-        """Whether it need not be asked for."""
+        """Whether the state is mapped."""
         return self._lent is not None
 
     def ready(self) -> bool:
-        """Whether it is here, once it has been asked for."""
+        """Fetch the state if necessary; False if it cannot be shared."""
         if self._lent is None and self._begun and not self.never:
             now = self._stepped()
             state = self._found(0) if len(now) == 1 else None
@@ -64,17 +64,17 @@ class BorrowedUpdate:
 
     @property
     def lent(self) -> LentFlatUpdate:
-        """It is ready."""
+        """The mapped update, after ``ready``."""
         assert self._lent is not None, "it is ready"
         return self._lent
 
     def takes(self, groups: Groups | None) -> bool:
-        """Whether the state is the same with these hyper-parameters; they are known then."""
+        """Set these hyper-parameters; False if they need another state."""
         return groups is None or self.lent.set_groups(groups)
 
     @torch.no_grad()
     def step(self, contributions: Sequence[Contribution], clip: Clip | None) -> None:
-        """As the server would, denormal numbers included."""
+        """Step as the server does, with denormal numbers."""
         torch.set_flush_denormal(False)
         try:
             self.lent.update.step(contributions, clip)
@@ -83,7 +83,7 @@ class BorrowedUpdate:
 
 
 def is_usual(push: Push) -> bool:
-    """Whether it is a whole gradient, and nothing else is to be said."""
+    """Whether the push is a whole gradient without anything else for the server."""
     number, weight, samples = push.optimizer, push.weight, push.samples
     plain = Push(number, weight, groups=push.groups, clip=push.clip, samples=samples)
     return weight > 0 and push == plain

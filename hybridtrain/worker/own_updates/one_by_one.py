@@ -1,7 +1,7 @@
-"""A worker's side of updates that are made one by one: it makes its own, without asking.
+"""The worker's part of updates made one by one: it applies its own gradient without the server.
 
-The update is the server's own (:mod:`hybridtrain.updates.flat`), with its state where all can map
-it, and is made under a lock (:mod:`hybridtrain.protocol.locked_steps`).
+It runs the server's flat update (:mod:`hybridtrain.updates.flat`) on state in shared memory, under
+a lock (:mod:`hybridtrain.protocol.locked_steps`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,20 @@ from functools import partial
 from hybridtrain.memory import Store
 from hybridtrain.protocol.locked_steps import LockedSteps, Tried
 from hybridtrain.protocol.messages import Clip, Push
-from hybridtrain.server.shared_parameters import locked_steps_of
 from hybridtrain.updates.contribution import Contribution
-from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, Found, Stepped, is_usual
+from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, is_usual
 
-_PATIENCE_S = 0.1  # with another worker's update; then the server is to see to it
+_PATIENCE_S = 0.1  # for another worker's update; then the server makes this one
 
 
 class OwnUpdates:
-    """Of one worker.
+    """Makes one worker's updates.
 
     Args:
         worker: its number.
         store: the shared rows.
-        locked: who makes one, and how many there are.
-        borrowed: what steps the masters.
+        locked: the lock and the count.
+        borrowed: steps the masters.
     """
 
     def __init__(
@@ -38,23 +37,15 @@ class OwnUpdates:
         own = store.copies[worker]
         self._copies = [(own[dtype], masters) for dtype, masters in store.masters.items()]
 
-    @classmethod
-    def of(cls, worker: int, store: Store, stepped: Stepped, found: Found) -> OwnUpdates | None:
-        """For this worker, where all may make them; the others as in :class:`BorrowedUpdate`."""
-        locked = locked_steps_of(store)
-        if locked is None:
-            return None
-        return cls(worker, store, locked, BorrowedUpdate(store, stepped, found))
-
     def begin(self, last: int | None) -> None:
-        """The server has got other optimizers. ``last``: behind this version no update is made."""
+        """The server has new optimizers. ``last``: after this version no update is made."""
         self.borrowed.begin()
         self._locked.last = last
 
     def make(self, push: Push, count: Callable[[], object]) -> bool:
-        """An update of the gradient in the row, and ``count`` it; else the push is to be sent.
+        """Apply the gradient in the row and ``count`` the update; False: send the push instead.
 
-        The worker's parameters are those behind its update.
+        Afterwards the worker's parameters are those of its update.
         """
         borrowed = self.borrowed
         if not (is_usual(push) and self._is_ready() and borrowed.takes(push.groups)):
@@ -67,7 +58,7 @@ class OwnUpdates:
         return tried is Tried.MADE
 
     def _is_ready(self) -> bool:
-        generation = self._locked.generation  # not newer than what is borrowed now
+        generation = self._locked.generation  # read first: never newer than the state
         if not self.borrowed.is_here:
             self._generation = generation
         return self.borrowed.ready()

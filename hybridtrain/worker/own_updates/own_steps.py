@@ -1,9 +1,8 @@
-"""Steps on the masters that a worker makes itself, without asking: counted at once, told later.
+"""Steps on the masters that a worker makes without the server: counted at once, reported later.
 
-How many steps there are stands in shared memory, where whoever wants the number adds up what each
-worker has written. The server hears of several steps together, so that neither it nor the worker is
-woken for each; what a worker has made and not told of, it sees in the same memory, should the
-worker be lost.
+Each worker counts its steps in shared memory; the total is the sum. A worker reports several steps
+in one message, so that neither side wakes up for each. If the worker is lost, the server reads its
+unreported steps from shared memory.
 """
 
 from __future__ import annotations
@@ -17,46 +16,46 @@ from hybridtrain.memory.lending import MadeSteps
 from hybridtrain.protocol.messages import Draw, DrawnBatch, Push
 from hybridtrain.worker.pending_push import PendingPush, Taking
 
-AT_ONCE = 16  # mini-batches that are drawn together, of many
-_TELL_S = 0.05  # at least so often, while steps are made
-_MOST = 64  # that are not told of
+AT_ONCE = 16  # mini-batches drawn together, while plenty are left
+_TELL_S = 0.05  # report at least so often, while steps are made
+_MOST = 64  # unreported steps
 
 
 class OwnSteps:
-    """Of one worker.
+    """The steps of one worker.
 
     Args:
         worker: its number.
-        made: the steps of all.
-        copies: the worker computes with what it has read last, not with the masters themselves.
+        made: counts the steps of all.
+        copies: the worker computes with a copy, not with the masters themselves.
     """
 
     def __init__(self, worker: int, made: MadeSteps, copies: bool = False) -> None:
         self.made = made
         self._worker, self._copies = worker, copies
-        self._n_covered = 0  # mini-batches that are done
-        self._read_at = 0  # steps behind the parameters, when this worker has read them
+        self._n_covered = 0  # finished mini-batches
+        self._read_at = 0  # version of the parameters that this worker has read
         self._untold: list[Push] = []
         self._then: Taking = lambda released: None
         self._told_at_s = 0.0
 
     @classmethod
     def of(cls, worker: int, store: Store) -> OwnSteps | None:
-        """Of this worker, where workers make any."""
+        """For this worker, if workers make steps."""
         return cls(worker, store.made, store.private_parameters) if store.made else None
 
     def asked(self, covers: int, version: int) -> None:
-        """A step that the server has counted is made; with it so many mini-batches are done."""
+        """The server has counted a step, which covers so many mini-batches."""
         self._n_covered += covers
         self.made.cover(self._worker, self._n_covered)
         self.read(version)
 
     def read(self, version: int) -> None:
-        """The server has brought the worker's parameters to this version."""
+        """The server has updated the worker's parameters to this version."""
         self._read_at = version if self._copies else self.made.total
 
     def make(self, push: Push, covers: Sequence[DrawnBatch], then: Taking) -> int:
-        """A step that nobody has asked for is made; returns how many all have made now."""
+        """Count a step made without the server; returns the number of steps of all workers."""
         age = self.made.total - self._read_at
         self._n_covered += len(covers)
         self.made.make(self._worker, self._n_covered)
@@ -67,25 +66,25 @@ class OwnSteps:
 
     @property
     def untold(self) -> bool:
-        """Whether the server does not know of some."""
+        """Whether some steps are not reported."""
         return bool(self._untold)
 
     @property
     def may_wait(self) -> bool:
-        """Whether it need not be told now."""
+        """Whether the last report was recent."""
         return time.monotonic() - self._told_at_s < _TELL_S
 
     @property
     def must_tell(self) -> bool:
-        """Whether this worker is to wait until the server has heard what was told before."""
+        """Whether so many steps are unreported that the worker must wait for the last answer."""
         return len(self._untold) >= _MOST
 
     def forget(self) -> None:
-        """This worker has failed: the server counts what stands in shared memory, once."""
+        """This worker has failed: the server counts its steps from shared memory."""
         self._untold = []
 
     def tell(self, draws: tuple[Draw, ...]) -> tuple[Push, PendingPush]:
-        """All at once: what is to be said, and what becomes of the answer."""
+        """Report all steps: the push to send, and its pending answer."""
         *former, last = self._untold
         self._untold, self._told_at_s = [], time.monotonic()
         push = replace(last, former=tuple(former), draws=draws)

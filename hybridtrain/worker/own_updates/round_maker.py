@@ -1,7 +1,7 @@
-"""A worker's side of rounds in shared memory: it comes, and makes the update if it is the last.
+"""The worker's part of rounds in shared memory: the last worker to arrive makes the update.
 
-The update is the server's own (:mod:`hybridtrain.updates.flat`), with its state where all can map
-it. After any round that the server has made, the state may be another, and is borrowed anew.
+It runs the server's flat update (:mod:`hybridtrain.updates.flat`) on state in shared memory. After
+a round of the server the state may have been replaced, so workers request it again.
 """
 
 from __future__ import annotations
@@ -11,37 +11,35 @@ import zlib
 from collections.abc import Sequence
 from typing import Protocol
 
-from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, Push
 from hybridtrain.protocol.shared_round import Arrival, Met, SharedRound
-from hybridtrain.server.shared_parameters import round_of
 from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.groups import Groups
-from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, Found, Stepped, is_usual
+from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, is_usual
 
-PATIENCE_S = 0.1  # then the server is to know who waits for whom
+PATIENCE_S = 0.1  # then the server makes the round, so that it knows who waits for whom
 
 
 class Bells(Protocol):
-    """How workers that meet wake one another."""
+    """How workers wake one another."""
 
     def ring(self) -> None:
-        """For all others."""
+        """Wake the other workers."""
         ...
 
     def wait(self, for_s: float) -> None:
-        """Until somebody has rung, or the server has said something; not longer than so."""
+        """Wait for a ring or a message of the server, at most ``for_s`` seconds."""
         ...
 
 
 class RoundMaker:
-    """Of one worker.
+    """Takes part in the shared rounds for one worker.
 
     Args:
         worker: its number.
         shared: the round.
-        bells: the others hear of a round by these.
-        borrowed: what steps the masters.
+        bells: wake the other workers.
+        borrowed: steps the masters.
     """
 
     def __init__(
@@ -54,23 +52,13 @@ class RoundMaker:
         self._weights: Sequence[float] = ()
         self._contributions: list[Contribution] = []
         self._clip: Clip | None = None
-        self._owed: Groups | None = None  # what the server has not heard of hyper-parameters,
-        self._coming: Groups | None = None  # and what it is to hear if this round is made here
-
-    @classmethod
-    def of(
-        cls, worker: int, bells: Bells | None, store: Store, stepped: Stepped, found: Found
-    ) -> RoundMaker | None:
-        """For this worker, where all may meet; the others as in :class:`BorrowedUpdate`."""
-        shared = round_of(store)
-        if shared is None or bells is None:
-            return None
-        return cls(worker, shared, bells, BorrowedUpdate(store, stepped, found))
+        self._owed: Groups | None = None  # changed hyper-parameters, not sent to the server yet
+        self._coming: Groups | None = None  # those of this round, owed once it is made here
 
     def come(self, push: Push, number: int, whole: bool) -> bool:
-        """To this round, with a gradient that lies in the row; else the push is to be sent.
+        """Arrive in this round with the gradient in the row; False: send the push instead.
 
-        ``whole``: all workers are there.
+        ``whole``: all workers train.
         """
         self._settle()
         borrowed = self.borrowed
@@ -97,17 +85,17 @@ class RoundMaker:
         return met is not Met.CALLED_OFF
 
     def _takes(self, push: Push) -> bool:
-        """Whether the hyper-parameters are such that the state is the same; they are known then."""
+        """Set the push's hyper-parameters; False if they need another state."""
         takes = self.borrowed.takes(push.groups)
         if takes and push.groups is not None:
             self._coming = push.groups
         return takes
 
     def leave(self, number: int, waits: bool = True) -> bool:
-        """The server makes this round, unless it is made here already; who waits in it hears of it.
+        """Leave this round to the server and wake the others; False if it is made already.
 
         Raises:
-            BlockingIOError: if somebody makes it now, and the caller does not want to wait.
+            BlockingIOError: if a worker makes it now and ``waits`` is false.
         """
         if not self.shared.call_off(number, self._restore, waits):
             return False
@@ -117,16 +105,16 @@ class RoundMaker:
         return True
 
     def _restore(self) -> None:
-        self.borrowed.lent.restore()  # all who come have it, and all have come
+        self.borrowed.lent.restore()  # a torn round means that all have arrived with the state
 
     def _settle(self) -> None:
-        """The round before is made."""
+        """The previous round is made: its hyper-parameters are owed."""
         self._owed, self._coming = _merged(self._owed, self._coming), None
 
     def owed(self, made: bool = True) -> Groups | None:
-        """All that the server has not been told; it is told now.
+        """Take the changed hyper-parameters that the server does not know; the caller sends them.
 
-        ``made``: this round is made here, or else its push tells of itself.
+        ``made``: this round is made here; else its push carries its own.
         """
         if not made:
             self._coming = None

@@ -27,12 +27,16 @@ from hybridtrain.protocol.messages import (
     Begin,
     Gather,
     Install,
+    Progress,
     Push,
+    RequestProgress,
+    Saved,
+    SavePermission,
     Share,
     Shared,
+    Stop,
     Stopped,
 )
-from hybridtrain.protocol.notices import Progress, RequestProgress, Saved, SavePermission, Stop
 from hybridtrain.protocol.server_events import (
     BrokenOff,
     Completed,
@@ -43,7 +47,9 @@ from hybridtrain.protocol.server_events import (
     Restarted,
     TimerExpired,
 )
-from hybridtrain.recovery.actions import (
+from hybridtrain.recovery.failure_policy import End, GoOn, Judge, OnFailure, Replace
+from hybridtrain.recovery.lifecycle import AWAY, THERE, LifecycleEvent, WorkerState
+from hybridtrain.recovery.roster import (
     Act,
     Ask,
     BreakOff,
@@ -51,12 +57,10 @@ from hybridtrain.recovery.actions import (
     Kill,
     KillAll,
     Name,
+    Roster,
     Say,
     Start,
 )
-from hybridtrain.recovery.failure_policy import End, GoOn, Judge, OnFailure, Replace
-from hybridtrain.recovery.lifecycle import AWAY, THERE, LifecycleEvent, WorkerState
-from hybridtrain.recovery.roster import Roster
 from hybridtrain.server.refusals import standing
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server

@@ -21,8 +21,8 @@ from hybridtrain.protocol.messages import (
     Reply,
     Request,
     Share,
+    Stop,
 )
-from hybridtrain.protocol.notices import Stop
 from hybridtrain.worlds.local.channel import Channel, ChannelClosed
 
 

@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from benchmarks.jobs.loops import group, note, noted
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Store
-from hybridtrain.memory.available import available_bytes
+from hybridtrain.memory.limits import available_bytes
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Install, Push
 from hybridtrain.server.server import Server

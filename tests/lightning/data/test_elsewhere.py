@@ -156,15 +156,15 @@ MACOS = """
     warnings.simplefilter("ignore")
     import torch, pytorch_lightning
     from hybridtrain import HybridStrategy
-    from hybridtrain.memory import available
+    from hybridtrain.memory import limits
     from hybridtrain.worlds.local import worker_main
     from tests.lightning.spawnable import SpawnRegression
     from tests.lightning.toys import Regression, fit, flat
 
     for name in ("memfd_create", "pidfd_open", "posix_fallocate", "sched_getaffinity"):
         delattr(os, name)
-    available._MEMINFO = pathlib.Path("/nowhere/meminfo")
-    available._CGROUP = pathlib.Path("/nowhere/cgroup")
+    limits._MEMINFO = pathlib.Path("/nowhere/meminfo")
+    limits._CGROUP = pathlib.Path("/nowhere/cgroup")
 
     class Libc:  # neither prctl nor mallopt
         def __init__(self, *args, **kwargs): ...

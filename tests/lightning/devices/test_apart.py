@@ -22,7 +22,7 @@ from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.launcher import resolve_start_method
 from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.update_progress import ChunkProgress
-from hybridtrain.worker.device import KINDS, outgoing
+from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.replica_cuda import CudaReplica, _norms
 from hybridtrain.worlds.local.channel import Channel, channel_pair
@@ -40,7 +40,7 @@ in_a_process_of_its_own = pytest.mark.own_process
 @pytest.fixture(autouse=True)
 def with_small_buckets_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, NAME, CudaStreams)
-    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
+    monkeypatch.setattr(transfers, "LEAST_BYTES", 64)
 
 
 # ---- the end of fit ------------------------------------------------------------------------------

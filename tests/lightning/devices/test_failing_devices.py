@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.worker.device import KINDS, outgoing
+from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression
 from tests.picking import by_default
@@ -21,7 +21,7 @@ name_it()
 @pytest.fixture(autouse=True)
 def with_small_buckets_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, NAME, CudaStreams)
-    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
+    monkeypatch.setattr(transfers, "LEAST_BYTES", 64)
 
 
 # ---- a failed device -----------------------------------------------------------------------------

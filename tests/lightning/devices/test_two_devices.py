@@ -13,7 +13,7 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Store
 from hybridtrain.worker import finite
-from hybridtrain.worker.device import KINDS, outgoing
+from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.replica_cuda import CudaReplica
@@ -30,7 +30,7 @@ LAYERS, WEIGHTS = 3, (0, 2, 4)
 @pytest.fixture(autouse=True)
 def with_small_buckets_on_the_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS, NAME, CudaStreams)
-    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
+    monkeypatch.setattr(transfers, "LEAST_BYTES", 64)
 
 
 # ---- where everything lies -----------------------------------------------------------------------

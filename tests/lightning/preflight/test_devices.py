@@ -14,7 +14,7 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.worker.device import KINDS, outgoing
+from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning import toys
 from tests.lightning.step.test_equality import OPTIMIZERS
@@ -29,7 +29,7 @@ Fit = Callable[..., tuple[pl.LightningModule, pl.Trainer]]
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fit]:
     """What trains on the device; several workers share the one GPU."""
-    monkeypatch.setattr(outgoing, "LEAST_BYTES", 64)
+    monkeypatch.setattr(transfers, "LEAST_BYTES", 64)
     if request.param == "fake":
         monkeypatch.setitem(KINDS, NAME, CudaStreams)
         yield fit_apart

@@ -36,8 +36,8 @@ from hybridtrain.protocol.messages import (
     ReadStats,
     Released,
     Stats,
+    Stop,
 )
-from hybridtrain.protocol.notices import Stop
 from hybridtrain.worker.client import Client, StopRequested
 from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 

@@ -1,19 +1,20 @@
-"""Gradients on their way from the device to the worker's row.
+"""Copies between host and device: gradients out, parameters in.
 
-Hooks add them as backward produces them; a bucket that is full leaves at once on its own lane, with
-one mark behind it. Before it leaves, that lane waits for every stream that has made a gradient of
-the bucket: hooks may run on several, and waiting for the one that is current when the bucket leaves
-would miss the others (DeepSpeed's issues 7898 and 8061).
+*Out*: hooks add gradients as backward produces them; a full bucket leaves at once on its own lane.
+That lane first waits for every stream that has made a gradient of the bucket: hooks may run on
+several, and waiting for the stream that is current when the bucket leaves would miss the others
+(DeepSpeed's issues 7898 and 8061). The device checks whether gradients are finite, where a pass
+costs a fraction of one on the host: their largest magnitudes follow the bucket.
 
-Whether a gradient is finite is found out on the device, where a pass over it costs a fraction of a
-pass on the host: its largest magnitude travels behind the bucket.
+*In*: copies run on another lane, and the compute lane waits for all of them. They may be queued in
+parts, each once per update, while the server still steps the rest.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,20 +23,20 @@ import torch
 from hybridtrain.worker.device.streams import Lane, Streams
 
 LEAST_BYTES = 16 * 2**20  # of a bucket: a third of a millisecond of the bus
-# Of a large model: each costs up to 0.4 ms of Python, and the way of the last is waited for.
+# Of a large model: each costs up to 0.4 ms of Python; the step waits for the last one's copy.
 _BUCKETS = 12
 
 
 def part_bytes(n_bytes: int) -> int:
-    """Of a model's bytes, how many travel together."""
+    """The size of a bucket, for a model of ``n_bytes``."""
     return max(LEAST_BYTES, n_bytes // _BUCKETS)
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Gradients ``numbers`` lie in the row once ``mark`` has been reached.
+    """After ``mark`` the row holds gradients ``numbers``, and ``largest`` their largest magnitudes.
 
-    ``largest``: their largest magnitudes, (n,) float64, host, which are there then, too.
+    ``largest``: (n,) float64, host.
     """
 
     numbers: tuple[int, ...]
@@ -54,17 +55,17 @@ class Outgoing:
     def __init__(self, streams: Streams, rows: Sequence[torch.Tensor]) -> None:
         self._streams, self._rows = streams, rows
         self._filling: list[tuple[int, torch.Tensor]] = []
-        self._makers: dict[Any, None] = {}  # streams that have made what is being filled in
+        self._makers: dict[Any, None] = {}  # streams that have made gradients of this bucket
         self._filled_bytes = 0
         self._sent: deque[Bucket] = deque()
-        # What a row can hold: a gradient that is rounded to a narrower dtype may overflow there.
+        # A gradient that is rounded to a narrower dtype may overflow in the row.
         self._limits = [_limit(row.dtype) for row in rows]
         self._bucket_bytes = part_bytes(sum(row.nbytes for row in rows))
         self._landings: dict[int, torch.Tensor] = {}  # by address
-        self._free: list[torch.Tensor] = []  # of these: those that nothing is on its way to
+        self._free: list[torch.Tensor] = []  # landings without a pending copy
 
     def add(self, number: int, gradient: torch.Tensor) -> None:
-        """It has just been queued to be computed."""
+        """Add a gradient whose computation has been queued."""
         self._filling.append((number, gradient))
         self._makers[self._streams.current()] = None
         self._filled_bytes += self._rows[number].nbytes  # as it travels
@@ -72,7 +73,7 @@ class Outgoing:
             self.close()
 
     def close(self) -> None:
-        """The bucket leaves, full or not."""
+        """Send the bucket, full or not."""
         if not self._filling:
             return
         for maker in self._makers:
@@ -85,13 +86,13 @@ class Outgoing:
         self._filling, self._makers, self._filled_bytes = [], {}, 0
 
     def _look(self, gradients: list[torch.Tensor]) -> torch.Tensor:
-        """Queue the copy of their largest magnitudes; returns where they will be, (n,)."""
+        """Queue the copy of their largest magnitudes; returns its destination, (n,)."""
         place = self._landing(len(gradients))
         self._streams.do(Lane.OUT, lambda: place.copy_(_largest(gradients), non_blocking=True))
         return place
 
     def _landing(self, n: int) -> torch.Tensor:
-        """Page-locked, or the copy would hold up the host, (n,) float64."""
+        """(n,) float64, page-locked, so that the copy does not block the host."""
         free = next((each for each in self._free if each.numel() >= n), None)
         if free is None:
             pages = -(-8 * n // mmap.PAGESIZE)
@@ -103,22 +104,22 @@ class Outgoing:
         return free[:n]
 
     def release(self) -> None:
-        """Nothing is on its way any more, nor will be."""
+        """Unlock the host memory; no copy is pending, and none will be queued."""
         for each in self._landings.values():
             self._streams.unlock(each)
         self._landings, self._free = {}, []
 
     def arrived(self) -> Bucket | None:
-        """The next bucket, once its gradients lie in the row; ``None``: none is on its way."""
+        """Wait for the next bucket's copy; ``None`` if none is pending."""
         if not self._sent:
             return None
         self._streams.synchronise(self._sent[0].mark)
         return self._sent.popleft()
 
     def finite(self, bucket: Bucket) -> list[int]:
-        """Which gradients of a bucket that has arrived are known to be finite in the row.
+        """The gradients of an arrived bucket that are known to be finite in the row.
 
-        Asked once: what its ``largest`` says is written over later.
+        Call it once: a later bucket overwrites ``largest``.
         """
         found = zip(bucket.numbers, bucket.largest.tolist(), strict=True)
         self._free.append(self._landings[bucket.largest.data_ptr()])
@@ -137,3 +138,56 @@ def _largest(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     norms = torch._foreach_norm(list(gradients), float("inf"))
     alike = len({norm.dtype for norm in norms}) == 1  # then few kernels do
     return torch.stack(norms if alike else [norm.double() for norm in norms]).double()
+
+
+class Incoming:
+    """Brings parameters to the device.
+
+    Args:
+        streams: of the device.
+        parameters: on the device.
+        sources: their values in host memory, page-locked.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        parameters: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+    ) -> None:
+        self._streams, self._sources = streams, sources
+        self._originals = list(parameters)
+        self._last: Any = None  # the mark after all copies
+        self._find_places()
+
+    def _find_places(self) -> None:
+        """Note the parameters' addresses, the destinations of the copies."""
+        self._addresses = [p.data_ptr() for p in self._originals]
+        self._parameters = [p.detach() for p in self._originals]
+
+    def copy(self, numbers: Sequence[int], after: Callable[[Sequence[int]], Any] = len) -> None:
+        """Queue the copies of these parameters, after all queued work that uses them.
+
+        ``after`` is called with the numbers, to queue work after the copies on their lane.
+        """
+        if not numbers:
+            return
+        if [p.data_ptr() for p in self._originals] != self._addresses:  # ``.data`` was replaced
+            self.hold_compute()  # else the old memory's next user would race with a copy to it
+            self._find_places()
+        self._streams.wait(Lane.BACK, self._streams.record(Lane.COMPUTE))  # old values in use
+        own, sources = self._parameters, self._sources
+        self._streams.copy(Lane.BACK, [own[n] for n in numbers], [sources[n] for n in numbers])
+        after(numbers)
+        self._last = self._streams.record(Lane.BACK)
+
+    def hold_compute(self) -> None:
+        """Let the compute lane's later work wait for all copies."""
+        if self._last is not None:
+            self._streams.wait(Lane.COMPUTE, self._last)
+
+    def settle(self) -> None:
+        """The host waits for all copies; afterwards their sources may change."""
+        self.hold_compute()
+        if self._last is not None:
+            self._streams.synchronise(self._last)
