@@ -1,4 +1,1 @@
-"""Signs of life and of slowness: heartbeats, hang detection, stragglers.
-
-Decides who hangs or is slow; what follows is decided in :mod:`hybridtrain.recovery`.
-"""
+"""Heartbeats, hang detection, stragglers; :mod:`hybridtrain.recovery` decides what follows."""

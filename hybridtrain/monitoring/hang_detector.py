@@ -1,19 +1,17 @@
-"""Which workers hang: the decision, from signs of life and a clock. No processes here.
+"""Decide which workers hang, and whether the run is deadlocked; no processes here.
 
-Theory of operation. A worker's life is a row of *stretches*: from one sign of life (a word on its
-:mod:`hybridtrain.monitoring.heartbeat`, or a message) to the next. While a worker waits for an
-answer it cannot hang; whoever it waits for may. The length of a stretch is measured in looks at it,
-which come at least once a second, so the numbers are coarse: nobody is in a hurry here.
+Theory of operation. A worker's life is a sequence of *stretches*: from one sign of life (a
+:mod:`hybridtrain.monitoring.heartbeat`, or a message) to the next. A worker that waits for a reply
+cannot hang; the one it waits for may. A stretch is measured in looks, at least one a second.
 
-How long a stretch may be is learnt, worker by worker and kind by kind, from the longest so far.
-What has not been seen before (the first step, which compiles; the first validation; the first
-checkpoint) gets the time in which torch's own process groups would give up. A number given by the
-user is used as it is, except before the end of a worker's first step; and what a worker does for
-the first time may always take some seconds, as modules are imported then.
+The limit of a stretch is learnt per worker and activity from the longest one so far. A first time
+(the first step, which compiles; the first validation; the first checkpoint) gets the timeout of
+torch's process groups. A limit given by the user is used as it is, except until a worker's first
+step has ended; and a first time may always take some seconds, because modules are imported then.
 
-A pause of the watching process itself (Ctrl-Z, a container that is frozen, a machine that swaps)
-is nobody's fault: a look counts for little more than the interval between looks. Nor is a machine
-with more work than cores: what a worker waits for a core does not count.
+Two causes of delay do not count: a pause of the watching process itself (Ctrl-Z, a frozen
+container, swapping), so a look adds little more than the interval between looks; and the time that
+a worker waits for a core.
 """
 
 from __future__ import annotations
@@ -25,19 +23,19 @@ from typing import Any
 
 from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
 
-_FACTOR = 20.0  # times the longest stretch of that kind
-_QUICK_S, _PATIENT_S = 300.0, 1800.0
-STEPS = (Doing.STEP, Doing.EVALUATION)  # the user's model computes, as it has done before
-_FIRST_S = 10.0  # at least, for what is done for the first time
-_START_TIMES, _START_S = 10.0, 60.0  # as long as given, and at least, until a first step is over
-_WARN_AT = 0.5  # of what is allowed
-_AWAITED_S = 60.0  # is long while others wait
+_FACTOR = 20.0  # times the longest stretch of the same activity
+_QUICK_S, _PATIENT_S = 300.0, 1800.0  # least limit of steps, of all else
+STEPS = (Doing.STEP, Doing.EVALUATION)
+_FIRST_S = 10.0  # least limit of an activity's first time
+_START_TIMES, _START_S = 10.0, 60.0  # times the given limit, and at least, until a first step ends
+_WARN_AT = 0.5  # of the limit
+_AWAITED_S = 60.0  # warn after this while other workers wait
 _NOBODY: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class HangTimeout:
-    """How long a worker may show no sign of life; ``None``: as its past says."""
+    """How long a worker may show no sign of life; ``None``: learnt from earlier stretches."""
 
     given_s: float | None = None
 
@@ -49,7 +47,7 @@ class HangTimeout:
         return cls() if value == "auto" else cls(float(value))
 
     def limit_s(self, sign: Sign, longest_s: float) -> float:
-        """For the stretch that the worker is in; the longest of its kind took ``longest_s``."""
+        """Limit of the current stretch; the longest of its activity so far took ``longest_s``."""
         if self.given_s is not None:
             if not sign.trained:
                 return max(self.given_s * _START_TIMES, _START_S)
@@ -60,7 +58,7 @@ class HangTimeout:
         return max(least_s, _FACTOR * longest_s)
 
     def early_s(self, limit_s: float, longest_s: float, awaited: bool) -> float:
-        """When to say that a stretch is long; earlier if the worker is ``awaited`` by others."""
+        """When to warn of a long stretch; earlier if other workers wait (``awaited``)."""
         early_s = _WARN_AT * limit_s
         if self.given_s is not None or not awaited:
             return early_s
@@ -68,17 +66,16 @@ class HangTimeout:
 
     @property
     def interval_s(self) -> float:
-        """Between two looks."""
+        """Seconds between two looks."""
         return 1.0 if self.given_s is None else min(1.0, self.given_s / 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """What is seen of a worker.
+    """A worker's state at one look.
 
-    ``pid``: of its process; ``waits``: for an answer; ``doing``: what it does, for the ``nth``
-    time; ``beats``: words and messages so far; ``trained``: a step, of training or of an
-    evaluation, is over.
+    ``waits``: for a reply; ``doing``: its activity, for the ``nth`` time; ``beats``: heartbeats and
+    messages so far; ``trained``: its first step, of training or evaluation, has ended.
     """
 
     pid: int
@@ -90,7 +87,7 @@ class Sign:
 
     @classmethod
     def of(cls, pid: int, waits: bool, heard: int, heartbeat: Heartbeat) -> Sign:
-        """As it is now; ``heard`` counts messages."""
+        """The state now; ``heard``: messages received from it."""
         doing = heartbeat.doing
         trained = any(heartbeat.begun(each) > (each == doing) for each in STEPS)
         return cls(pid, waits, doing, heartbeat.beats + heard, heartbeat.begun(doing), trained)
@@ -98,9 +95,9 @@ class Sign:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The worker shows no sign of life, in what it does for the ``nth`` time.
+    """A worker without a sign of life for ``for_s``, in an activity for the ``nth`` time.
 
-    ``longest_s``: it has ever been so long in that; ``hung``: for longer than is allowed.
+    ``longest_s``: its longest stretch of that activity so far; ``hung``: over ``limit_s``.
     """
 
     worker: int
@@ -117,20 +114,20 @@ class _Account:
     sign: Sign
     silent_s: float = 0.0
     warned: bool = False
-    longest_s: dict[Doing, float] = field(default_factory=dict)  # but the first of each kind
+    longest_s: dict[Doing, float] = field(default_factory=dict)  # without each activity's first
 
     def remember(self) -> None:
-        """This stretch is over."""
+        """The stretch has ended."""
         doing = self.sign.doing
         if self.sign.nth > 1:
             self.longest_s[doing] = max(self.silent_s, self.longest_s.get(doing, 0.0))
 
 
 class HangDetector:
-    """Compares what is seen of the workers with what was seen before.
+    """Measures the stretches of all workers.
 
     Args:
-        patience: how long a stretch may be.
+        patience: the limit of a stretch.
     """
 
     def __init__(self, patience: HangTimeout) -> None:
@@ -141,9 +138,9 @@ class HangDetector:
     def look(
         self, now_s: float, signs: Mapping[int, Sign], starved_s: Mapping[int, float] = _NOBODY
     ) -> list[Silent]:
-        """All who are there are looked at; returns those of whom there is something to say.
+        """Look at all running workers; returns those to warn of or to kill.
 
-        ``starved_s``: for how long, since the last look, a worker has waited for a core.
+        ``starved_s``: seconds since the last look that a worker has waited for a core.
         """
         passed_s = 0.0 if self._last_s is None else now_s - self._last_s
         passed_s = min(passed_s, 2 * self.patience.interval_s)
@@ -158,7 +155,7 @@ class HangDetector:
         return [each for each in found if each is not None]
 
     def excuse(self, worker: int) -> None:
-        """It has a good reason; this stretch begins anew, and is not mentioned again."""
+        """The worker has a good reason: restart its stretch without another warning."""
         if (account := self._accounts.get(worker)) is not None:
             account.silent_s = 0.0
 
@@ -183,3 +180,41 @@ class HangDetector:
             return None
         account.warned = True
         return Silent(worker, sign.doing, sign.nth, for_s, limit_s, longest_s, hung)
+
+
+# ---- deadlock -----------------------------------------------------------------------------------
+
+_DEADLOCK_S = 30.0
+_TELLING_S = 600.0  # while a worker sends its training state, all but the weights of a model
+_PAUSE_S = 2.0  # a longer one between looks is a pause of the watching process
+
+
+@dataclass
+class Standstill:
+    """Detects a deadlock: every worker waits, and no event is due.
+
+    The last resort: the server refuses what it sees to be stuck
+    (:meth:`hybridtrain.server.server.Server._free_the_stuck`), and the watchdog kills a worker that
+    hangs. What is left are errors of this package, and such a run must end with an error.
+    """
+
+    for_s: float = 0.0  # how long nothing has happened
+    _heard: int = -1
+    _last_s: float | None = None
+
+    def look(self, now_s: float, stands: bool, heard: int, telling: bool = False) -> bool:
+        """Look at the run, about once a second; True: it is deadlocked.
+
+        Args:
+            now_s: by a monotonic clock.
+            stands: every worker waits, and no event is due.
+            heard: messages received from all workers so far.
+            telling: a worker was asked for its training state.
+        """
+        passed_s = 0.0 if self._last_s is None else min(now_s - self._last_s, _PAUSE_S)
+        self._last_s = now_s
+        if not stands or heard != self._heard:
+            self.for_s, self._heard = 0.0, heard
+            return False
+        self.for_s += passed_s
+        return self.for_s >= (_TELLING_S if telling else _DEADLOCK_S)

@@ -1,4 +1,4 @@
-"""Whether one worker is slow, and what that costs the others."""
+"""Find a worker that is slower than the others, and what waiting for it costs them."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-_FACTOR = 1.5  # times as long as the others, for a mini-batch
-_COSTS = 0.1  # of the others' time, spent waiting
-_AWAITED = 0.5  # of all waiting, for this one
-_LEAST_S = 5.0  # of training; in less, chance decides who is slow
-_ENOUGH_S = 20.0  # before anything is said of it in mid-run
+_FACTOR = 1.5  # times the others' time per mini-batch
+_COSTS = 0.1  # share of the others' time spent waiting
+_AWAITED = 0.5  # share of all waiting that is for this worker
+_LEAST_S = 5.0  # of training; before, the slowest worker is a matter of chance
+_ENOUGH_S = 20.0  # of training before a report in mid-run
 
 
 @dataclass(frozen=True, slots=True)
 class Slow:
     """One worker, ``factor`` times slower than the median of the others.
 
-    ``awaited_share``: of all waiting, that for this one; ``waiting_share``: of the others' time,
-    that spent waiting. Both in [0, 1].
+    ``awaited_share``: share of all waiting that is for this worker; ``waiting_share``: share of the
+    others' time spent waiting. Both in [0, 1].
     """
 
     worker: int
@@ -42,11 +42,12 @@ HINT = (
 
 
 def slow_worker(stats: Mapping[str, Any], training_s: float) -> Slow | None:
-    """The one that the others wait for, if there is one worth mentioning.
+    """The worker that the others wait for, if that costs them enough to report.
 
     Args:
         stats: of :meth:`hybridtrain.server.run_statistics.RunStatistics.stats`; lists have one
-        entry for each worker. training_s: how long they have trained.
+            entry for each worker.
+        training_s: training time so far.
     """
     seconds: Sequence[float] = stats.get("step_s", ())
     awaited, waiting = stats.get("awaited_share", ()), stats.get("waiting_share", ())
@@ -67,28 +68,25 @@ def slow_worker(stats: Mapping[str, Any], training_s: float) -> Slow | None:
 
 
 class SlowReport:
-    """Says once in a run that a worker is slow: in mid-run, or at its end.
+    """Reports a slow worker once in a run: in mid-run, or at its end.
 
     Args:
-        stats: of the run so far.
-        say: to the user.
+        stats: returns the run's statistics so far.
+        say: prints a message to the user.
     """
 
     def __init__(self, stats: Callable[[], Mapping[str, Any]], say: Callable[[str], None]) -> None:
         self._stats, self._say = stats, say
         self._said = False
 
-    def look(self) -> None:
-        """In mid-run, now and then."""
-        if not self._said and (stats := self._stats())["training_s"] >= _ENOUGH_S:
-            self._report(stats)
-
-    def conclude(self) -> None:
-        """The run is over."""
-        if not self._said:
-            self._report(self._stats())
-
-    def _report(self, stats: Mapping[str, Any]) -> None:
+    def look(self, least_s: float = _ENOUGH_S) -> None:
+        """Report a slow worker once ``least_s`` of training are over; called once a second."""
+        if self._said or (stats := self._stats())["training_s"] < least_s:
+            return
         if (slow := slow_worker(stats, stats["training_s"])) is not None:
             self._said = True
             self._say(f"{slow}; {HINT}")
+
+    def conclude(self) -> None:
+        """The run has ended."""
+        self.look(0.0)

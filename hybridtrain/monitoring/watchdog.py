@@ -1,13 +1,12 @@
-"""Watches worker processes for one that hangs: asks for its stacks, says who waits, kills it.
+"""Watch worker processes; print the stacks of one that hangs, name the workers waiting, kill it.
 
-Theory of operation. :class:`hybridtrain.monitoring.hang_detector.HangDetector` says who shows no
-sign of life for long. Then the worker is asked for its stacks, by a signal that :mod:`faulthandler`
-answers, and the watchdog goes on looking: what has come is read at a later look, so nobody waits
-here. The first time it is a warning; the second time the worker is killed, and the error that is
-raised says why.
+Theory of operation. :class:`hybridtrain.monitoring.hang_detector.HangDetector` reports a worker
+without a sign of life. The watchdog sends it a signal, which :mod:`faulthandler` answers by writing
+its stacks, and reads them at a later look, so it never blocks. The first report is a warning; at
+the second the watchdog kills the worker, and the error that is raised says why.
 
-A worker in which somebody stands with a debugger is waited for: one with a tracer (gdb, strace), or
-with the frames of a Python debugger in its stacks.
+A worker under a debugger is not killed: one with a tracer (gdb, strace), or with the frames of a
+Python debugger in its stacks.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from hybridtrain.monitoring.cpu_starvation import Starving
 from hybridtrain.monitoring.hang_detector import STEPS, HangDetector, HangTimeout, Sign, Silent
 from hybridtrain.monitoring.heartbeat import STACKS_SIGNAL, Heartbeat
+from hybridtrain.monitoring.stragglers import SlowReport
 
 _USUAL_S = 1.0  # between looks
-_AGAIN_S = 0.1  # until the stacks may be there
-_STACKS_S = 2.0  # after this they do not come
+_AGAIN_S = 0.1  # between looks while a worker writes its stacks
+_STACKS_S = 2.0  # for the worker to begin to write its stacks
 _DEBUGGER = re.compile(
     r'File "[^"]*(?:[/\\](?:pdb|bdb|ipdb|pudb|code|pdbpp)\.py|pydevd|debugpy|remote_pdb)[^"]*"'
 )
 
 
 def to_stderr(text: str) -> None:
-    """What a user should see, whatever happens to the run."""
+    """Print a message of the run's own on standard error."""
     print(f"hybridtrain: {text}", file=sys.stderr, flush=True)
 
 
 class Watched(Protocol):
-    """A worker process, as far as it matters here."""
+    """What the watchdog needs of a worker process."""
 
     @property
     def number(self) -> int: ...
@@ -48,12 +47,12 @@ class Watched(Protocol):
     def heartbeat(self) -> Heartbeat: ...
     @property
     def heard(self) -> int:
-        """Messages that have come from it."""
+        """Number of messages received from it."""
         ...
 
     @property
     def asked(self) -> str:
-        """What it waits for, as a word; empty: it does not wait."""
+        """Name of the reply it waits for; empty: it does not wait."""
         ...
 
     def kill(self, cause: str) -> None: ...
@@ -62,65 +61,59 @@ class Watched(Protocol):
 _BOTTOM = ("in _run_in_worker", "in _outcome", "in run_worker")
 
 
-class Also(Protocol):
-    """Somebody else who watches (:class:`hybridtrain.monitoring.stragglers.SlowReport`)."""
-
-    def look(self) -> None: ...
-    def conclude(self) -> None: ...
-
-
 @dataclass
 class _Question:
-    """A worker has been asked for its stacks."""
+    """A pending request for a worker's stacks."""
 
     silent: Silent
-    sign: Sign  # of life, then
+    sign: Sign  # when it was asked
     until_s: float
-    length: int = -1  # of the answer, at the last look
+    length: int = -1  # bytes written at the last look
 
 
 class Watchdog:
-    """Looks at worker processes.
+    """Looks at all worker processes, about once a second.
 
     Args:
-        patience: how long they may show no sign of life; ``None``: they may hang.
-        say: what is said to the user.
-        also: looks at the same times.
+        patience: how long they may show no sign of life; ``None``: for ever.
+        say: prints a message to the user.
+        also: reports stragglers at the same looks.
 
-    ``due_s``: when to look next.
+    ``due_s``: time of the next look.
     """
 
     def __init__(
         self,
         patience: HangTimeout | None = None,
         say: Callable[[str], None] = to_stderr,
-        also: Also | None = None,
+        also: SlowReport | None = None,
     ) -> None:
         self.due_s = 0.0
-        self._looks = None if patience is None else HangDetector(patience)
-        self._say, self._also, self._starving = say, also, Starving()
+        self._detector = None if patience is None else HangDetector(patience)
+        self._say, self._also, self._cpu_waits = say, also, CpuWaits()
         self._questions: dict[int, _Question] = {}
 
     def look(self, now_s: float, workers: Sequence[Watched]) -> None:
-        """At those who have not ended; kill who hangs."""
+        """Look at the running ``workers``; kill one that hangs."""
         if self._also is not None:
             self._also.look()
         self.due_s = now_s + _USUAL_S
-        if self._looks is None:
+        if self._detector is None:
             return
-        signs = {each.number: _sign(each) for each in workers}
-        self._starving.forget({each.pid for each in workers})
-        starved_s = {each.number: self._starving.since(each.pid) for each in workers}
-        for silent in self._looks.look(now_s, signs, starved_s):
+        present = {each.number: each for each in workers}
+        signs = {number: _sign(each) for number, each in present.items()}
+        self._cpu_waits.forget({each.pid for each in workers})
+        starved_s = {n: self._cpu_waits.since(each.pid) for n, each in present.items()}
+        for silent in self._detector.look(now_s, signs, starved_s):
             if silent.worker not in self._questions:
-                self._ask(_named(workers, silent.worker), silent, now_s)
+                self._ask(present[silent.worker], silent, now_s)
         for number, question in list(self._questions.items()):
-            self._listen(number, question, workers, now_s)
-        pause_s = _AGAIN_S if self._questions else self._looks.patience.interval_s
+            self._listen(present.get(number), question, workers, now_s)
+        pause_s = _AGAIN_S if self._questions else self._detector.patience.interval_s
         self.due_s = now_s + pause_s
 
     def conclude(self) -> None:
-        """All have done their job."""
+        """The run has ended."""
         if self._also is not None:
             self._also.conclude()
 
@@ -131,26 +124,25 @@ class Watchdog:
         self._questions[silent.worker] = _Question(silent, _sign(worker), until_s)
 
     def _listen(
-        self, number: int, question: _Question, workers: Sequence[Watched], now_s: float
+        self, worker: Watched | None, question: _Question, workers: Sequence[Watched], now_s: float
     ) -> None:
-        """Go on once the stacks are there, or will not come."""
-        present = [each for each in workers if each.number == number]
-        if not present or _sign(present[0]) != question.sign:
-            del self._questions[number]  # it has ended, or goes on
+        """Warn or kill once the stacks are complete, or the time to write them is over."""
+        if worker is None or _sign(worker) != question.sign:
+            del self._questions[question.silent.worker]  # it has ended, or continues
             return
-        stacks = present[0].heartbeat.stacks()
+        stacks = worker.heartbeat.stacks()
         if now_s < question.until_s and (not stacks or len(stacks) != question.length):
             question.length = len(stacks)
             return
-        del self._questions[number]
-        self._conclude(present[0], question.silent, stacks, workers)
+        del self._questions[question.silent.worker]
+        self._conclude(worker, question.silent, stacks, workers)
 
     def _conclude(
         self, worker: Watched, silent: Silent, stacks: str, workers: Sequence[Watched]
     ) -> None:
-        assert self._looks is not None, "somebody has looked"
+        assert self._detector is not None, "it has reported this worker"
         if (why := _excuse(worker.pid, stacks)) is not None:
-            self._looks.excuse(silent.worker)
+            self._detector.excuse(silent.worker)
             if not silent.hung:
                 self._say(f"worker {silent.worker} {why}; it is waited for")
             return
@@ -170,10 +162,6 @@ def _sign(worker: Watched) -> Sign:
     return Sign.of(worker.pid, bool(worker.asked), worker.heard, worker.heartbeat)
 
 
-def _named(workers: Iterable[Watched], number: int) -> Watched:
-    return next(each for each in workers if each.number == number)
-
-
 # ---- words --------------------------------------------------------------------------------------
 
 
@@ -184,7 +172,7 @@ def _in_words(silent: Silent, state: str, waiting: str) -> str:
 
 
 def _shortened(stacks: str) -> str:
-    """Without the frames that every worker stands on."""
+    """Without the outermost frames, which all workers share."""
     kept: list[str] = []
     ours = False
     for line in stacks.rstrip().splitlines():
@@ -195,7 +183,7 @@ def _shortened(stacks: str) -> str:
 
 
 def _waiting(number: int, workers: Iterable[Watched]) -> str:
-    """Who waits meanwhile, and for what."""
+    """The workers that wait meanwhile, and for which reply."""
     asked: dict[str, list[str]] = {}
     for each in workers:
         if each.number != number and each.asked:
@@ -228,27 +216,26 @@ def _excuse(pid: int, stacks: str) -> str | None:
 
 
 def _ask_for_stacks(pid: int) -> bool:
-    """False where none can come."""
-    listens = STACKS_SIGNAL is not None and _listens_for(pid, STACKS_SIGNAL)
-    if STACKS_SIGNAL is None or not listens or is_stopped(pid):
+    """Send the signal; False where the process cannot answer it."""
+    if STACKS_SIGNAL is None or not _listens_for(pid, STACKS_SIGNAL) or is_stopped(pid):
         return False
     os.kill(pid, STACKS_SIGNAL)
     return True
 
 
 def _listens_for(pid: int, signum: int) -> bool:
-    """Whether the process has a handler for the signal, which would else kill it."""
+    """Whether the process has a handler for the signal, which would otherwise kill it."""
     caught = _field(pid, "SigCgt")
     return bool(caught) and bool(int(caught, 16) >> (signum - 1) & 1)
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped the process (not a debugger)."""
+    """Whether a signal, not a debugger, has stopped the process."""
     return _status(pid) == "T"
 
 
 def _status(pid: int) -> str:
-    """One letter: R, S, D, T, t, Z; empty where it cannot be known."""
+    """One letter: R, S, D, T, t, Z; empty: unknown."""
     return _field(pid, "State")[:1]
 
 
@@ -259,3 +246,37 @@ def _field(pid: int, name: str) -> str:
         return ""
     lines = (line.partition(":") for line in text.splitlines())
     return next((value.strip() for key, _, value in lines if key == name), "")
+
+
+class CpuWaits:
+    """How long runnable threads of processes have waited for a core.
+
+    On a machine with more work than cores this time is not held against a worker. It is 0 where
+    the kernel does not count it (not Linux).
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, dict[str, int]] = {}  # process -> thread -> ns so far
+
+    def since(self, pid: int) -> float:
+        """Seconds since the last call, of the thread that waited longest; 0 at the first call."""
+        before, now = self._known.get(pid), _waited_ns(pid)
+        self._known[pid] = now
+        if before is None:
+            return 0.0
+        return 1e-9 * max((ns - before.get(thread, ns) for thread, ns in now.items()), default=0)
+
+    def forget(self, pids: set[int]) -> None:
+        """Drop all processes but these."""
+        self._known = {pid: known for pid, known in self._known.items() if pid in pids}
+
+
+def _waited_ns(pid: int) -> dict[str, int]:
+    """Per thread (``Documentation/scheduler/sched-stats.rst``: the second number)."""
+    found = {}
+    for task in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        try:
+            found[task.parent.name] = int(task.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            continue  # the thread has ended
+    return found

@@ -17,10 +17,9 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.monitoring.cpu_starvation import Starving
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.monitoring.heartbeat import Doing, Heartbeat, heartbeat_file
-from hybridtrain.monitoring.watchdog import Watchdog
+from hybridtrain.monitoring.watchdog import CpuWaits, Watchdog
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.messages import Gather, Gone, Push, Released, Stop
 from hybridtrain.server.server import Server
@@ -182,11 +181,11 @@ def test_who_shares_a_core_is_known_to_have_waited_for_it() -> None:
     core = min(os.sched_getaffinity(0))
     code = f"import os; os.sched_setaffinity(0, [{core}])\nwhile True: pass"
     busy = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(3)]
-    starving = Starving()
+    waits = CpuWaits()
     try:
-        assert starving.since(busy[0].pid) == 0.0
+        assert waits.since(busy[0].pid) == 0.0
         waited: list[float] = []
-        wait_until(lambda: sum(waited) > 0.05 or waited.append(starving.since(busy[0].pid)))
+        wait_until(lambda: sum(waited) > 0.05 or waited.append(waits.since(busy[0].pid)))
     finally:
         for each in busy:
             each.kill()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.monitoring import standstill
+from hybridtrain.monitoring import hang_detector
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.messages import Install, Progress, Push, Saved, SavePermission, Stopped
 from hybridtrain.recovery import failure_policy, roster
@@ -125,7 +125,7 @@ def test_if_all_wait_and_nobody_will_come_the_run_ends_with_a_checkpoint_and_say
     monkeypatch.setattr(roster.Roster, "_ask", lambda *_: [])  # an error as none is known
     if not alive:
         monkeypatch.setattr(roster, "Start", lambda *_: Say("and nobody does"))
-    monkeypatch.setattr(standstill, "_LONG_S", 0.2)
+    monkeypatch.setattr(hang_detector, "_DEADLOCK_S", 0.2)
     monkeypatch.setattr(process_world, "_POLL_S", 0.05)
     waits = "worker 0 waits for its release; " if alive else "worker 0 is to come back; "
     with pytest.raises(WorkerError, match=f"stands still.*{waits}worker 1 is to come back"):

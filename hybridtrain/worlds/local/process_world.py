@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from selectors import BaseSelector, DefaultSelector
 from typing import Any
 
-from hybridtrain.monitoring.standstill import Standstill
+from hybridtrain.monitoring.hang_detector import Standstill
 from hybridtrain.monitoring.watchdog import Watchdog, is_stopped, to_stderr
 from hybridtrain.protocol.messages import (
     NOTES,
