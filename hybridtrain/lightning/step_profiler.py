@@ -1,7 +1,7 @@
 """``Trainer(profiler=StepProfiler("folder"))``: where a step's time goes, in every worker.
 
 Lightning tells its profiler of what its loops do; of what a strategy does inside them, our own
-objects are asked to tell (:mod:`hybridtrain.profiling.method_timing`). Each worker leaves what it
+objects are asked to tell (:func:`hybridtrain.profiling.timed`). Each worker leaves what it
 has measured in a file when it ends, however it ends; the process that has started them makes of
 that a table, ``profile.json`` and ``timeline.json``. Under a strategy of Lightning's own there are
 no such objects, and worker 0 does the rest when all have come to the end.

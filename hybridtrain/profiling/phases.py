@@ -1,4 +1,4 @@
-"""What a worker's or the server's time is spent on."""
+"""The phases of a step, and the phase of each of Lightning's profiler actions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """One row of the table."""
+    """A row of the profile's table."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -37,14 +37,14 @@ MEANINGS = {
     Phase.SERVE: "requests, apart from the above",
 }
 
-# What happens inside these counts for them, whatever it is; the later one wins.
+# Spans inside these count for them, whatever their own phase; the later one wins.
 ENCLOSING = (Phase.VALIDATION, Phase.CHECKPOINT)
 
 
 def phase_of(action: str) -> Phase | None:
-    """Of one of the actions that Lightning tells its profilers of; ``None``: it is not measured.
+    """The phase of an action of Lightning's profilers; ``None``: it is not measured.
 
-    ``None`` is also for those that only enclose others, whose own time is the loop's.
+    Actions that only enclose others are not measured: their own time is the loop's.
     """
     kind, _, what = action.rpartition(".")
     if what.endswith(("_next", "batch_to_device", "_batch_transfer")):
@@ -62,7 +62,7 @@ def phase_of(action: str) -> Phase | None:
 
 
 def short_name(action: str) -> str:
-    """As it is to be read in a timeline: ``[Callback]A{...}.hook`` becomes ``A.hook``."""
+    """The action's name in a timeline: ``[Callback]A{...}.hook`` becomes ``A.hook``."""
     kind, _, what = action.rpartition(".")
     if kind.startswith("[Callback]"):
         return f"{kind.removeprefix('[Callback]').partition('{')[0]}.{what}"

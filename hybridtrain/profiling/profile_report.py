@@ -1,9 +1,9 @@
-"""What was measured, put together: figures for programs, a table for people."""
+"""The profile of a run: ``profile.json`` for programs, a table for people, a timeline."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,15 +14,14 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from hybridtrain.profiling.chrome_trace import write_trace
 from hybridtrain.profiling.phases import ENCLOSING, MEANINGS, Phase
 from hybridtrain.profiling.time_spans import Track, cost_of_span_ns
 from hybridtrain.util.files import short
 
 FIGURES, TIMELINE = "profile.json", "timeline.json"
 _EXCHANGE = (Phase.PUSH, Phase.WAIT, Phase.PULL)
-_COLUMN = 16  # characters of a worker's column, at most
-_SHOWN = 11  # and of the first one
+_COLUMN = 16  # most characters of a worker's column
+_SHOWN = 11  # and of the first column
 
 
 @dataclass
@@ -30,9 +29,9 @@ class Report:
     """The profile of one run.
 
     Args:
-        workers: what each has measured, by its number; those that were killed are missing.
-        server: its tracks; none under strategies that have no server.
-        n_workers: how many there were.
+        workers: track by worker; those of killed workers are missing.
+        server: its tracks; none under strategies without a server.
+        n_workers: number of workers, killed ones included.
     """
 
     workers: dict[int, Track]
@@ -42,30 +41,30 @@ class Report:
 
     @cached_property
     def phases(self) -> list[Phase]:
-        """Those that took any time, in the order of a step."""
+        """Phases that took any time, in the order of a step."""
         seen = {phase for track in self.workers.values() for phase in track.phases()}
         return [phase for phase in Phase if phase in seen]
 
     @property
     def every(self) -> int:
-        """Steps from one that the timeline shows to the next."""
+        """The timeline shows one step in this many."""
         return max((track.every for track in [*self.workers.values(), *self.server]), default=1)
 
     @property
     def measuring(self) -> float:
-        """The share of the workers' time that measuring has taken."""
+        """Share of the workers' time that measuring itself took."""
         spans = sum(each.n for track in self.workers.values() for each in track.sums.values())
         seconds = sum(track.seconds for track in self.workers.values())
         return spans * self.cost_ns / 1e9 / seconds if seconds else 0.0
 
     @cached_property
     def step_s(self) -> float:
-        """Of all workers on average, without validations and checkpoints."""
+        """Mean over the workers, without validations and checkpoints."""
         return self._mean_step_s(lambda phase: phase not in ENCLOSING)
 
     @cached_property
     def floor_s(self) -> float:
-        """What a step would take if there were nobody to exchange anything with.
+        """Time of a step without any exchange.
 
         Lightning's loop, data, hooks, forward, backward, and the arithmetic of one update.
         """
@@ -85,14 +84,14 @@ class Report:
     # ---- files ----------------------------------------------------------------------------------
 
     def write(self, folder: Path) -> None:
-        """``profile.json`` and ``timeline.json``."""
+        """Write ``profile.json`` and ``timeline.json``."""
         figures = self.figures()
         (folder / FIGURES).write_text(json.dumps(figures, indent=1) + "\n")
         about = {"every": self.every, "workers": self.n_workers}
         write_trace(folder / TIMELINE, self.server, self.workers, about)
 
     def figures(self) -> dict[str, Any]:
-        """All that the table shows, and each kind of span; seconds, and microseconds a step."""
+        """Content of ``profile.json``: seconds, and microseconds a step, of phases and spans."""
         return {
             "workers": {str(w): _figures(track) for w, track in sorted(self.workers.items())},
             "server": [_figures(track) for track in self.server],
@@ -107,13 +106,13 @@ class Report:
     # ---- table ----------------------------------------------------------------------------------
 
     def show(self, console: Console, folder: Path | None) -> None:
-        """Print the table, and where the files are, if they are."""
+        """Print the table, and the path of the timeline unless ``folder`` is None."""
         console.print(Group(*self._parts(console.width)))
         console.print(Text(self._says(folder)), soft_wrap=True)  # a path can be copied whole
 
     def _parts(self, width: int) -> list[Any]:
-        parts: list[Any] = [Text("\nWhere the time went: ms a step, share of the worker's time")]
-        parts.append(self._of_workers(width))
+        title = Text("\nWhere the time went: ms a step, share of the worker's time")
+        parts: list[Any] = [title, self._of_workers(width)]
         if any(track.sums for track in self.server):
             parts += [Text(""), self._of_server()]
         return parts
@@ -137,7 +136,7 @@ class Report:
         return [track for _, track in sorted(self.workers.items())]
 
     def _row(self, phase: Phase | None, many: bool) -> list[str]:
-        """Milliseconds a step, and percent, of each worker or of mean, least and most."""
+        """Milliseconds a step, and percent: of each worker, or of mean, least and most."""
         seconds = [t.seconds if phase is None else t.phases().get(phase, 0.0) for t in self._tracks]
         each = [
             (1e3 * s / max(1, t.n_steps), 100 * s / t.seconds if t.seconds else 0.0)
@@ -220,3 +219,62 @@ def _figures(track: Track) -> dict[str, Any]:
             for (name, phase), total in sorted(track.sums.items(), key=lambda i: -i[1].own_ns)
         ],
     }
+
+
+# ---- timeline -----------------------------------------------------------------------------------
+
+
+def write_trace(
+    path: Path, server: Sequence[Track], workers: dict[int, Track], about: dict[str, Any]
+) -> None:
+    """Write a timeline in the Chrome trace-event format, which Perfetto (ui.perfetto.dev) opens.
+
+    https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU: an object with
+    ``traceEvents``; complete events (``"ph": "X"``) with begin ``ts`` and duration ``dur`` in
+    microseconds, in a process ``pid`` and a thread ``tid``, whose names are metadata (``"ph":
+    "M"``). Here the server is process 0, with a thread for each track, and worker ``w`` is 1 + w.
+
+    Args:
+        path: the file; written whole or not at all.
+        server: its tracks, or none.
+        workers: track by worker.
+        about: becomes ``otherData``.
+    """
+    tracks = [(0, n, "server", track) for n, track in enumerate(server)]
+    tracks += [(1 + w, 0, f"worker {w}", track) for w, track in sorted(workers.items())]
+    begin_ns = min((min(track.begun) for *_, track in tracks if track.begun), default=0)
+    unfinished = path.with_name(f".{path.name}.new")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write('{"displayTimeUnit": "ms", "otherData": ')
+        file.write(json.dumps(about) + ',\n"traceEvents": [\n')
+        for number, event in enumerate(_events(tracks, begin_ns)):
+            file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
+        file.write("\n]}\n")
+    unfinished.replace(path)
+
+
+def _events(
+    tracks: Sequence[tuple[int, int, str, Track]], begin_ns: int
+) -> Iterator[dict[str, Any]]:
+    for pid, tid, process, track in tracks:
+        if tid == 0:
+            yield _named("process_name", pid, tid, {"name": process})
+            yield _named("process_sort_index", pid, tid, {"sort_index": pid})
+        yield _named("thread_name", pid, tid, {"name": track.name})
+        step, note = ("version", "worker") if pid == 0 else ("step", "version")
+        for kind, begun, ended, at, noted in zip(*track.columns, strict=True):
+            name, phase = track.kinds[kind]
+            yield {
+                "name": name,
+                "cat": str(phase),
+                "ph": "X",
+                "ts": (begun - begin_ns) / 1e3,
+                "dur": (ended - begun) / 1e3,
+                "pid": pid,
+                "tid": tid,
+                "args": {step: at, note: noted},
+            }
+
+
+def _named(what: str, pid: int, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": pid, "tid": tid, "args": args}

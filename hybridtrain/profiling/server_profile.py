@@ -1,21 +1,20 @@
-"""Measuring the server: what it does for whom, and what the threads of an update do."""
+"""Measure the server: each event that it handles, and the threads of an update."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridtrain.profiling.method_timing import follow, timed
 from hybridtrain.profiling.phases import Phase
-from hybridtrain.profiling.time_spans import Track
+from hybridtrain.profiling.time_spans import Track, follow, timed
 
 
 class ServerWatch:
     """Measures one server until the end of its run.
 
     Args:
-        server: it.
-        limit: spans of each track's timeline.
+        server: a :class:`hybridtrain.server.server.Server`.
+        limit: most spans in each track's timeline.
     """
 
     def __init__(self, server: Any, limit: int) -> None:
@@ -31,7 +30,7 @@ class ServerWatch:
 
     @property
     def tracks(self) -> list[Track]:
-        """The server's own, then those of the threads that help with updates."""
+        """The server's own track, then those of the threads of updates."""
         return [self.track, *(self.lanes[lane] for lane in sorted(self.lanes))]
 
     def _measure_events(self) -> None:
@@ -46,7 +45,7 @@ class ServerWatch:
             track.note = getattr(event, "worker", -1)
             if behind := statistics.version - track.step:
                 track.next_step(statistics.version)
-                track.n_steps += max(0, behind - 1)  # of which nothing was heard
+                track.n_steps += max(0, behind - 1)  # updates made without the server
             track.begin(kind)
             try:
                 return original(event)
@@ -56,7 +55,7 @@ class ServerWatch:
         self._server.on = on
 
     def _adopted(self) -> None:
-        """Training begins: there is a store, and there are optimizers."""
+        """Training begins: measure the store and the optimizers, which now exist."""
         self.track.restart()
         self.track.step = self._server.statistics.version
         optimizers, store = self._server.optimizers, self._server.store
@@ -67,8 +66,8 @@ class ServerWatch:
             timed(self.track, store, "refresh", Phase.PULL, "copy parameters")
 
     def _measured_map(self, function: Callable[[int, Any], Any], tasks: Sequence[Any]) -> list[Any]:
-        """Each lane's calls, from the first to the last, are one span of its track."""
-        seen: dict[int, list[int]] = {}
+        """Make one span of each thread's calls, from the begin of the first to the last's end."""
+        seen: dict[int, list[int]] = {}  # lane -> begin, end, busy
         clock = self.track.clock
 
         def measured(lane: int, task: Any) -> Any:
@@ -76,12 +75,9 @@ class ServerWatch:
             try:
                 return function(lane, task)
             finally:
-                ended = clock()
-                if lane in seen:
-                    seen[lane][1] = ended
-                    seen[lane][2] += ended - begun
-                else:
-                    seen[lane] = [begun, ended, ended - begun]
+                span = seen.setdefault(lane, [begun, 0, 0])
+                span[1] = clock()
+                span[2] += span[1] - begun
 
         try:
             return self._map(measured, tasks)

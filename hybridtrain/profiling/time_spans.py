@@ -1,10 +1,9 @@
-"""Spans of time in one thread: sums of all of them, and a bounded sample one by one.
+"""Spans of time in one thread: sums of all spans, and a timeline of bounded length.
 
-Theory of operation. Spans nest. What a span takes apart from those inside it is its *own* time, so
-own times add up to the time that has passed. Sums are kept of every span, at a constant amount of
-memory. The timeline keeps spans one by one, 34 bytes each: of every step at first; when there is no
-room left, of every second one, and so on, so that it always covers the whole run. Times are of
-``CLOCK_MONOTONIC``, which is one clock for all processes of a host.
+Theory of operation. Spans nest. A span's *own* time leaves out the spans inside it, so own times
+add up to the time passed. Sums count every span, in constant memory. The timeline keeps single
+spans, 34 bytes each: of every step at first, of every second one when it is full, and so on, so it
+always covers the whole run. Times are of ``CLOCK_MONOTONIC``, the same for all processes of a host.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from typing import Any
 
 from hybridtrain.profiling.phases import ENCLOSING, Phase
 
-LIMIT = 200_000  # spans in a timeline, of all tracks together
+LIMIT = 200_000  # most spans in a timeline, all tracks together
 
 
 @dataclass(slots=True)
 class Sum:
-    """Of all spans of one kind: times in nanoseconds."""
+    """All spans of one kind; times in nanoseconds."""
 
     own_ns: int = 0
     longest_ns: int = 0
@@ -34,7 +33,7 @@ class _Open:
     kind: int
     phase: Phase
     begin_ns: int
-    inside_ns: int = 0  # of spans within this one
+    inside_ns: int = 0  # time of the spans inside this one
 
 
 @dataclass
@@ -42,17 +41,17 @@ class Track:
     """The spans of one thread.
 
     Args:
-        name: as shown.
-        limit: how many spans to keep one by one.
-        clock: nanoseconds.
+        name: shown in the timeline.
+        limit: most spans in the timeline.
+        clock: returns nanoseconds.
     """
 
     name: str
     limit: int = LIMIT
     clock: Callable[[], int] = time.monotonic_ns
-    step: int = 0  # under way
-    note: int = 0  # a second number that goes with each span
-    every: int = 1  # steps between those that are kept
+    step: int = 0  # the current one
+    note: int = 0  # stored with each span of the timeline
+    every: int = 1  # the timeline keeps one step in this many
     kinds: list[tuple[str, Phase]] = field(default_factory=list)
     sums: dict[tuple[str, Phase], Sum] = field(default_factory=dict)
     first_ns: int = 0
@@ -69,18 +68,19 @@ class Track:
     def _empty(self) -> None:
         self.kind, self.begun, self.ended = array("H"), array("q"), array("q")
         self.steps, self.notes = array("q"), array("q")
+        self.columns = (self.kind, self.begun, self.ended, self.steps, self.notes)
 
     # ---- measuring ------------------------------------------------------------------------------
 
     def kind_of(self, name: str, phase: Phase) -> int:
-        """The number of a kind of span, to begin such spans with."""
+        """Number of this kind of span, for :meth:`begin`."""
         if (name, phase) not in self._number:
             self._number[name, phase] = len(self.kinds)
             self.kinds.append((name, phase))
         return self._number[name, phase]
 
     def begin(self, kind: int) -> None:
-        """A span begins, inside the one that is open."""
+        """Begin a span inside the one that is open."""
         phase = self.kinds[kind][1]
         if self._open:
             outer = self._open[-1].phase
@@ -89,7 +89,7 @@ class Track:
         self._open.append(_Open(kind, phase, self.clock()))
 
     def end(self) -> None:
-        """The innermost open span ends."""
+        """End the innermost open span."""
         one, now = self._open.pop(), self.clock()
         length = now - one.begin_ns
         self._count((self.kinds[one.kind][0], one.phase), length - one.inside_ns, length)
@@ -109,26 +109,26 @@ class Track:
             total.longest_ns = length_ns
 
     def add(self, kind: int, begin_ns: int, end_ns: int, own_ns: int) -> None:
-        """A span that was measured elsewhere; ``own_ns`` of it were spent on what it is about."""
+        """Add a span measured elsewhere, of which ``own_ns`` are its own time."""
         self._count(self.kinds[kind], own_ns, end_ns - begin_ns)
         self.last_ns = end_ns
         if self._kept:
             self.keep(kind, begin_ns, end_ns)
 
     def end_all(self, kind: int) -> None:
-        """End the innermost open span of this kind, and what an exception has left open in it."""
+        """End the innermost open span of this kind, and those inside it left by an exception."""
         if any(one.kind == kind for one in self._open):
             while self._open[-1].kind != kind:
                 self.end()
             self.end()
 
     def next_step(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.step, self._kept = step, step % self.every == 0
         self.n_steps += 1
 
     def keep(self, kind: int, begin_ns: int, end_ns: int) -> None:
-        """One span of the timeline."""
+        """Add a span to the timeline."""
         self.kind.append(kind)
         self.begun.append(begin_ns)
         self.ended.append(end_ns)
@@ -138,24 +138,20 @@ class Track:
             self._thin_out()
 
     def _thin_out(self) -> None:
-        """Keep half of the steps, those that make one."""
+        """Keep every second step of the timeline, until there is room."""
         while len(self.kind) >= self.limit and self.every <= max(1, self.step):
             self.every *= 2
-            old = zip(self.kind, self.begun, self.ended, self.steps, self.notes, strict=True)
-            rows = [row for row in old if row[3] % self.every == 0]
+            rows = zip(*self.columns, strict=True)
+            kept = [row for row in rows if row[3] % self.every == 0]
             self._empty()
-            for kind, begun, ended, step, note in rows:
-                self.kind.append(kind)
-                self.begun.append(begun)
-                self.ended.append(ended)
-                self.steps.append(step)
-                self.notes.append(note)
-        if len(self.kind) >= self.limit:  # one step alone is more than there is room for
+            for column, values in zip(self.columns, zip(*kept, strict=True), strict=False):
+                column.extend(values)
+        if len(self.kind) >= self.limit:  # a single step exceeds the limit
             self._empty()
         self._kept = self.step % self.every == 0
 
     def restart(self) -> None:
-        """What was measured so far was start-up: it stays in the timeline, but in no sum."""
+        """End start-up: its spans stay in the timeline, but in no sum."""
         self.sums.clear()
         self.n_steps = 0
         self.first_ns = self.last_ns = self.clock()
@@ -165,7 +161,7 @@ class Track:
     # ---- afterwards -----------------------------------------------------------------------------
 
     def phases(self) -> dict[Phase, float]:
-        """Seconds of each phase; what is in no span is the loop's."""
+        """Seconds of each phase; time in no span counts for the loop."""
         seconds = dict.fromkeys(Phase, 0.0)
         for (_, phase), total in self.sums.items():
             seconds[phase] += total.own_ns / 1e9
@@ -174,11 +170,11 @@ class Track:
 
     @property
     def seconds(self) -> float:
-        """From the first span to the last."""
+        """Seconds from the first span to the last."""
         return (self.last_ns - self.first_ns) / 1e9
 
     def packed(self) -> dict[str, Any]:
-        """In plain data, for another process."""
+        """The track as plain data, for another process."""
         self.end_open()
         return {
             "name": self.name,
@@ -186,35 +182,65 @@ class Track:
             "kinds": [[name, str(phase)] for name, phase in self.kinds],
             "sums": [[n, str(p), t.own_ns, t.longest_ns, t.n] for (n, p), t in self.sums.items()],
             "span": [self.made_ns, self.first_ns, self.last_ns, self.n_steps],
-            "rows": [
-                list(each) for each in (self.kind, self.begun, self.ended, self.steps, self.notes)
-            ],
+            "rows": [list(each) for each in self.columns],
         }
 
     def end_open(self) -> None:
-        """Nothing more will come."""
+        """End all open spans."""
         while self._open:
             self.end()
 
     @classmethod
     def unpacked(cls, data: dict[str, Any]) -> Track:
-        """The other way round."""
+        """The track from its plain data."""
         track = cls(data["name"], every=data["every"])
         track.kinds = [(name, Phase(phase)) for name, phase in data["kinds"]]
         track.sums = {(n, Phase(p)): Sum(own, top, k) for n, p, own, top, k in data["sums"]}
         track.made_ns, track.first_ns, track.last_ns, track.n_steps = data["span"]
-        kind, begun, ended, steps, notes = data["rows"]
-        track.kind, track.begun = array("H", kind), array("q", begun)
-        track.ended = array("q", ended)
-        track.steps, track.notes = array("q", steps), array("q", notes)
+        for column, values in zip(track.columns, data["rows"], strict=True):
+            column.extend(values)
         return track
 
 
 def cost_of_span_ns() -> float:
-    """What measuring one span takes on this machine, now."""
+    """Measure the time that one span costs on this machine."""
     track = Track("", limit=4096)
     kind = track.kind_of("", Phase.LOOP)
     for _ in range(2000):
         track.begin(kind)
         track.end()
     return (track.last_ns - track.first_ns) / 2000
+
+
+# ---- spans of method calls ----------------------------------------------------------------------
+
+
+def timed(track: Track, owner: Any, method: str, phase: Phase, name: str = "") -> None:
+    """Replace ``owner.method``, if there is one, so that each call is a span."""
+    original = getattr(owner, method, None)
+    if original is None or hasattr(original, "measured"):
+        return
+    kind = track.kind_of(name or method, phase)
+    begin, end = track.begin, track.end
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        begin(kind)
+        try:
+            return original(*args, **kwargs)
+        finally:
+            end()
+
+    call.measured = True  # type: ignore[attr-defined]
+    setattr(owner, method, call)
+
+
+def follow(owner: Any, method: str, then: Callable[[], object]) -> None:
+    """Replace ``owner.method``, so that ``then`` runs after every call."""
+    original = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        then()
+        return result
+
+    setattr(owner, method, call)
