@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from hybridtrain.errors import UserError  # noqa: E402
-from hybridtrain.report import Series  # noqa: E402
+from hybridtrain.report.charts import Series  # noqa: E402
 from hybridtrain.simulate import SimulationRow, Way, parse, simulate  # noqa: E402
 from hybridtrain.updates.delay_tolerant import (  # noqa: E402
     AdaDelay,

@@ -154,7 +154,7 @@ def draw(rows: Sequence[dict[str, Any]], given: argparse.Namespace) -> None:
     """Bars: the share of the ideal, a group for each number of workers."""
     from matplotlib.figure import Figure
 
-    from hybridtrain.report import style
+    from hybridtrain.report.charts import style
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()

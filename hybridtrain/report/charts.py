@@ -1,8 +1,8 @@
-"""Drawings as SVG text, to be put into a page; needs matplotlib (extra ``report``).
+"""Charts as SVG text for a page; needs matplotlib (extra ``report``).
 
-The same figures give the same text, so that pages can be compared. Lines differ in colour and in
-dashes; the colours are those of Okabe and Ito (Color Universal Design, 2008), which everybody can
-tell apart, without the yellow, which is hard to see on white.
+The same data give the same text, so pages can be compared. Lines differ in colour and in dashes;
+the colours are those of Okabe and Ito (Color Universal Design, 2008), which colour-blind readers
+can tell apart, without the yellow, which is hard to see on white.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ DASHES = (
     (1, 1),
     (8, 2, 2, 2, 2, 2),
 )
-SIZE_INCHES = (4.6, 3.1)  # small: letters are still legible at the width of a phone
+SIZE_INCHES = (4.6, 3.1)  # text stays legible at the width of a phone
 _SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",  # letters stay letters
-    "svg.hashsalt": "hybridtrain",
-    "text.parse_math": False,  # a dollar sign in a name is one
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "hybridtrain",  # reproducible ids
+    "text.parse_math": False,  # names may contain dollar signs
     "font.family": "sans-serif",
     "font.size": 10,
     "axes.spines.top": False,
@@ -46,7 +46,7 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a line looks, in a figure and in its legend. ``rest``: one of many, in the background."""
+    """Look of a line in figure and legend. ``rest``: thin and grey, shared by many lines."""
 
     colour: str
     dashes: tuple[float, ...] = ()
@@ -57,7 +57,7 @@ REST = Style("#b5b5b5", rest=True)
 
 
 def style(number: int) -> Style:
-    """The look of the line of this number; from the ninth on all look alike."""
+    """The style of the line with this number; from the ninth on the same for all."""
     return Style(COLOURS[number], DASHES[number]) if number < len(COLOURS) else REST
 
 
@@ -68,12 +68,12 @@ class Series:
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    style: Style | None = None  # else by its place
+    style: Style | None = None  # default: by position
 
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """Horizontal bars, the first on top: names, lengths (None: not known) and looks."""
+    """Horizontal bars, the first on top: names, lengths (None: unknown) and styles."""
 
     names: Sequence[str]
     lengths: Sequence[float | None]
@@ -94,9 +94,9 @@ def line_chart(
     """Lines on the same axes.
 
     Args:
-        marks: show the points themselves; a single point always is.
-        legend: draw one, where there are several lines (else the page has it).
-        fit_y: let the ordinate show only what is needed, instead of everything from 0.
+        marks: mark the points; a single point is always marked.
+        legend: draw a legend if there are several lines.
+        fit_y: fit the y axis to the data instead of starting at 0.
     """
 
     def draw(axes: Any) -> None:
@@ -132,7 +132,7 @@ def _line(axes: Any, each: Series, look: Style, marks: bool, thin: bool) -> None
 
 
 def bar_chart(series: Sequence[Series], xlabel: str, ylabel: str, *, legend: bool = True) -> str:
-    """A histogram of each: outlines, so that several can be told apart on the same axes."""
+    """Histograms on the same axes, as outlines."""
 
     def draw(axes: Any) -> None:
         for number, each in enumerate(series):
@@ -150,7 +150,7 @@ def bar_chart(series: Sequence[Series], xlabel: str, ylabel: str, *, legend: boo
 
 
 def length_chart(bars: Bars, xlabel: str) -> str:
-    """Horizontal bars with their names and numbers, as many as there are."""
+    """Horizontal bars with their names and numbers; the height grows with their number."""
     known = [x or 0.0 for x in bars.lengths]
     places = range(len(known))
 
@@ -170,7 +170,7 @@ def length_chart(bars: Bars, xlabel: str) -> str:
 
 
 def shortened(text: str, length: int) -> str:
-    """At most ``length`` letters; the middle is left out."""
+    """At most ``length`` characters; the middle is left out."""
     if len(text) <= length:
         return text
     half = (length - 1) // 2
@@ -178,7 +178,7 @@ def shortened(text: str, length: int) -> str:
 
 
 def number(value: float) -> str:
-    """Four significant digits, and no exponent where a person would write none."""
+    """The number with about four significant digits, with an exponent only if it is far from 1."""
     if not math.isfinite(value):
         return str(value)
     if value != 0 and not 1e-4 <= abs(value) < 1e9:
@@ -187,7 +187,7 @@ def number(value: float) -> str:
 
 
 def can_draw() -> bool:
-    """Whether there is a matplotlib."""
+    """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
@@ -196,10 +196,10 @@ def picture(
     legend: bool = False,
     size_inches: tuple[float, float] = SIZE_INCHES,
 ) -> str:
-    """What ``draw`` puts on a matplotlib ``Axes``, as SVG.
+    """Call ``draw`` with a matplotlib ``Axes``; returns the figure as SVG.
 
     Raises:
-        UserError: if there is no matplotlib.
+        UserError: if matplotlib is not installed.
     """
     try:
         from matplotlib import rc_context
@@ -224,7 +224,7 @@ def picture(
 
 
 def _name_ticks(axis: Any) -> None:
-    """Plain numbers along a logarithmic axis; between powers of ten where there are few of them."""
+    """Label a logarithmic axis with plain numbers, also between powers of ten if there are few."""
     low, high = axis.get_view_interval()
     few = low > 0 and high / low < 100
 
@@ -236,7 +236,7 @@ def _name_ticks(axis: Any) -> None:
 
 
 def _inline(svg: str) -> str:
-    """Without the head of a file of its own and its fixed size; the page gives it the width."""
+    """The SVG without file header, metadata and size, for embedding; the page sets the width."""
     start = svg[svg.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", start, flags=re.DOTALL)
     return re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", body, count=1).strip()

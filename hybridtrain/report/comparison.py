@@ -1,20 +1,34 @@
-"""One page about several runs: curves, figures, what they were told, how they ended."""
+"""One page that compares several runs: results, settings and curves, for a browser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
-from hybridtrain.report.charts import can_draw
-from hybridtrain.report.curves import curves_of
-from hybridtrain.report.looks import Shown, looks_of
+from hybridtrain.report.charts import (
+    COLOURS,
+    Bars,
+    Series,
+    Style,
+    bar_chart,
+    can_draw,
+    length_chart,
+    line_chart,
+    style,
+)
+from hybridtrain.report.history import HISTORY_FILE
 from hybridtrain.report.page import (
     Part,
     TableRow,
     code,
     details,
+    figure,
+    figures,
     heading,
+    legend,
     link,
     note,
     page,
@@ -22,19 +36,28 @@ from hybridtrain.report.page import (
     table,
     write,
 )
-from hybridtrain.report.runs import Run, common_overrides, find_runs, labels, read_run
+from hybridtrain.report.runs import (
+    CONFIG_FILE,
+    SUMMARY_FILE,
+    Run,
+    common_overrides,
+    differences,
+    find_runs,
+    labels,
+    read_run,
+)
 from hybridtrain.report.sheets import curves_sheet, runs_sheet
-from hybridtrain.report.tables import results, settings
+from hybridtrain.util.number_checks import is_number
 
-FEW = 6
 PAGE, RUNS, CURVES = "comparison.html", "comparison.csv", "curves.csv"
+FEW = 6  # rows of a table that is not folded away
 
 
 def compare(folders: Sequence[Path], out: Path) -> list[Run]:
-    """Write page and sheets about all runs in ``folders`` into the folder ``out``.
+    """Write page and sheets about all runs below ``folders`` into the folder ``out``.
 
     Raises:
-        UserError: if there are no runs, or nothing can be written there.
+        UserError: if there are no runs, or ``out`` cannot be written.
     """
     runs = [read_run(folder) for folder in find_runs(folders)]
     names = labels(runs)
@@ -47,7 +70,7 @@ def compare(folders: Sequence[Path], out: Path) -> list[Run]:
 def comparison(
     runs: Sequence[Run], names: Sequence[str], folders: Sequence[Path], out: Path
 ) -> str:
-    """The page, which will lie in the folder ``out``."""
+    """The page's text; its links are relative to the folder ``out``."""
     shown = looks_of(runs, names)
     tasks = list(dict.fromkeys(run.task for run in runs))
     title = f"{_count(len(runs), 'run')} compared"
@@ -84,7 +107,7 @@ def _head(runs: Sequence[Run], folders: Sequence[Path]) -> Iterator[Part]:
 
 
 def _remarks(shown: Sequence[Shown]) -> Iterator[Part]:
-    """What should not be overlooked."""
+    """Runs that did not finish, and files that could not be read."""
     bad = [x for x in shown if not x.run.ended_well]
     if bad:
         yield note(f"{len(bad)} of {_count(len(shown), 'run')} did not finish.")
@@ -102,3 +125,235 @@ def _sheets_hint(out: Path) -> Part:
         *("The same as sheets: ", link(out / RUNS, RUNS, out), ", "),
         *(link(out / CURVES, CURVES, out), " (the points of all curves)."),
     )
+
+
+# ---- looks of the runs --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A run with its name and style on the page."""
+
+    run: Run
+    name: str
+    style: Style
+    group: str  # its entry in the legends
+
+
+def looks_of(runs: Sequence[Run], names: Sequence[str]) -> list[Shown]:
+    """A style for each run; where they are too many, one for each value of an override."""
+    looks, groups = [style(i) for i in range(len(runs))], list(names)
+    if len(runs) > len(COLOURS):
+        if (key := _grouping(runs)) is not None:
+            values = [_value(run, key) for run in runs]
+            number = {value: i for i, value in enumerate(dict.fromkeys(values))}
+            looks, groups = [style(number[v]) for v in values], [f"{key}={v}" for v in values]
+        else:
+            groups = groups[: len(COLOURS)] + ["the others"] * (len(runs) - len(COLOURS))
+    return [Shown(*x) for x in zip(runs, names, looks, groups, strict=True)]
+
+
+def _value(run: Run, key: str) -> str:
+    found = [x.partition("=")[2] for x in run.overrides if x.partition("=")[0] == key]
+    return found[-1] if found else "–"
+
+
+def _grouping(runs: Sequence[Run]) -> str | None:
+    """Key of the first override with at least two values, and few enough to draw."""
+    keys = dict.fromkeys(x.partition("=")[0] for run in runs for x in run.overrides)
+    few = (k for k in keys if 2 <= len({_value(run, k) for run in runs}) <= len(COLOURS))
+    return next(few, None)
+
+
+def _legend_of(shown: Sequence[Shown]) -> Part:
+    return legend(dict.fromkeys((x.group, x.style) for x in shown))
+
+
+# ---- tables -------------------------------------------------------------------------------------
+
+
+HEADS = {  # of the results -> name of the number
+    "samples/s": "samples_per_s",
+    "training s": "train_s",
+    "wall s": "wall_s",
+    "updates": "updates",
+    "samples": "samples",
+    "samples/update": "effective_batch",
+    "waiting %": "waiting_percent",
+    "staleness, mean": "staleness_mean",
+    "max": "staleness_max",
+    "dropped": "dropped",
+    "lead, max": "lead_max",
+    "handed over, bytes": "sent_bytes",
+}
+
+
+def results(shown: Sequence[Shown], out: Path) -> Part:
+    """A row for each run; empty columns are left out."""
+    found = dict.fromkeys(m for x in shown for m in x.run.metrics)
+    metrics = [m for m in found if not m.startswith("lr-")]
+    compared = {x.run.config.get("task.metric") for x in shown}
+    metrics.sort(key=lambda name: (name not in compared, not name.startswith("test")))
+    all_well = all(x.run.ended_well for x in shown)
+    numbers = [x.run.numbers for x in shown]
+    columns: dict[str, list[Any]] = {
+        "run": [link(x.run.folder, x.name, out) for x in shown],
+        "task": [x.run.task for x in shown] if len({x.run.task for x in shown}) > 1 else [],
+        "": [] if all_well else [x.run.status for x in shown],
+        **{m: [x.run.metrics.get(m) for x in shown] for m in metrics},
+        **{head: [each[name] for each in numbers] for head, name in HEADS.items()},
+        "saved, bytes": [each["saved_bytes"] or None for each in numbers],
+        "workers": [x.run.figure("workers") for x in shown],
+        "files": [_files(x.run, out) for x in shown],
+    }
+    kept = {k: v for k, v in columns.items() if any(x not in (None, "") for x in v)}
+    cells = zip(*kept.values(), strict=True)
+    return table(
+        list(kept), [TableRow(c, not x.run.ended_well) for c, x in zip(cells, shown, strict=True)]
+    )
+
+
+def _files(run: Run, out: Path) -> Part:
+    files = [x for x in (SUMMARY_FILE, HISTORY_FILE, CONFIG_FILE) if (run.folder / x).is_file()]
+    return Part(" ".join(link(run.folder / x, x.rpartition("/")[2], out) for x in files))
+
+
+def settings(shown: Sequence[Shown]) -> Iterator[Part]:
+    """The configuration values in which the runs differ."""
+    if len(shown) < 2:
+        return
+    told = differences([x.run for x in shown])
+    yield heading("What sets the runs apart")
+    if not told:
+        yield paragraph("Their configurations do not differ, as far as they are known.")
+        return
+    if len(shown) <= len(COLOURS):
+        rows: list[list[Any]] = [[code(k), *map(_told, each)] for k, each in told.items()]
+        parts = [table(["setting", *(x.name for x in shown)], rows)]
+    else:
+        rows = [[x.name, *(_told(each[i]) for each in told.values())] for i, x in enumerate(shown)]
+        parts = [table(["run", *told], rows)]
+    summary = f"{len(told)} settings of the configuration"
+    yield details(summary, parts) if len(shown) * len(told) > 200 else parts[0]
+
+
+def _told(value: Any) -> str:
+    """The value as typed on the command line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+    return str(value)
+
+
+# ---- figures ------------------------------------------------------------------------------------
+
+MOST_POINTS = 200  # of a line
+MOST_BARS = 24
+FEW_SHARE = 0.005  # of the contributions: the oldest ones share a bin
+ACROSS = {  # column of the x axis -> caption, label
+    "wall_s": ("wall time", "wall time in s, start-up and validations included"),
+    "samples": ("samples", "samples trained on, all workers"),
+    "updates": ("updates", "updates of the parameters"),
+}
+
+
+def curves_of(title: str, shown: Sequence[Shown]) -> Iterator[Part]:
+    """Curves and bars, which can only be compared within one task."""
+    something = any(x.run.curve.columns or x.run.summary for x in shown)
+    if not can_draw() or not something:
+        return
+    yield heading(title or "Curves")
+    curves = [x for name in _drawn_metrics(shown) for x in _curves(shown, name)]
+    yield figures(curves) if curves else paragraph(f"No run has left a {HISTORY_FILE}.")
+    yield heading("Speed, waiting, staleness", 3 if title else 2)
+    bars = list(_bars(shown))
+    if len(shown) > MOST_BARS:
+        yield paragraph("There are too many runs for bars; the table has their figures.")
+    elif bars:
+        yield figures(bars)
+
+
+def _drawn_metrics(shown: Sequence[Shown]) -> list[str]:
+    """The training loss, and the metric that the task monitors, or else the first there is."""
+    watched = [str(x.run.config.get("task.monitor")) for x in shown]
+    found = dict.fromkeys(m for x in shown for m in x.run.curve.metrics)
+    ours = [m for m in found if not m.startswith(("train", "lr-"))]
+    return ["train_loss", *([m for m in watched if m in found] or ours)[:1]]
+
+
+def _curves(shown: Sequence[Shown], metric: str) -> Iterator[Part]:
+    """The metric against wall time, samples and updates."""
+    what = "loss in training" if metric == "train_loss" else metric
+    for column, (caption, axis) in ACROSS.items():
+        present = [x for x in shown if x.run.curve.points(column, metric)[0]]
+        drawn = [
+            Series(x.name, *_thinned(*x.run.curve.points(column, metric)), x.style) for x in present
+        ]
+        if drawn:
+            svg = line_chart(
+                *(drawn, axis, what),
+                ylog=_spans_decades(drawn),
+                marks=all(len(each.x) <= 30 for each in drawn) and len(drawn) <= len(COLOURS),
+                legend=False,
+                fit_y=True,
+            )
+            yield figure(svg, f"{what} against {caption}", _legend_of(present))
+
+
+def _spans_decades(drawn: Sequence[Series]) -> bool:
+    values = [y for each in drawn for y in each.y]
+    return min(values) > 0 and max(values) / min(values) > 50
+
+
+def _thinned(x: list[float], y: list[float]) -> tuple[list[float], list[float]]:
+    """Every n-th point, and the last."""
+    step = -(-len(x) // MOST_POINTS)
+    kept = sorted({*range(0, len(x), step), len(x) - 1})
+    return [x[i] for i in kept], [y[i] for i in kept]
+
+
+def _bars(shown: Sequence[Shown]) -> Iterator[Part]:
+    names, looks = [x.name for x in shown], [x.style for x in shown]
+    panels = [
+        ("Speed", "samples per s of training time", "samples_per_s"),
+        ("Waiting", "% of the time, mean over the workers", "waiting_percent"),
+        ("Samples per update", "samples", "effective_batch"),
+    ]
+    for caption, axis, number in panels:
+        lengths = [x.run.numbers[number] for x in shown]
+        if any(x is not None for x in lengths):
+            yield figure(length_chart(Bars(names, lengths, looks), axis), caption)
+    if counted := [x for x in shown if _ages(x.run)]:
+        yield _histogram(counted)
+
+
+def _histogram(shown: Sequence[Shown]) -> Part:
+    """Shares of contributions by staleness; the few oldest ones share the last bin."""
+    counts = [_ages(x.run) for x in shown]
+    oldest = max(max(each) for each in counts)
+    last = next(
+        age
+        for age in range(oldest + 1)
+        if all(
+            sum(n for a, n in each.items() if a > age) <= FEW_SHARE * sum(each.values())
+            for each in counts
+        )
+    )
+    last += last < oldest
+    drawn = []
+    for x, each in zip(shown, counts, strict=True):
+        binned = [100 * each.get(age, 0) / sum(each.values()) for age in range(last)]
+        drawn.append(Series(x.name, range(last + 2), [*binned, 100 - sum(binned), 0.0], x.style))
+    axis = "staleness in updates" + (f" ({last}: and more)" if last < oldest else "")
+    svg = bar_chart(drawn, axis, "% of contributions", legend=False)
+    return figure(svg, "Staleness of what was applied", _legend_of(shown))
+
+
+def _ages(run: Run) -> dict[int, float]:
+    """Staleness -> contributions; empty: unknown."""
+    staleness = run.summary.get("staleness")
+    counts = staleness.get("histogram") if isinstance(staleness, dict) else None
+    known = counts.items() if isinstance(counts, dict) else ()
+    return {int(age): n for age, n in known if str(age).isdecimal() and is_number(n) and n > 0}

@@ -1,10 +1,9 @@
-"""``history.csv``: the curve of one run, a row now and then, whatever loggers it has.
+"""``history.csv``: the curve of one run, independent of its loggers.
 
-Written by the run's monitor in rank 0, read by the comparison. A row costs one short append; it is
-a whole line or nothing, so a run that is killed leaves what it had. When a metric turns up that has
-no column yet, the file is replaced by one that has it.
+The run's monitor writes it in rank 0, the comparison reads it. A row is one short append of a whole
+line, so a killed run leaves all earlier rows. A new metric gets a column by rewriting the file.
 
-Columns that are always there:
+Columns that are always present:
 
 ``wall_s``      since the run began: start-up and validations included
 ``train_s``     of training alone: start-up and validations left out
@@ -13,10 +12,10 @@ Columns that are always there:
 ``samples``     trained on by all workers, in this run
 ``train_loss``  mean over worker 0's mini-batches since the row before
 
-and, where somebody counts them, all since training began: ``waiting_share`` (mean over the workers,
-0 to 1), ``staleness_mean`` and ``staleness_max`` (updates), ``effective_batch`` (samples per
-update), ``dropped`` (contributions), ``lead_max`` (mini-batches ahead of the slowest worker). The
-remaining columns are the metrics of the validations, in the rows that follow one. Empty: not known.
+and, if the strategy counts them, all since training began: ``waiting_share`` (mean over the
+workers, 0 to 1), ``staleness_mean`` and ``staleness_max`` (updates), ``effective_batch`` (samples
+per update), ``dropped`` (contributions), ``lead_max`` (mini-batches ahead of the slowest worker).
+The remaining columns are validation metrics, in the row after each validation. Empty: unknown.
 """
 
 from __future__ import annotations
@@ -37,27 +36,27 @@ LEAST_S, LEAST_SHARE = 0.1, 0.01
 
 @dataclass
 class History:
-    """Writes the file. Rows come ever more seldom, so that it stays small: about 1,000 a day.
+    """Writes the file, at growing intervals so that it stays small: about 1,000 rows a day.
 
     Args:
-        folder: where it is written; a file of that name is replaced by the first row.
+        folder: the run's; the first row replaces an existing file.
     """
 
     folder: Path
     _columns: list[str] = field(default_factory=list)
     _next_s: float = 0.0
-    _before: dict[str, float] = field(default_factory=dict)  # of an earlier time, in some columns
+    _before: dict[str, float] = field(default_factory=dict)  # offsets of a resumed run, by column
 
     def due(self, train_s: float) -> bool:
-        """Whether it is time for another row: 0.1 s, and 1 % of the time so far, after the last."""
+        """Whether to write a row: 0.1 s, and 1 % of the training time so far, after the last."""
         return train_s >= self._next_s
 
     def go_on(self, updates: int, counted: int) -> None:
-        """Keep the rows up to so many updates, and count on from the last of them.
+        """Resume: keep the rows up to the checkpoint, and continue counting from the last of them.
 
         Args:
-            updates: behind the checkpoint from which the run goes on.
-            counted: of these, by who counts now.
+            updates: made before the checkpoint from which the run resumes.
+            counted: those of them that later rows count too.
         """
         curve = read_history(self.folder)
         values = zip(*curve.columns.values(), strict=True)
@@ -66,7 +65,7 @@ class History:
         if not kept:
             return
         last = kept[-1]
-        self._widen(self.folder / HISTORY_FILE, curve.columns)
+        self._widen(curve.columns)
         for row in kept:
             self._append(row)
         per_update = last["samples"] / last["updates"] if last["updates"] else 0.0
@@ -75,28 +74,27 @@ class History:
         self._before |= {"samples": samples, "updates": updates - counted}
 
     def take_over(self) -> None:
-        """Rows that another process of this run has written stay, and count as this one's do."""
+        """Continue the file that another process of this run has written."""
         if (self.folder / HISTORY_FILE).is_file():
             self._columns = list(read_history(self.folder).columns)
 
     def add(self, row: Mapping[str, float]) -> None:
-        """Another row. Raises OSError."""
+        """Write a row. Raises OSError."""
         train_s = row["train_s"]
         self._next_s = train_s + max(LEAST_S, LEAST_SHARE * train_s)
         row = {**row, **{name: row[name] + more for name, more in self._before.items()}}
         names = {name.replace("\n", " "): value for name, value in row.items()}
-        path = self.folder / HISTORY_FILE
         if not self._columns or not names.keys() <= set(self._columns):
-            self._widen(path, names)
+            self._widen(names)
         self._append(names)
 
     def _append(self, names: Mapping[str, float]) -> None:
-        path = self.folder / HISTORY_FILE
-        with path.open("a", newline="") as file:
+        with (self.folder / HISTORY_FILE).open("a", newline="") as file:
             file.write(_line(_cell(names.get(name)) for name in self._columns))
 
-    def _widen(self, path: Path, names: Iterable[str]) -> None:
-        """A file with columns for these names; the rows written so far have nothing in them."""
+    def _widen(self, names: Iterable[str]) -> None:
+        """Add columns for these names, empty in earlier rows."""
+        path = self.folder / HISTORY_FILE
         body = path.read_text().partition("\n")[2] if self._columns else ""
         new = [x for x in (*ALWAYS, *names) if x not in self._columns]
         self._columns += dict.fromkeys(new)
@@ -124,28 +122,28 @@ def _cell(value: float | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunCurve:
-    """What was read: columns of equal length, nan: not known. ``bad``: rows that were left out."""
+    """The curve as read: columns of equal length, nan: unknown. ``bad``: number of damaged rows."""
 
     columns: dict[str, list[float]] = field(default_factory=dict)
     bad: int = 0
 
     def points(self, x: str, y: str) -> tuple[list[float], list[float]]:
-        """Where both are known and finite, in order."""
+        """The points at which both columns are finite, in order."""
         pairs = zip(self.columns.get(x, []), self.columns.get(y, []), strict=False)
         found = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
         return [a for a, _ in found], [b for _, b in found]
 
     @property
     def metrics(self) -> list[str]:
-        """The columns of the validations' metrics."""
+        """Names of the validation metrics."""
         return [name for name in self.columns if name not in KNOWN]
 
 
 def read_history(folder: Path) -> RunCurve:
-    """The history that lies in a run's folder; empty if there is none.
+    """Read the history in a run's folder; empty if there is none.
 
-    Rows that are cut short or no numbers are left out and counted: a run may have been killed, or
-    be running.
+    Rows that are cut short or not numeric are left out and counted: the run may have been killed,
+    or be running.
     """
     try:
         text = (folder / HISTORY_FILE).read_text(encoding="utf-8", errors="replace")

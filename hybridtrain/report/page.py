@@ -1,8 +1,8 @@
-"""One HTML file that needs nothing else: no script, no font, no image from anywhere.
+"""One self-contained HTML file: no script, no external font or image.
 
-A page is a title and parts; each part is made by one of the functions below, which escape whatever
-they are given that is not a ``Part``, so that no value of a configuration can become a tag. Wide
-tables scroll on their own, so that the page itself fits a phone.
+A page is a title and parts. The functions below make parts and escape everything that is not a
+``Part``, so no value of a configuration can become a tag. Wide tables scroll on their own, so the
+page itself fits a phone.
 """
 
 from __future__ import annotations
@@ -58,53 +58,53 @@ summary { cursor: pointer; }
 
 
 class Part(str):
-    """A piece of HTML, escaped already."""
+    """HTML that is already escaped."""
 
     __slots__ = ()
 
 
-Content = Part | str | float | None  # what can stand in a sentence or a cell; None: not known
+Content = Part | str | float | None  # of a paragraph or a cell; None: unknown
 
 
 def heading(text: str, level: int = 2) -> Part:
-    """The beginning of a section."""
+    """A heading that begins a section."""
     return Part(f"<h{level}>{escape(text)}</h{level}>")
 
 
 def paragraph(*contents: Content) -> Part:
-    """Plain text, links and code, one after the other."""
+    """A paragraph of text, links and code."""
     return Part(f"<p>{''.join(map(_html, contents))}</p>")
 
 
 def note(*contents: Content) -> Part:
-    """A paragraph that must not be overlooked."""
+    """A highlighted paragraph."""
     return Part(f'<p class="note">{"".join(map(_html, contents))}</p>')
 
 
 def code(text: str) -> Part:
-    """What is typed, or stands in a file."""
+    """Code, or the name of a file."""
     return Part(f"<code>{escape(text)}</code>")
 
 
 def link(target: Path, text: str, folder: Path) -> Part:
-    """A link to a file, relative to ``folder``, in which the page will lie."""
+    """A link to a file, relative to ``folder``, the page's own."""
     relative = Path(os.path.relpath(target, folder)).as_posix()
     return Part(f'<a href="{escape(quote(f"./{relative}"))}">{escape(text)}</a>')
 
 
 def figure(svg: str, caption: str = "", key: str = "") -> Part:
-    """A drawing of :mod:`hybridtrain.report.charts` under its caption, above its ``legend``."""
+    """A chart of :mod:`hybridtrain.report.charts` with caption and :func:`legend` (``key``)."""
     above = f"<figcaption>{escape(caption)}</figcaption>" if caption else ""
     return Part(f"<figure>{above}{svg}{key}</figure>")
 
 
 def figures(each: Iterable[Part]) -> Part:
-    """Figures side by side, as many as there is room for."""
+    """Figures side by side as far as there is room."""
     return Part(f'<div class="figures">{"".join(each)}</div>')
 
 
 def legend(entries: Iterable[tuple[str, Style]]) -> Part:
-    """What the lines of a figure are, as text that keeps its size where the figure shrinks."""
+    """A legend as text, which keeps its size where the figure shrinks."""
     lines = "".join(f"<li>{_swatch(look)}<span>{escape(x)}</span></li>" for x, look in entries)
     return Part(f'<ul class="legend">{lines}</ul>')
 
@@ -118,22 +118,22 @@ def _swatch(look: Style) -> str:
 
 
 def details(summary: str, parts: Iterable[Part]) -> Part:
-    """What only some will want to see: folded away."""
+    """Parts that are folded away until the reader opens them."""
     return Part(f"<details><summary>{escape(summary)}</summary>{''.join(parts)}</details>")
 
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of a table; a bad one is shown as such."""
+    """A row of a table; a bad one is red."""
 
     cells: Sequence[object]
     bad: bool = False
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object] | TableRow]) -> Part:
-    """One line per row; the first column names it and stays in sight where the others scroll.
+    """A table; its first column stays visible while the others scroll.
 
-    Figures stand to the right; a column with words in it to the left.
+    Columns of numbers are aligned to the right, columns with words to the left.
     """
     lines = [row if isinstance(row, TableRow) else TableRow(row) for row in rows]
     words = [any(_is_text(line.cells[i]) for line in lines) for i in range(len(heads))]
@@ -148,11 +148,9 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object] | TableRow]) -> 
 
 
 def _is_text(cell: object) -> bool:
-    return isinstance(cell, str) and cell not in ("-", "–", "") and not _begins_with_digit(cell)
-
-
-def _begins_with_digit(cell: str) -> bool:
-    return any(letter.isdigit() for letter in cell[:2])
+    if not isinstance(cell, str) or cell in ("-", "–", ""):
+        return False
+    return not any(letter.isdigit() for letter in cell[:2])
 
 
 def _row(line: TableRow, words: Sequence[bool]) -> str:
@@ -185,7 +183,7 @@ def _html(content: object) -> str:
 
 
 def page(title: str, parts: Iterable[Part], subtitle: str = "") -> str:
-    """The whole file."""
+    """The HTML file's text."""
     below = f'\n<p class="sub">{escape(subtitle)}</p>' if subtitle else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -196,7 +194,7 @@ def page(title: str, parts: Iterable[Part], subtitle: str = "") -> str:
 
 
 def write(path: Path, text: str, option: str) -> None:
-    """Write a file that was asked for with ``option``, whole or not at all.
+    """Write the file given by ``option``, whole or not at all.
 
     Raises:
         UserError: if it cannot be written.

@@ -1,13 +1,14 @@
-"""Runs as they lie on disk: what each left, what it was told to be, and how it ended.
+"""Read runs from disk: figures, curve, configuration, and how they ended.
 
-A run is a folder with ``summary.json``, ``history.csv`` or Hydra's ``.hydra/config.yaml`` in it;
-any of them may be missing or broken, and then the others are still shown. A sweep is a folder of
-runs; its ``jobs.json`` says how jobs ended that could not say so themselves.
+A run is a folder with ``summary.json``, ``history.csv`` or Hydra's ``.hydra/config.yaml``; if some
+are missing or broken, the others are still read. A sweep is a folder of runs; its ``jobs.json``
+records the end of jobs that left no summary.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +27,15 @@ from hybridtrain.util.number_checks import is_number
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
 CONFIG_FILE, OVERRIDES_FILE = ".hydra/config.yaml", ".hydra/overrides.yaml"
 DEPTH = 4  # of the search for runs below a folder
-OWN_TO_EACH = ("run_dir",)  # of a configuration: says nothing about the run
+ABSENT = "–"
+FIGURES = ("updates", "samples", "samples_per_s", "effective_batch", "train_s", "wall_s")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One run.
 
-    ``config`` is flat, with dots in its names. ``exit`` is the exit status, None: it has left none.
+    ``config`` is flat, with dotted names. ``exit`` is the exit status; None: unfinished or killed.
     ``broken`` names the files that could not be read.
     """
 
@@ -48,38 +50,55 @@ class Run:
 
     @property
     def task(self) -> str:
-        """The name of its task, as far as it is known."""
+        """Name of its task; empty: unknown."""
         return str(self.config.get("task.name") or "")
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The last metrics."""
+        """The metrics in the summary."""
         found = self.summary.get("metrics")
         return {k: v for k, v in found.items() if is_number(v)} if isinstance(found, dict) else {}
 
     def figure(self, *names: str) -> float | None:
-        """A number of the summary by the path to it; None where there is none."""
-        value: Any = self.summary
-        for name in names:
-            value = value.get(name) if isinstance(value, Mapping) else None
+        """The number at this path in the summary; None: there is none."""
+        value = self._at(*names)
         return value if is_number(value) else None
 
     def figures(self, *names: str) -> list[float]:
-        """The numbers of a list in the summary, those that are known."""
+        """The numbers in the list at this path in the summary."""
+        value = self._at(*names)
+        return [x for x in value if is_number(x)] if isinstance(value, list) else []
+
+    def _at(self, *names: str) -> Any:
         value: Any = self.summary
         for name in names:
             value = value.get(name) if isinstance(value, Mapping) else None
-        return [x for x in value if is_number(x)] if isinstance(value, list) else []
+        return value
+
+    @property
+    def numbers(self) -> dict[str, float | None]:
+        """The numbers to compare, by the names of the sheet's columns; None: unknown."""
+        shares, dropped = self.figures("waiting_share"), self.figures("dropped")
+        return {
+            **{name: self.figure(name) for name in FIGURES},
+            "waiting_percent": 100 * sum(shares) / len(shares) if shares else None,
+            "staleness_mean": self.figure("staleness", "mean"),
+            "staleness_max": self.figure("staleness", "max"),
+            "dropped": sum(dropped) if dropped else None,
+            "lead_max": max(self.figures("lead", "max"), default=None),
+            "sent_bytes": self.figure("handed_over", "sent_bytes"),
+            "saved_bytes": self.figure("handed_over", "saved_bytes"),
+        }
 
     @property
     def status(self) -> str:
-        """How it ended, in a word."""
+        """How the run ended, in a word."""
         known = {None: "unfinished", 0: "finished"} | dict.fromkeys((129, 130, 143), "interrupted")
         return known.get(self.exit, "failed")
 
     @property
     def reason(self) -> str:
-        """Why it did not end well, as far as it is known."""
+        """Why the run did not finish, as far as it is known."""
         if self.exit is None:
             return "it runs still, or was killed"
         return shortened(self.error, 300)
@@ -90,10 +109,10 @@ class Run:
 
 
 def find_runs(folders: Sequence[Path]) -> list[Path]:
-    """The folders of all runs in and below these, each once, in order, 2 before 10.
+    """The folders of all runs in and below these, each once, in natural order (2 before 10).
 
     Raises:
-        UserError: naming a folder that is not there, or in which there is none.
+        UserError: naming a folder that does not exist or holds no run.
     """
     found: dict[Path, Path] = {}
     for folder in folders:
@@ -124,7 +143,7 @@ def _natural(path: Path) -> list[tuple[bool, int, str]]:
 
 
 def read_run(folder: Path) -> Run:
-    """Everything that a run has left; what is missing or broken is left out."""
+    """Read a run; missing and broken files are left out."""
     broken: list[str] = []
     summary = _mapping(folder / SUMMARY_FILE, broken)
     ended = _ending(folder)
@@ -157,7 +176,7 @@ def _mapping(path: Path, broken: list[str]) -> dict[str, Any]:
 
 
 def _ending(folder: Path) -> dict[str, Any]:
-    """What the sweep knows of how this job ended."""
+    """The entry of this job in its sweep's ``jobs.json``; empty: there is none."""
     for sweep in folder.parents[:DEPTH]:
         ending = _mapping(sweep / JOBS_FILE, []).get(folder.relative_to(sweep).as_posix())
         if isinstance(ending, dict):
@@ -183,7 +202,8 @@ def _overrides(path: Path, broken: list[str]) -> tuple[str, ...]:
 def _config(path: Path, broken: list[str]) -> dict[str, Any]:
     content = _yaml(path, broken)
     flat = dict(_flat(content)) if isinstance(content, dict) else {}
-    return {k: v for k, v in flat.items() if k not in OWN_TO_EACH}
+    flat.pop("run_dir", None)  # every run has another one
+    return flat
 
 
 def _flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -194,23 +214,30 @@ def _flat(node: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def waiting_percent(run: Run) -> float | None:
-    """Of the workers' time, on average."""
-    shares = run.figures("waiting_share")
-    return 100 * sum(shares) / len(shares) if shares else None
+def as_json(value: Any) -> str:
+    """JSON text, with null for numbers that are not finite."""
+    return json.dumps(_finite(value), indent=2) + "\n"
 
 
-# ---- what sets them apart -----------------------------------------------------------------------
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- differences --------------------------------------------------------------------------------
 
 
 def common_overrides(runs: Sequence[Run]) -> list[str]:
-    """What was said of all of them, those aside of which nothing is known."""
+    """The overrides that all runs share, apart from runs whose overrides are unknown."""
     known = [run.overrides for run in runs if run.overrides]
     return [x for x in known[0] if all(x in each for each in known)] if known else []
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
-    """A short name for each, no two alike, made of the overrides that not all share.
+    """A short unique name for each run, made of the overrides that not all runs share.
 
     ``strategy=async trainer.devices=2`` becomes ``async devices=2``.
     """
@@ -232,15 +259,7 @@ def _brief(override: str) -> str:
 
 
 def differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
-    """Configuration values that differ, by name: one for each run, ``ABSENT`` where it has none."""
+    """Configuration values that differ, by name: one for each run; ``ABSENT``: it has none."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     values = {name: [run.config.get(name, ABSENT) for run in runs] for name in names}
     return {k: v for k, v in values.items() if any(x != v[0] for x in v[1:])}
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "–"
-
-
-ABSENT = _Absent()

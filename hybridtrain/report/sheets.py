@@ -1,7 +1,7 @@
-"""Runs as CSV: one row for each run, and all their histories one below the other.
+"""Runs as CSV for spreadsheets: one row for each run, and the rows of all histories.
 
-For spreadsheets: UTF-8 with a mark that says so, numbers with a decimal point in full precision,
-nothing that a spreadsheet would take for a formula.
+UTF-8 with a byte order mark, numbers with a decimal point, no text that a spreadsheet would take
+for a formula.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridtrain.report.history import KNOWN
-from hybridtrain.report.runs import ABSENT, Run, differences, waiting_percent
+from hybridtrain.report.runs import ABSENT, Run, differences
 
-FIGURES = ("updates", "samples", "samples_per_s", "effective_batch", "train_s", "wall_s")
-MARK = "\ufeff"  # Excel takes UTF-8 for what it is only with it
+MARK = "\ufeff"  # Excel needs it to recognise UTF-8
 
 
 def runs_sheet(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """One row for each run: how it ended, its figures, metrics, and what it was told."""
+    """One row for each run: how it ended, figures, metrics, and settings that differ."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.metrics))
     told = differences(runs)
     rows = [
@@ -43,20 +42,13 @@ def _row(run: Run, name: str) -> dict[str, Any]:
         "strategy": run.summary.get("strategy"),
         "workers": run.figure("workers"),
         "device": run.summary.get("device"),
-        **{name: run.figure(name) for name in FIGURES},
-        "waiting_percent": waiting_percent(run),
-        "staleness_mean": run.figure("staleness", "mean"),
-        "staleness_max": run.figure("staleness", "max"),
-        "dropped": sum(dropped) if (dropped := run.figures("dropped")) else None,
-        "lead_max": max(run.figures("lead", "max"), default=None),
-        "sent_bytes": run.figure("handed_over", "sent_bytes"),
-        "saved_bytes": run.figure("handed_over", "saved_bytes"),
+        **run.numbers,
         "overrides": " ".join(run.overrides),
     }
 
 
 def curves_sheet(runs: Sequence[Run], names: Sequence[str]) -> str:
-    """All rows of all histories; columns that a run has not are empty in its rows."""
+    """The rows of all histories; columns that a run lacks are empty in its rows."""
     found = dict.fromkeys(c for run in runs for c in run.curve.columns)
     columns = [*(c for c in KNOWN if c in found), *(c for c in found if c not in KNOWN)]
     rows = [
@@ -77,15 +69,12 @@ def _sheet(columns: Iterable[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    """As a spreadsheet should read it; what it would take for a formula gets an apostrophe."""
+    """The cell's text; an apostrophe precedes what a spreadsheet would take for a formula."""
     match value:
         case None:
             return ""
-        case bool() | str() | int():
-            text = str(value)
         case float():
             return f"{value:.7g}" if math.isfinite(value) else ""
-        case _:
-            text = "" if value is ABSENT else str(value)
+    text = "" if value is ABSENT else str(value)
     formula = text[:1] in ("=", "+", "-", "@", "\t", "\r") and not isinstance(value, int)
     return f"'{text}" if formula else text

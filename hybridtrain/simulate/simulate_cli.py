@@ -82,7 +82,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from hybridtrain.report import write
+from hybridtrain.report.page import write
 from hybridtrain.simulate.simulate_options import parse
 from hybridtrain.simulate.simulate_output import draw, page_of, table
 from hybridtrain.simulate.simulations import simulate
@@ -90,7 +90,7 @@ from hybridtrain.util.arguments import command
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Simulate what is asked for, and show it."""
+    """Simulate every strategy with every number of workers; print and write the figures."""
     plan, files = parse(arguments)
     console = Console()
     rows = []
@@ -112,5 +112,5 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: 0, or 2 after one line on standard error."""
+    """Run the command line; returns 0, or 2 after one line on standard error."""
     return command(run, __doc__, arguments)

@@ -1,4 +1,4 @@
-"""What the user says: ``name=value`` arguments into a plan."""
+"""Make a simulation plan from ``name=value`` arguments."""
 
 from __future__ import annotations
 
@@ -25,21 +25,14 @@ from hybridtrain.worlds.virtual.script import Script, read_script
 from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes, Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
-LENGTHS = ("mini_batches", "seconds")
 FILES = ("json", "plot", "html")
-COMPUTE = (
-    *("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from"),
-    *("compute.seconds_per_step", "slower"),
-)
-NETWORK = ("network.latency_s", "network.bandwidth", "network.server_bandwidth", "parameters")
-CONDITIONS = (
-    *("script", "interrupt", "foresight", "data_shards", "data_visit", "update_s"),
-    *("shards", "delay"),
-)
-GRADIENTS = ("correction", "exchange", "update")
+BANDWIDTHS = ("network.bandwidth", "network.server_bandwidth")
 OPTIONS = [
-    *("strategy", "workers", "batch_size", *LENGTHS, "seed"),
-    *(*COMPUTE, *NETWORK, *CONDITIONS, *GRADIENTS, *FILES),
+    *("strategy", "workers", "batch_size", "mini_batches", "seconds", "seed"),
+    *("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from"),
+    *("compute.seconds_per_step", "slower", "network.latency_s", *BANDWIDTHS, "parameters"),
+    *("script", "interrupt", "foresight", "data_shards", "data_visit", "update_s"),
+    *("shards", "delay", "correction", "exchange", "update", *FILES),
 ]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
@@ -47,10 +40,10 @@ Given = Mapping[str, str]
 
 
 def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
-    """A plan, and the files to write: ``json``, ``plot`` and ``html``, if asked for.
+    """The plan, and the paths of the files to write: ``json``, ``plot`` and ``html``.
 
     Raises:
-        UserError: naming the option, what it may be, and what was meant.
+        UserError: naming the option, its valid values, and the closest one.
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
@@ -78,13 +71,13 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
 
 
 def _is_training(argument: str) -> bool:
-    """Whether it belongs to the configuration of a training."""
+    """Whether the argument belongs to the configuration of a training."""
     name = argument.partition("=")[0].lstrip("+~")
     return name.partition(".")[0] in TRAINING
 
 
 def _of_experiment(overrides: Sequence[str]) -> dict[str, str]:
-    """What the experiment has under ``simulate``: options as they would be typed here."""
+    """The options that ``experiment=NAME`` has under ``simulate``."""
     if not any(override.startswith("experiment=") for override in overrides):
         return {}
     from hybridtrain.cli.virtual_tasks import usual_options  # imports Lightning
@@ -96,9 +89,9 @@ def _of_experiment(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def way(text: str) -> Way:
-    """A strategy and its options: ``backup:k=3``, ``local_sgd:every=32``.
+    """A strategy with its options: ``backup:k=3``, ``local_sgd:every=32``.
 
-    Where a strategy has an exchange of its own, options are the exchange's.
+    Options belong to the policy; of a strategy with an exchange of its own, to the exchange.
 
     Raises:
         UserError: if there is no such strategy, or it takes no such options.
@@ -117,7 +110,7 @@ def way(text: str) -> Way:
 
 
 def _spec(what: str, text: str) -> Any:
-    """``name:option=value`` as a name, or a name with its options."""
+    """``name:option=value`` as a mapping; a name without options as it is."""
     name, *options = text.split(":")
     spec: dict[str, Any] = {"name": name}
     for option in options:
@@ -132,7 +125,7 @@ def _spec(what: str, text: str) -> Any:
 
 
 def _value(text: str) -> bool | float | str | None:
-    """A number where it looks like one."""
+    """The text as a bool, number or None if it looks like one."""
     words: dict[str, bool | None] = {"true": True, "false": False, "null": None}
     if text in words:
         return words[text]
@@ -147,7 +140,7 @@ def _value(text: str) -> bool | float | str | None:
 def _of_gradients(
     name: str, given: Given, overrides: Sequence[str], make: Callable[[Any], object]
 ) -> Any:
-    """What ``make`` takes."""
+    """The specification that ``make`` takes, checked by calling it."""
     if name not in given:
         return None
     if not overrides:
@@ -164,7 +157,7 @@ def _of_gradients(
 
 
 def _train(given: Given, overrides: Sequence[str]) -> Train | None:
-    """Real gradients, if a task is configured."""
+    """Makes the task, if one is configured; then gradients are real."""
     if not overrides:
         return None
     for name in ("batch_size", "parameters"):
@@ -190,7 +183,7 @@ def _train(given: Given, overrides: Sequence[str]) -> Train | None:
 
 
 def _slower(given: Given, workers: Sequence[int]) -> dict[int, float]:
-    """How many times as long each worker takes."""
+    """Factor on the service time, by worker."""
     slower = {
         _whole("slower.W", name.removeprefix("slower."), least=0): _number(name, value)
         for name, value in given.items()
@@ -261,9 +254,9 @@ def _visits(given: Given, trains: bool) -> Visits | None:
 
 
 def _network(given: Given, trains: bool) -> Network:
-    limited = [name for name in NETWORK if name.endswith("bandwidth") and name in given]
+    limited = [name for name in BANDWIDTHS if name in given]
     if bool(limited) != ("parameters" in given) and not trains:
-        have, lack = (limited[0], "parameters") if limited else ("parameters", NETWORK[1])
+        have, lack = (limited[0], "parameters") if limited else ("parameters", BANDWIDTHS[0])
         raise UserError(
             f"{have} was given without {lack}; a bandwidth in bytes per second and the number of "
             "parameters (4 bytes each) go together"
@@ -280,7 +273,7 @@ def _network(given: Given, trains: bool) -> Network:
 
 
 def _shards(given: Given) -> tuple[float, ...]:
-    """By how many seconds the messages of each shard take longer, on average."""
+    """Mean additional latency of each shard's messages, in seconds."""
     delays_s = [0.0] * _whole("shards", given.get("shards", "1"))
     for name, value in given.items():
         if name.startswith("delay."):
@@ -295,7 +288,7 @@ def _shards(given: Given) -> tuple[float, ...]:
 
 
 def _length(given: Given, trains: bool) -> float | None:
-    """``None``: as many epochs as the task wants."""
+    """Length of the run in mini-batches; ``None``: the task's epochs."""
     if "mini_batches" in given:
         return _whole("mini_batches", given["mini_batches"])
     if "seconds" in given:

@@ -1,4 +1,4 @@
-"""What the user sees: a table, drawings, a page."""
+"""Show simulations: as a table, drawings, a page."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from rich.table import Table
 
-from hybridtrain import report
 from hybridtrain.errors import UserError
-from hybridtrain.report import Part, Series
+from hybridtrain.report import charts, page
+from hybridtrain.report.charts import Series
+from hybridtrain.report.page import Part
 from hybridtrain.simulate.simulations import SimulationRow
 
 Value = Callable[[SimulationRow], float]
 
 
 def table(rows: Sequence[SimulationRow]) -> Table:
-    """One line for each run."""
+    """A rich table with a row for each run."""
     made = Table(box=None, header_style="bold", padding=(0, 1, 0, 0))
     made.add_column("strategy", overflow="fold")
     for head in heads(rows)[1:]:
@@ -44,7 +45,7 @@ _CELLS: dict[str, Callable[[SimulationRow], str]] = {
 
 
 def heads(rows: Sequence[SimulationRow]) -> list[str]:
-    """The columns that say something here; the first names the strategy."""
+    """The columns in which the runs differ from zero or each other; the first is the strategy."""
     idle = {
         "workers": len({row.workers for row in rows}) == 1,
         "network": not any(row.network_share for row in rows),
@@ -56,7 +57,7 @@ def heads(rows: Sequence[SimulationRow]) -> list[str]:
 
 
 def cells(row: SimulationRow, columns: Sequence[str]) -> list[str]:
-    """The row's text in these columns."""
+    """The run's cells in these columns."""
     return [_CELLS[column](row) for column in columns]
 
 
@@ -117,7 +118,7 @@ def _plot(axes: Any, lines: Sequence[Series], style: str) -> None:
 
 
 def against_workers(rows: Sequence[SimulationRow], value: Value) -> list[Series]:
-    """A line for each strategy."""
+    """A line for each strategy: ``value`` against the number of workers."""
     lines = []
     for strategy in dict.fromkeys(row.strategy for row in rows):
         own = sorted((r for r in rows if r.strategy == strategy), key=lambda r: r.workers)
@@ -126,13 +127,13 @@ def against_workers(rows: Sequence[SimulationRow], value: Value) -> list[Series]
 
 
 def names(rows: Sequence[SimulationRow]) -> list[str]:
-    """What tells the runs apart."""
+    """A label for each run."""
     several = len({row.workers for row in rows}) > 1
     return [f"{row.strategy}, {row.workers}" if several else row.strategy for row in rows]
 
 
 def losses(rows: Sequence[SimulationRow]) -> list[Series]:
-    """Loss against virtual time, a line for each run that has one."""
+    """A line for each run with a loss: loss against virtual time."""
     return [
         Series(name, [at for at, _ in row.loss], [loss for _, loss in row.loss])
         for name, row in zip(names(rows), rows, strict=True)
@@ -141,7 +142,7 @@ def losses(rows: Sequence[SimulationRow]) -> list[Series]:
 
 
 def losses_over_bytes(rows: Sequence[SimulationRow]) -> list[Series]:
-    """The same against what workers have handed over, in megabytes, from the first on."""
+    """A line for each run with a loss: loss against the megabytes handed over by all workers."""
     found = []
     for name, row in zip(names(rows), rows, strict=True):
         points = [(sent / 1e6, loss) for sent, loss in row.loss_over_bytes if sent]
@@ -151,8 +152,7 @@ def losses_over_bytes(rows: Sequence[SimulationRow]) -> list[Series]:
 
 
 def ages(rows: Sequence[SimulationRow], most: int = 60) -> list[Series]:
-    """The distribution of staleness: share of the contributions against age, in at most ``most``
-    steps of equal width, up to what 99 % do not exceed."""
+    """Histogram of staleness per run, in at most ``most`` bins, up to the 99th percentile."""
     end = max(max(row.staleness_p99, 1) for row in rows)
     width = max(1, -(-(end + 1) // most))
     made = []
@@ -170,25 +170,25 @@ def ages(rows: Sequence[SimulationRow], most: int = 60) -> list[Series]:
 
 
 def page_of(rows: Sequence[SimulationRow], arguments: Sequence[str]) -> str:
-    """Everything on one page.
+    """The HTML page with table, curves and charts.
 
     Raises:
         UserError: if there is no matplotlib.
     """
     columns = heads(rows)
     parts: list[Part] = [
-        report.paragraph("python -m hybridtrain.simulate " + " ".join(arguments)),
-        report.table(columns, [cells(row, columns) for row in rows]),
+        page.paragraph("python -m hybridtrain.simulate " + " ".join(arguments)),
+        page.table(columns, [cells(row, columns) for row in rows]),
     ]
     if curves := losses(rows):
-        svg = report.line_chart(curves, "virtual seconds", "loss", fit_y=True)
-        parts += [report.heading("Loss"), report.figure(svg, "Loss against virtual time")]
+        svg = charts.line_chart(curves, "virtual seconds", "loss", fit_y=True)
+        parts += [page.heading("Loss"), page.figure(svg, "Loss against virtual time")]
     if curves := losses_over_bytes(rows):
-        svg = report.line_chart(curves, HANDED_OVER, "loss", xlog=True, fit_y=True)
-        parts.append(report.figure(svg, "Loss against what workers have handed over"))
-    parts += [report.heading("Speed, waiting and staleness"), report.figures(_charts(rows))]
-    parts.append(report.paragraph(_LEGEND))
-    return report.page("Strategies in virtual time", parts)
+        svg = charts.line_chart(curves, HANDED_OVER, "loss", xlog=True, fit_y=True)
+        parts.append(page.figure(svg, "Loss against what workers have handed over"))
+    parts += [page.heading("Speed, waiting and staleness"), page.figures(_charts(rows))]
+    parts.append(page.paragraph(_LEGEND))
+    return page.page("Strategies in virtual time", parts)
 
 
 def _charts(rows: Sequence[SimulationRow]) -> list[Part]:
@@ -197,23 +197,17 @@ def _charts(rows: Sequence[SimulationRow]) -> list[Part]:
         ("samples per virtual second", lambda row: row.samples_per_s),
         *PANELS,
     ]
+    parts = [page.figure(_chart(rows, label, value), label) for label, value in made]
+    svg = charts.bar_chart(ages(rows), "age in updates", "share of the contributions")
+    return [*parts, page.figure(svg, "Staleness distribution, up to the 99th percentile")]
+
+
+def _chart(rows: Sequence[SimulationRow], label: str, value: Value) -> str:
+    """Lines against the number of workers; bars where all runs have the same."""
     if len({row.workers for row in rows}) > 1:
-        charts = [_lines(rows, label, value) for label, value in made]
-    else:
-        charts = [_bars(rows, label, value) for label, value in made]
-    svg = report.bar_chart(ages(rows), "age in updates", "share of the contributions")
-    return [*charts, report.figure(svg, "Staleness distribution, up to the 99th percentile")]
-
-
-def _lines(rows: Sequence[SimulationRow], label: str, value: Value) -> Part:
-    svg = report.line_chart(against_workers(rows, value), "workers", label, xlog=True, marks=True)
-    return report.figure(svg, label)
-
-
-def _bars(rows: Sequence[SimulationRow], label: str, value: Value) -> Part:
-    return report.figure(
-        report.length_chart(report.Bars(names(rows), [value(row) for row in rows]), label), label
-    )
+        lines = against_workers(rows, value)
+        return charts.line_chart(lines, "workers", label, xlog=True, marks=True)
+    return charts.length_chart(charts.Bars(names(rows), [value(row) for row in rows]), label)
 
 
 _LEGEND = (

@@ -1,4 +1,4 @@
-"""What is to be simulated, and the figures that come of it."""
+"""Run strategies in virtual time and collect their figures."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 
-# Number of workers -> a fresh task, and what makes its optimizer.
+# Number of workers -> a fresh task, and a function that makes its optimizer.
 Train = Callable[[int], tuple[Task, MakeOptimizer]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A strategy as the user wrote it, and the policy, exchange and update that this means."""
+    """A strategy: its ``label`` as the user wrote it, policy (``given``), exchange and update."""
 
     label: str
     given: Any
-    exchange: ExchangeSpec = None  # what goes with the policy
-    update: UpdateSpec = None  # what goes with the exchange
+    exchange: ExchangeSpec = None  # default: the policy's
+    update: UpdateSpec = None  # default: the exchange's
 
 
 HYBRID, ASYNC = Way("hybrid", "hybrid"), Way("async", "async")
@@ -40,16 +40,16 @@ HYBRID, ASYNC = Way("hybrid", "hybrid"), Way("async", "async")
 
 @dataclass(frozen=True)
 class SimulationPlan:
-    """What is to be simulated: every strategy with every number of workers.
+    """Simulate every strategy with every number of workers.
 
-    Each ends after ``mini_batches`` of all workers together, or ``seconds`` of virtual time, what
-    comes first; ``None``: after the epochs of what it trains. ``train``: with real gradients.
+    Each run ends after ``mini_batches`` of all workers together (``None``: after the task's epochs)
+    or ``seconds`` of virtual time, whichever is first. ``train`` makes the task, if there is one.
     """
 
     strategies: tuple[Way, ...] = (HYBRID, ASYNC)
     workers: tuple[int, ...] = (8,)
     times: Times = field(default_factory=ServiceTimes)
-    slower: Mapping[int, float] = field(default_factory=dict)  # as it is in ``times``
+    slower: Mapping[int, float] = field(default_factory=dict)  # applied in ``times`` already
     conditions: Conditions = field(default_factory=Conditions)
     batch_size: int = 32
     mini_batches: float | None = 20_000
@@ -57,17 +57,16 @@ class SimulationPlan:
     seed: int = 0
     train: Train | None = None
     correction: CorrectionSpec = None
-    exchange: ExchangeSpec = None  # what goes with the policy
-    update: UpdateSpec = None  # what goes with the strategy
+    exchange: ExchangeSpec = None  # default: the policy's
+    update: UpdateSpec = None  # default: the strategy's
 
 
 @dataclass(frozen=True)
 class SimulationRow:
-    """What one strategy did with one number of workers. Seconds are virtual, but for the last.
+    """Figures of one strategy with one number of workers. Seconds are virtual.
 
-    Shares of time are means over the workers: computing, waiting for a release, and under way on
-    the network; they add up to 1 as far as a worker was there. ``staleness``: age in updates ->
-    contributions.
+    Shares of time are means over the workers: waiting for a release, and on the network; the rest
+    is computing or absence. ``staleness``: age in updates -> contributions.
     """
 
     strategy: str
@@ -77,28 +76,28 @@ class SimulationRow:
     samples: int
     updates_per_s: float
     samples_per_s: float
-    efficiency: float  # of the sum of the workers' own speeds
+    efficiency: float  # relative to the sum of the workers' own speeds
     waiting_share: float
     network_share: float
     dropped: int  # contributions that did not count
-    interrupted: int  # mini-batches begun anew
+    interrupted: int  # mini-batches abandoned and begun anew
     staleness_mean: float
     staleness_median: int
     staleness_p99: int
     staleness_max: int
     staleness: dict[int, int]
     loss: list[tuple[float, float]]  # (virtual time, mean of the losses around it)
-    events_per_s: float  # of this process's time on its core
-    sent_bytes: int = 0  # that workers have handed over
-    loss_over_bytes: list[tuple[float, float]] = field(default_factory=list)  # (so far, mean loss)
+    events_per_s: float  # mini-batches per second of this process's processor time
+    sent_bytes: int = 0  # handed over by all workers
+    loss_over_bytes: list[tuple[float, float]] = field(default_factory=list)  # (bytes, mean loss)
 
 
 def simulate(plan: SimulationPlan, way: Way, workers: int) -> SimulationRow:
-    """One run in virtual time, as long as the plan says.
+    """Simulate one run of the plan.
 
     Raises:
-        UserError: if the policy makes no sense for so many workers, or the plan names a worker
-            that is not there.
+        UserError: if the policy does not fit this number of workers, or the plan names a worker
+            that does not exist.
     """
     for worker in plan.slower:
         if worker >= workers:
@@ -117,10 +116,7 @@ def simulate(plan: SimulationPlan, way: Way, workers: int) -> SimulationRow:
 
 @contextmanager
 def _unswept() -> Iterator[None]:
-    """Keep the garbage collector from searching what will not become garbage: all the workers.
-
-    With 10,000 of them a third of the time went into that.
-    """
+    """Keep the garbage collector from scanning the workers: a third of the time with 10,000."""
     gc.freeze()
     try:
         yield
@@ -129,7 +125,7 @@ def _unswept() -> Iterator[None]:
 
 
 def _world(plan: SimulationPlan, way: Way, workers: int) -> tuple[VirtualWorld, float]:
-    """And the epochs that it is to last."""
+    """The world of one run, and the number of epochs to simulate."""
     make = partial(
         VirtualWorld, make_policy(way.given), workers, plan.times, plan.batch_size, plan.seed
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain import report
 from hybridtrain.errors import UserError
+from hybridtrain.report import charts, page
 
-LINES = [report.Series("a", [1, 2, 3], [3.0, 1.0, 2.0]), report.Series("b", [1, 3], [1.0, 4.0])]
+LINES = [charts.Series("a", [1, 2, 3], [3.0, 1.0, 2.0]), charts.Series("b", [1, 3], [1.0, 4.0])]
 
 
 class Tags(HTMLParser):
@@ -27,13 +27,13 @@ class Tags(HTMLParser):
 
 def test_a_page_needs_no_network_and_fits_a_phone() -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
-    figures = [report.line_chart(LINES, "t", "loss"), report.bar_chart(LINES, "age", "share")]
+    figures = [charts.line_chart(LINES, "t", "loss"), charts.bar_chart(LINES, "age", "share")]
     parts = [
-        report.heading("h"),
-        report.table(["n", "v"], [["x", 1]]),
-        *map(report.figure, figures),
+        page.heading("h"),
+        page.table(["n", "v"], [["x", 1]]),
+        *map(page.figure, figures),
     ]
-    text = report.page("title", parts)
+    text = page.page("title", parts)
     tags = Tags()
     tags.feed(text)
     assert tags.opened.count("svg") == 2 and "script" not in tags.opened
@@ -44,38 +44,38 @@ def test_a_page_needs_no_network_and_fits_a_phone() -> None:
 
 def test_the_same_figures_give_the_same_text() -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
-    assert report.line_chart(LINES, "t", "loss") == report.line_chart(LINES, "t", "loss")
+    assert charts.line_chart(LINES, "t", "loss") == charts.line_chart(LINES, "t", "loss")
 
 
 def test_what_users_say_is_escaped() -> None:
     sharp = "<b>&"
-    text = report.page(sharp, [report.paragraph(sharp), report.table([sharp], [[sharp]])])
+    text = page.page(sharp, [page.paragraph(sharp), page.table([sharp], [[sharp]])])
     assert "<b>" not in text and text.count("&lt;b&gt;&amp;") == 5
 
 
 def test_a_page_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"html=.*could not be written"):
-        report.write(tmp_path / "none" / "x.html", "", "html")
+        page.write(tmp_path / "none" / "x.html", "", "html")
 
 
 def test_figures_stand_to_the_right_and_words_to_the_left() -> None:
-    text = report.table(["job", "n", "kind"], [["a", "12 %", "x"], ["b", None, None]])
+    text = page.table(["job", "n", "kind"], [["a", "12 %", "x"], ["b", None, None]])
     assert '<td>12 %</td><td class="text">x</td>' in text
     assert '<td>–</td><td class="text">–</td>' in text
 
 
 def test_markup_passes_and_everything_else_is_escaped(tmp_path: Path) -> None:
-    there = report.link(tmp_path / "a b&c" / "x.html", "<i>", tmp_path)
+    there = page.link(tmp_path / "a b&c" / "x.html", "<i>", tmp_path)
     assert there == '<a href="./a%20b%26c/x.html">&lt;i&gt;</a>'
-    row = report.TableRow([there, "<i>", 0.000012345, 1234567.0, float("nan")], bad=True)
-    assert report.table(["a", "b", "c", "d", "e"], [row]).endswith(
+    row = page.TableRow([there, "<i>", 0.000012345, 1234567.0, float("nan")], bad=True)
+    assert page.table(["a", "b", "c", "d", "e"], [row]).endswith(
         f'<tr class="bad"><td class="text">{there}</td><td class="text">&lt;i&gt;</td>'
         "<td>1.23e-05</td><td>1,234,567</td><td>nan</td></tr></tbody></table></div>"
     )
 
 
 def test_lines_differ_in_colour_and_dashes_and_the_ninth_is_one_of_the_rest() -> None:
-    looks = [report.style(n) for n in range(9)]
+    looks = [charts.style(n) for n in range(9)]
     assert len({x.colour for x in looks[:8]}) == len({x.dashes for x in looks[:8]}) == 8
     assert [x.rest for x in looks] == [False] * 8 + [True]
 
@@ -83,7 +83,7 @@ def test_lines_differ_in_colour_and_dashes_and_the_ninth_is_one_of_the_rest() ->
 @pytest.mark.parametrize("values", [[1.0, 3.0, 0.001], [1.0, 2.0, 6.0], [30.0, 31.0, 32.0]])
 def test_logarithmic_axes_have_plain_numbers(values: list[float]) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
-    svg = report.line_chart([report.Series("$a$", [1, 2, 3], values)], "$x$", "y", ylog=True)
+    svg = charts.line_chart([charts.Series("$a$", [1, 2, 3], values)], "$x$", "y", ylog=True)
     words = re.findall(r"<text[^>]*>([^<]*)<", svg)
     assert "$x$" in words and not any("mathdefault" in word for word in words)
     assert sum(word.replace(".", "").isdigit() for word in words) >= 4
