@@ -33,11 +33,14 @@ LIMIT_S = 180.0
 WORKERS = 2
 
 
-def step(model: str, policy: str, seconds: float) -> float:
-    """Milliseconds of a step of worker 0 inside Lightning."""
+def step(model: str, policy: str, seconds: float, as_users_do: bool = False) -> float:
+    """Milliseconds of a step of worker 0 inside Lightning.
+
+    ``as_users_do``: the data set gives single samples, and a callback runs after each step.
+    """
     from benchmarks.jobs.loops import lightning
 
-    return 1e3 * lightning(model, policy, WORKERS, seconds)
+    return 1e3 * lightning(model, policy, WORKERS, seconds, as_users_do=as_users_do)
 
 
 def update(parameters: str, seconds: float) -> float:
@@ -72,10 +75,16 @@ def memory(seconds: float) -> float:
     return sum(resource.getrusage(each).ru_maxrss for each in who) / 1024
 
 
+_STEPS = [(model, policy) for model in ("mlp-100k", "mlp-10m") for policy in ("hybrid", "async")]
+_STEPS += [("mlp-100k", "hogwild"), ("speech-short", "hybrid")]
+
 CASES: dict[str, tuple[str, Callable[[float], float]]] = {
     f"step {model} {policy}": ("ms", lambda s, m=model, p=policy: step(m, p, s))  # type: ignore[misc]
-    for model in ("mlp-100k", "mlp-10m")
-    for policy in ("hybrid", "async")
+    for model, policy in _STEPS
+}
+CASES |= {
+    f"callback {model} hybrid": ("ms", lambda s, m=model: step(m, "hybrid", s, True))  # type: ignore[misc]
+    for model in ("mlp-100k", "mlp-10m", "speech-short")
 }
 CASES |= {
     f"update {n}": ("ms", lambda s, n=n: update(n, s))  # type: ignore[misc]
