@@ -23,7 +23,7 @@ class ServerWatch:
         self.lanes: dict[int, Track] = {}
         self._server = server
         self._measure_events()
-        follow(self._server.assembly, "adopt", self._adopted)
+        follow(self._server, "adopt", self._adopted)
         pool = self._server._pool
         self._map = pool.map
         pool.map = self._measured_map

@@ -47,8 +47,7 @@ from hybridtrain.recording.checksums import (
     checksum_of_state,
 )
 from hybridtrain.recording.record_file import ENDED, NOBODY, WOKE, Writer
-from hybridtrain.server.pushes import samples_of
-from hybridtrain.server.rounds import Replies
+from hybridtrain.server.rounds import Replies, samples_of
 from hybridtrain.server.server import Server
 
 FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"

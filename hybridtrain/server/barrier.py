@@ -1,8 +1,7 @@
-"""Meetings: everybody brings a payload, everybody gets all of them.
+"""Meetings: every worker brings a payload and gets those of all (an all-gather).
 
-Barriers, broadcasts, reductions and gathers between workers are all made of this one exchange.
-Whoever has nothing to do until the others come to a certain place waits there *patiently*: meetings
-among the rest go on without it.
+Barriers, broadcasts and reductions between workers are built on it. A worker that has nothing to do
+until the others reach a certain point waits *patiently*: the others may meet without it.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ T = TypeVar("T")
 
 
 class BarrierMismatch(Exception):
-    """Workers wait for each other in different places; they would wait for ever."""
+    """Workers wait for each other in different meetings: a deadlock."""
 
 
 @dataclass
@@ -22,19 +21,19 @@ class Barrier(Generic[T]):
     """Collects one item from each of the expected workers.
 
     Args:
-        expected: who takes part; may shrink while a meeting is under way.
+        expected: the participants; may shrink during a meeting.
     """
 
     expected: set[int]
     _items: dict[int, T] = field(default_factory=dict)
     _tags: dict[int, str] = field(default_factory=dict)
-    _patient: dict[str, dict[int, T]] = field(default_factory=dict)  # tag -> who waits there
+    _patient: dict[str, dict[int, T]] = field(default_factory=dict)  # by tag
 
     def bring(self, worker: int, tag: str, item: T, patient: bool = False) -> None:
         """One worker arrives.
 
         Raises:
-            MeetingMismatch: if another worker is waiting here for something else.
+            BarrierMismatch: if another worker waits in a meeting of another tag.
         """
         if patient:
             self._patient.setdefault(tag, {})[worker] = item
@@ -47,7 +46,7 @@ class Barrier(Generic[T]):
         self._items[worker], self._tags[worker] = item, tag
 
     def leave(self, worker: int) -> None:
-        """The worker is gone: nobody waits for it, and what it brought does not count."""
+        """The worker is gone: drop its item, and do not wait for it."""
         self.expected.discard(worker)
         self._items.pop(worker, None)
         self._tags.pop(worker, None)
@@ -55,24 +54,24 @@ class Barrier(Generic[T]):
             items.pop(worker, None)
 
     def call(self) -> list[int]:
-        """Take the patient workers out of the meeting, and return them: they will come again."""
+        """Remove the patient workers, which will arrive again, and return them."""
         called = sorted(self._resting)
         self._patient.clear()
         return called
 
     @property
     def items(self) -> list[T]:
-        """Payloads of the workers that do not wait patiently."""
+        """The items of workers that do not wait patiently."""
         return list(self._items.values())
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Who has arrived."""
+        """The workers that have arrived."""
         return frozenset(self._items) | self._resting
 
     @property
     def n_waiting(self) -> int:
-        """How many have arrived."""
+        """The number of workers that have arrived."""
         return len(self._items) + sum(map(len, self._patient.values()))
 
     @property
@@ -80,7 +79,7 @@ class Barrier(Generic[T]):
         return frozenset(worker for items in self._patient.values() for worker in items)
 
     def close(self) -> dict[int, T] | None:
-        """All items in the order of the workers' numbers once everyone is there, else nothing."""
+        """All items by worker, ascending, once all have arrived; else nothing."""
         for tag, items in self._patient.items():
             if items and self.expected <= items.keys():
                 return _in_order(self._patient.pop(tag))
@@ -92,7 +91,7 @@ class Barrier(Generic[T]):
         return items
 
     def dissolve(self) -> None:
-        """Forget who has come."""
+        """Forget all items."""
         self._items.clear()
         self._tags.clear()
         self._patient.clear()

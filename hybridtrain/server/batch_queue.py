@@ -1,28 +1,28 @@
-"""The shared queue that free-running workers draw their mini-batches from.
+"""The shared queue from which free-running workers draw their mini-batches.
 
-Each pass over a loader is a list of stretches of the epoch's order. Whoever asks gets the next
-positions, as many as make one of its mini-batches, so fast workers do more and nothing is drawn
-twice. A full mini-batch, as far as there is one, is kept for every worker that has had none yet,
-first of all for the one with the smallest number, who logs and saves for all.
+Each pass over a loader is a list of spans of the epoch's order. A worker that asks gets the next
+positions, one of its mini-batches, so fast workers process more and nothing is drawn twice. The
+queue reserves a full mini-batch, if there is one, for every worker that has drawn none yet, first
+for the one with the smallest number, which logs and saves for all.
 
-Near its end nobody gets a mini-batch that the others who are there would be done with sooner, all
-they have and all that is left included: a slow worker that has fetched ahead (Lightning does, to
-know which is the last; loaders with processes of their own do more) would keep everybody waiting.
-How fast they are is told by what each has done of the pass, not by a clock, so that a recorded
-order of messages gives the same tickets again. What remains to wait for is the mini-batch under
-way.
+Near the end of a pass the queue refuses a mini-batch if the other workers would finish everything,
+their own mini-batches included, sooner: a slow worker that has prefetched (Lightning does, to know
+the last mini-batch; loader processes prefetch more) would keep all waiting. A worker's speed is its
+share of the pass so far, not a time, so that a replay of the recorded messages gives the same
+tickets. What remains to wait for is the current mini-batch.
 
-What has been drawn is remembered until the update that it is part of. Loaders draw ahead, so only
-this tells what a checkpoint has *not* seen, what a lost worker leaves undone, and what is to be
-done again by somebody because it came too late.
+The queue remembers a drawn mini-batch until the update that covers it. Loaders prefetch, so only
+the queue knows what a checkpoint has *not* seen, what a lost worker has not finished, and which
+dropped mini-batches must be repeated.
 
-The pass may be cut into shards, equal stretches of its order. A worker then takes some mini-batches
-from one shard and goes on to the one that was visited least (Liu et al. 2024, arXiv:2401.09135,
-whose workers change their shard with every round).
+A pass may be cut into shards, equal parts of its order. A worker then draws some mini-batches from
+one shard and moves to the one visited least (Liu et al. 2024, arXiv:2401.09135, whose workers
+change their shard with every round).
 
 Where workers take turns, mini-batches are dealt instead: each worker's are known beforehand, so
-that they are trained on in the order of the epoch. It gets of them what nobody has drawn yet, so
-that one who comes back goes on where it was lost, and does not repeat what others have made up for.
+that training follows the order of the epoch. A worker gets those of its share that no worker has
+drawn, so that a restarted one continues where it was lost and repeats nothing that others have
+processed since.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from itertools import pairwise
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
 from hybridtrain.protocol.spans import Span, Spans, common, merged, split, total, without
 
-_PLENTY = 4  # of its share of what is left a worker draws one part in so many at once
+_PLENTY = 4  # a worker draws at once a quarter of its share of what is left
 
 
 @dataclass
 class _Shards:
-    """Who is in which shard of a pass. Ties go to the shard with the smallest number."""
+    """The workers' visits to shards of a pass. Ties go to the shard with the smallest number."""
 
     visited: Counter[int] = field(default_factory=Counter)
-    kept: dict[int, Spans] = field(default_factory=dict)  # of a worker's visit, drawn or not
+    kept: dict[int, Spans] = field(default_factory=dict)  # each worker's visit, drawn or not
 
     def offer(self, worker: int, request: Draw, left: Spans) -> Spans:
-        """All that is left: first of the worker's visit, last of the others'."""
+        """All positions left: those of the worker's visit first, of the others' visits last."""
         own = common(self.kept.get(worker, ()), left)
         free = left
         for other, spans in self.kept.items():
@@ -57,7 +57,7 @@ class _Shards:
         return (*begun, *without(left, begun))
 
     def _visit(self, worker: int, request: Draw, free: Spans) -> Spans:
-        """The next mini-batches of the shard that was visited least, of those that have some."""
+        """The next mini-batches of the least visited shard that has some."""
         assert request.visits is not None
         n_shards, n_batches = request.visits
         bounds = [number * request.length // n_shards for number in range(n_shards + 1)]
@@ -74,27 +74,27 @@ class _Shards:
 class _Pass:
     """One pass over one loader."""
 
-    spans: Spans  # all of it
-    least: tuple[int, ...]  # how much of it each worker can draw
-    served: set[int] = field(default_factory=set)
-    drawn: dict[int, list[Spans]] = field(default_factory=dict)  # and not trained on yet
-    ended: set[int] = field(default_factory=set)  # who will not draw again
-    dealt: Counter[int] = field(default_factory=Counter)  # mini-batches that are behind a worker
+    spans: Spans  # the whole pass
+    least: tuple[int, ...]  # the smallest mini-batch that each worker can draw
+    served: set[int] = field(default_factory=set)  # workers that have drawn
+    drawn: dict[int, list[Spans]] = field(default_factory=dict)  # not part of an update yet
+    ended: set[int] = field(default_factory=set)  # workers that will not draw again
+    dealt: Counter[int] = field(default_factory=Counter)  # mini-batches dealt to each worker
     done: Counter[int] = field(default_factory=Counter)  # positions that are part of an update
     n_done: int = 0  # by all
     shards: _Shards = field(default_factory=_Shards)
 
     def __post_init__(self) -> None:
-        self.left = self.spans  # that nobody has drawn
+        self.left = self.spans  # not drawn
 
     def offer(self, worker: int, request: Draw) -> Spans:
-        """What the worker could draw from, the next positions first."""
+        """The positions that the worker could draw, the next ones first."""
         if request.visits is not None:
             return self.shards.offer(worker, request, self.left)
         return self._dealt_to(worker, request) if request.turn else self.left
 
     def _dealt_to(self, worker: int, request: Draw) -> Spans:
-        """Of what the worker is dealt and nobody has drawn, enough for a mini-batch, or all."""
+        """The worker's dealt positions that none has drawn, enough for a mini-batch, or all."""
         size, found, n = request.sizes[worker], list[Span](), 0
         while n < size:
             rest = split(self.spans, _place(worker, request, self.dealt[worker]))[1]
@@ -102,21 +102,21 @@ class _Pass:
                 break
             fresh = common(split(rest, size)[0], self.left)
             found, n = [*found, *fresh], n + total(fresh)
-            # Of the last one something may remain; the next draw looks at it again.
+            # A part of the last one may remain for the next draw.
             self.dealt[worker] += n <= size
         return tuple(found)
 
     def take(self, worker: int, offered: Spans, n: int) -> Spans:
-        """The first ``n`` positions of what the worker was offered."""
+        """Draw the first ``n`` positions of the worker's offer."""
         drawn, rest = split(offered, n)
         self.left = rest if offered is self.left else without(self.left, drawn)
         self.drawn.setdefault(worker, []).append(drawn)
         return drawn
 
     def take_more(self, worker: int, request: Draw) -> tuple[Spans, ...]:
-        """More of what the worker has asked for, as many as it will surely be done with in time.
+        """Draw more mini-batches, as many as the worker will surely finish in time.
 
-        As fast as it has been so far it would do a share of what is left; it gets a part of that.
+        At its speed so far it would process a share of what is left; it gets a part of that share.
         """
         if request.most == 1 or not self.done[worker]:
             return ()
@@ -125,16 +125,13 @@ class _Pass:
         return tuple(self.take(worker, self.offer(worker, request), size) for _ in range(n))
 
     def near_its_end(self, worker: int, n: int) -> bool:
-        """Whether the others might be sooner: if all were as fast together, they would.
-
-        Spares the queue, most of the time, from asking about each of them.
-        """
+        """Whether the others might finish sooner: a cheap check before ``others_are_sooner``."""
         return (self.held(worker) + n) * self.n_done > total(self.left) * self.done[worker]
 
     def others_are_sooner(self, worker: int, n: int, others: set[int], request: Draw) -> bool:
-        """Whether the others will be done with everything before this worker with ``n`` more.
+        """Whether the others finish everything before this worker finishes ``n`` more positions.
 
-        In time units of the pass so far, in which a worker's speed is what it has done.
+        The unit of time is the pass so far; a worker's speed is the positions it has finished.
         """
         speeds = [self.done[other] for other in others]
         if not others or not self.done[worker] or not all(speeds):
@@ -145,15 +142,15 @@ class _Pass:
         return own > rest / sum(speeds) + last
 
     def suffices(self, worker: int) -> bool:
-        """Whether the worker can draw of what is left."""
+        """Whether the worker can draw from what is left."""
         return total(self.left) >= self.least[worker]
 
     def held(self, worker: int) -> int:
-        """Positions that the worker has drawn and that are not part of an update yet."""
+        """The number of positions that the worker has drawn and that no update covers yet."""
         return sum(map(total, self.drawn.get(worker, [])))
 
     def give_back(self, worker: int) -> None:
-        """What the worker has drawn is to be done by somebody."""
+        """Return the worker's drawn mini-batches to the queue."""
         undone = [span for spans in self.drawn.pop(worker, []) for span in spans]
         self.left = merged([*self.left, *undone])
         self.dealt.pop(worker, None)
@@ -162,34 +159,37 @@ class _Pass:
         self.ended.discard(worker)
 
     def unseen(self) -> Spans:
-        """What nobody has trained on yet."""
+        """The positions that no update covers yet."""
         drawn: list[Span] = [s for each in self.drawn.values() for spans in each for s in spans]
         return merged([*self.left, *drawn])
 
 
 @dataclass
 class BatchQueue:
-    """Hands out positions of every pass.
+    """Hands out the positions of every pass.
 
     Args:
-        members: the workers that are alive; shared with the server.
+        members: the workers that train; shared with the server.
+        covered: the number of mini-batches that a worker has finished without the server, if it
+            makes steps.
     """
 
     members: set[int]
-    covered: Callable[[int], int] | None = None  # mini-batches that a worker has done by itself
+    covered: Callable[[int], int] | None = None
     _passes: dict[LoaderPass, _Pass] = field(default_factory=dict)
+    # By worker: released pushes of steps not made yet: covered after them, mini-batches, samples.
     _owed: dict[int, tuple[int, tuple[DrawnBatch, ...], float]] = field(default_factory=dict)
-    _told: Counter[int] = field(default_factory=Counter)  # mini-batches behind a worker's pushes
-    _away: set[int] = field(default_factory=set)  # who may come back, and others go on meanwhile
+    _told: Counter[int] = field(default_factory=Counter)  # mini-batches covered by pushes
+    _away: set[int] = field(default_factory=set)  # may be restarted; the others continue
 
     def draw(self, worker: int, request: Draw) -> Ticket:
         """The worker's next mini-batch, or the end of its pass.
 
-        Where there are fewer mini-batches than workers, those left over have none; or, if they must
-        run something, the first samples, which do not count.
+        If there are fewer mini-batches than workers, the last workers get none; with ``fills``,
+        they get the first samples, which do not count.
         """
         if self._owed:
-            self._settle_made()  # or what has just been made would go back
+            self._settle_made()  # else mini-batches of steps just made would return to the queue
         one = self._pass(request)
         self._away.discard(worker)
         if request.begins:
@@ -200,11 +200,11 @@ class BatchQueue:
         size, offered = request.sizes[worker], one.offer(worker, request)
         n = min(size, total(offered) - kept)
         if not request.turn and one.near_its_end(worker, n):
-            there = self.members - self._away - one.ended  # who is away may wait for this very step
+            there = self.members - self._away - one.ended  # a restarting one may need this step
             others = {each for each in there if one.suffices(each)} - {worker}
             n = 0 if one.others_are_sooner(worker, n, others, request) else n
         if n < size:
-            one.ended.add(worker)  # for loaders, a smaller one is the last
+            one.ended.add(worker)  # loaders take a smaller mini-batch for the last
         if n == size or (n > 0 and not request.drop_last):
             drawn = one.take(worker, offered, n)
             return Ticket(drawn, more=one.take_more(worker, request))
@@ -213,7 +213,7 @@ class BatchQueue:
         return Ticket(())
 
     def _kept(self, one: _Pass, request: Draw, fresh: bool, worker: int) -> int:
-        """Positions of those who have had no mini-batch yet; for a ``fresh`` one, the first's."""
+        """Positions reserved for workers without a mini-batch; if ``fresh``, for the first only."""
         waiting = self.members - one.served
         first = min(self.members - self._away, default=worker)
         kept = waiting & {first} if fresh else waiting
@@ -222,15 +222,15 @@ class BatchQueue:
     def _pass(self, request: Draw) -> _Pass:
         epoch = request.lap.epoch
         for lap in [lap for lap in self._passes if lap.epoch < epoch]:
-            del self._passes[lap]  # everybody has met since
+            del self._passes[lap]  # all workers have met since
         if request.lap not in self._passes:
-            over = any(lap.epoch > epoch for lap in self._passes)  # so nothing of this is left
+            over = any(lap.epoch > epoch for lap in self._passes)  # this epoch has ended
             least = request.sizes if request.drop_last else (1,) * len(request.sizes)
             self._passes[request.lap] = _Pass(() if over else request.spans, least)
         return self._passes[request.lap]
 
     def settle(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
-        """What the worker has drawn there is part of an update: it is done."""
+        """An update covers these mini-batches of the worker."""
         for cover in covers:
             drawn = self._passes[cover.lap].drawn if cover.lap in self._passes else {}
             if cover.spans in drawn.get(worker, []):
@@ -239,9 +239,9 @@ class BatchQueue:
                 self._passes[cover.lap].n_done += total(cover.spans)
 
     def done(self, worker: int, push: Push, samples: float) -> None:
-        """A push is part of an update; a worker that has asked for that still has to make it.
+        """A push of so many ``samples`` is part of an update.
 
-        ``samples`` are counted for it.
+        If the worker makes the step itself, its mini-batches are settled once it has.
         """
         if self._owed:
             self._settle_made()
@@ -258,29 +258,29 @@ class BatchQueue:
                 self.settle(worker, covers)
 
     def untold(self, worker: int) -> list[DrawnBatch]:
-        """What the worker has drawn and done, and not told of yet."""
+        """The mini-batches that the worker has finished and not reported."""
         self._settle_made()
         n = 0 if self.covered is None else self.covered(worker) - self._told[worker]
         own = [(lap, one.drawn.get(worker, [])) for lap, one in self._passes.items()]
         return [DrawnBatch(lap, spans) for lap, drawn in own for spans in drawn][: max(n, 0)]
 
     def is_last_chance(self, covers: tuple[DrawnBatch, ...]) -> bool:
-        """Whether nobody would draw what was drawn there, if it were given back."""
+        """Whether no worker would draw these mini-batches if they were returned."""
         passes = [self._passes[cover.lap] for cover in covers if cover.lap in self._passes]
         return any(self.members <= one.ended for one in passes)
 
     def give_back(self, worker: int, covers: tuple[DrawnBatch, ...]) -> None:
-        """What the worker has drawn there is to be done again, by whoever still draws."""
+        """Return these mini-batches to the queue, for any worker."""
         for cover in covers:
             if cover.lap in self._passes:
                 one = self._passes[cover.lap]
                 one.left = merged([*one.left, *cover.spans])
-        self.settle(worker, covers)  # its time was as long as if it had counted
+        self.settle(worker, covers)  # dropped work counts for the worker's speed
 
     def lost(self, worker: int) -> float:
-        """The worker is gone; what it had not done goes to the others.
+        """The worker is gone: return its unfinished mini-batches to the queue.
 
-        Returns how many samples count though the step with them was not made.
+        Returns how many samples were counted of a step that was not made.
         """
         self._away.add(worker)
         self._settle_made()
@@ -291,16 +291,16 @@ class BatchQueue:
         return samples
 
     def has_left(self, there: set[int]) -> bool:
-        """Whether those who are ``there`` can draw something, in the epoch that they are in.
+        """Whether workers ``there`` can draw something in the earliest epoch known.
 
-        Who goes on from where training was some time ago may be in the one before the latest.
+        A worker that continues from an earlier report may be one epoch behind.
         """
         epoch = min((lap.epoch for lap in self._passes), default=0)
         passes = [one for lap, one in self._passes.items() if lap.epoch == epoch]
         return any(one.suffices(each) for one in passes for each in there)
 
     def unseen(self) -> dict[LoaderPass, Spans]:
-        """What of each pass is not behind the parameters yet."""
+        """The positions of each pass that no update covers, for a checkpoint."""
         self._settle_made()
         left = {lap: one.unseen() for lap, one in self._passes.items()}
         for cover in [cover for worker in self.members for cover in self.untold(worker)]:
@@ -309,7 +309,7 @@ class BatchQueue:
 
 
 def _place(worker: int, request: Draw, number: int) -> int:
-    """Where in the pass the worker's mini-batch ``number`` begins, dealt ``turn`` at a time."""
+    """The position in the pass at which the worker's dealt mini-batch ``number`` begins."""
     rounds, within = divmod(number, request.turn)
     before = sum(request.sizes[:worker]) * request.turn + within * request.sizes[worker]
     return rounds * sum(request.sizes) * request.turn + before

@@ -1,4 +1,4 @@
-"""What workers hand over: how many bytes that is, and what is encoded brought to its places."""
+"""The contributions of workers: count their bytes, and decode encoded ones."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from hybridtrain.updates.groups import Members
 
 
 class HandedOver:
-    """Counts what pushes bring, in bytes, and decodes it.
+    """Counts the bytes of contributions, and decodes them.
 
     Args:
-        codec: what workers encode with, if they do.
-        statistics: where bytes are counted.
+        codec: of encoded contributions, if any.
+        statistics: holds the counts.
     """
 
     def __init__(self, codec: Codec | None, statistics: RunStatistics) -> None:
         self._codec, self._statistics = codec, statistics
-        self._whole: dict[int, tuple[Members, int]] = {}  # by optimizer: its groups, their bytes
+        self._whole: dict[int, tuple[Members, int]] = {}  # optimizer -> its groups, their bytes
 
     def take(self, worker: int, push: Push, store: Store | None, optimizers: Optimizers) -> None:
-        """A push has come; what is encoded in its row lies at its places afterwards."""
+        """Count a push, and decode its row in place if it is encoded."""
         if store is None or push.weight <= 0 or (push.own and store.lock_free):
             return
         members = optimizers.members(worker, push)
@@ -47,7 +47,7 @@ class HandedOver:
             self._decode(worker, push, members, store)
 
     def count(self, n: int) -> None:
-        """So many whole gradients were handed over for the only optimizer."""
+        """Count ``n`` whole gradients for the only optimizer."""
         self._statistics.sent_bytes += n * sum(whole for _, whole in self._whole.values())
 
     @torch.no_grad()
@@ -55,19 +55,19 @@ class HandedOver:
         assert self._codec is not None and push.encoded is not None, "it is encoded"
         absent = frozenset(push.absent)
         numbers = [n for group in members for n in group if n not in absent]
-        encoded = store.front(worker)[: push.encoded].clone()  # the places lie there, too
+        encoded = store.front(worker)[: push.encoded].clone()  # decoding overwrites the row
         slots = store.layout.slots
         decode(self._codec, encoded, [store.gradient(worker, slots[n]) for n in numbers])
 
 
 def _place_bytes(store: Store, number: int) -> int:
-    """Of a parameter's place in a row."""
+    """The size of a parameter's place in a row."""
     slot = store.layout.slots[number]
     return slot.numel * store.layout.travels_as(slot.dtype).itemsize
 
 
 def _unused_bytes(store: Store, packed: Packed) -> int:
-    """Of the place of a sparse gradient, less its indices, which travel beside it."""
+    """The unused bytes of a sparse gradient's place, less its indices, sent in the message."""
     slot = store.layout.slots[packed.number]
     used = packed.n_rows * prod(slot.shape[packed.sparse_dim :])
     item = store.layout.travels_as(slot.dtype).itemsize

@@ -1,12 +1,12 @@
-"""The mean of all gradients before anybody steps, for those who want to look at it.
+"""The mean of all gradients before the step, for user code that reads or changes gradients.
 
-Where a hook reads or changes gradients, or the user clips them, every worker must see the merged
-gradient, as it would under all-reduce. Then a step takes two rounds: all bring their gradients and
-get the mean back; each does with it what its hooks do, all alike; all push, and one row stands for
-all. The rule of waiting is that of lock-step (:class:`hybridtrain.policies.WaitForAll`): nobody
-waits for a worker that has gone to push without asking (it abstains) or sits in a meeting.
+If a hook reads or changes gradients, or the user clips them, every worker must see the merged
+gradient, as under all-reduce. Then a step takes two rounds: all workers send their gradients and
+get the mean; the hooks of each change it alike; all push, and one row stands for all. Workers wait
+as in lock-step (:class:`hybridtrain.policies.WaitForAll`), but not for a worker that pushes without
+asking (it abstains) or is in a meeting.
 A worker may be lost between its mean and its push. The others push that mean, so its gradient
-counts: its successor gets the same mean, and without one its mini-batch is done.
+counts: a restarted worker gets the same mean; without a restart its mini-batch is finished.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _CHUNK = 256 * 1024  # elements: one thread is enough for less
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """As a worker got it, whose own gradient in it was one of ``weight`` samples."""
+    """The reply to a worker whose gradient was one of ``weight`` samples."""
 
     reply: Averaged
     weight: float
 
 
 class Averaging:
-    """Collects gradients until nobody is left who may still bring one.
+    """Collects gradients until no worker can send another one in this step.
 
     Args:
-        workers: all that are there.
-        pool: who does the arithmetic.
+        workers: all workers.
+        pool: computes the means.
     """
 
     def __init__(self, workers: Iterable[int], pool: Pool) -> None:
@@ -52,16 +52,16 @@ class Averaging:
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Who waits for a mean."""
+        """The workers that wait for a mean."""
         return frozenset(self._asked)
 
     def ask(self, worker: int, request: Average, store: Store) -> list[tuple[int, Averaged]]:
-        """The worker's gradient lies in its row."""
+        """The worker requests the mean; its gradient lies in its row."""
         self._asked[worker] = request
         return self._obey(Pushed(worker), store)
 
     def busy(self, worker: int, store: Store | None) -> list[tuple[int, Averaged]]:
-        """The worker waits for something else; who waits for it here need not any longer."""
+        """The worker waits for something else: do not wait for it here."""
         return self._obey(Waiting(worker), store)
 
     def back(self, worker: int) -> None:
@@ -69,9 +69,9 @@ class Averaging:
         self._rule.on(Joined(worker))
 
     def miss(self, worker: int) -> None:
-        """The worker's process is gone; another will bring its gradient, and write to its row.
+        """The worker will be restarted, and send its gradient again.
 
-        Nobody is freed: if all the others had brought theirs, nobody would wait.
+        No worker is freed: if all the others had asked, none would wait.
         """
         if self._asked.pop(worker, None) is not None:
             self._rule.on(Left(worker))
@@ -82,7 +82,7 @@ class Averaging:
         return self._obey(Left(worker), store)
 
     def dissolve(self) -> None:
-        """Forget who has asked."""
+        """Forget all requests."""
         self._asked.clear()
 
     def _obey(self, fact: Fact, store: Store | None) -> list[tuple[int, Averaged]]:
@@ -103,7 +103,7 @@ class Averaging:
 
 @torch.no_grad()
 def average(asked: dict[int, Average], store: Store, pool: Pool) -> Averaged:
-    """Write the mean, weighted by samples, to its row."""
+    """Write the mean, weighted by samples, to the row for means."""
     total = sum(request.weight for request in asked.values())
     shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
     absent = [set(asked[worker].absent) for worker in shares]
@@ -116,7 +116,7 @@ def average(asked: dict[int, Average], store: Store, pool: Pool) -> Averaged:
 
 
 def _average_rows(shares: dict[int, float], store: Store, dtype: torch.dtype, pool: Pool) -> None:
-    """All of one dtype at once, in chunks that idle cores share."""
+    """The mean of all parameters of one dtype, in parallel chunks."""
     mean = store.means[dtype]  # (P,)
     rows = [store.gradients[worker][dtype] for worker in shares]
     counts = list(shares.values())
@@ -137,7 +137,7 @@ def _average_rows(shares: dict[int, float], store: Store, dtype: torch.dtype, po
 def _average_one_by_one(
     asked: dict[int, Average], shares: dict[int, float], store: Store
 ) -> tuple[Packed, ...]:
-    """Parameter by parameter; the mean is sparse where all gradients of one are."""
+    """The mean by parameter; sparse if all its gradients are."""
     packed = {w: {each.number: each for each in asked[w].packed} for w in shares}
     sparse: list[Packed] = []
     for number, slot in enumerate(store.layout.slots):

@@ -1,12 +1,12 @@
-"""Membership: which workers are there, which are gone, and which will be restarted.
+"""Membership: which workers train, are gone, or will be restarted.
 
 Theory of operation. A worker that is gone for good is removed from the policy, the meetings and the
-queue. The others are told (``Gone``), because they do what it has left.
+queue. The server tells the others (``Gone``), because they process its remaining samples.
 
-A worker that will be restarted is missing. In lock-step its place is kept: the policy waits for it,
-so no update is made without it. The others wait for their release, or for a mean, at the step that
-it has not done, and the new process begins with that step. Where workers run freely, nobody waits
-for it. The world says when it is back and where it begins.
+A worker that will be restarted is missing. In lock-step the policy waits for it, so no update is
+made without it: the others wait for their release, or for a mean, and the new process begins with
+the step that they wait in. Free-running workers do not wait for it. The world reports when it is
+back and where it begins.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hybridtrain.server.run_statistics import RunStatistics
 
 @dataclass
 class Membership:
-    """Keeps the list, and brings all who must know of a change to the same state.
+    """Keeps the set of workers, and updates all parts that depend on it.
 
     Args:
-        members: the workers that are there or about to be; shared with the server.
-        meeting: all of them expect each other there.
-        queue: where mini-batches come from.
-        rounds: steps.
+        members: the workers that train or will; shared with the server.
+        meeting: expects all of them.
+        queue: of mini-batches.
+        rounds: of pushes.
         statistics: counts.
     """
 
@@ -39,20 +39,20 @@ class Membership:
     queue: BatchQueue
     rounds: Rounds
     statistics: RunStatistics
-    missing: set[int] = field(default_factory=set)  # their processes have ended
-    joining: set[int] = field(default_factory=set)  # there again, but have not pushed yet
+    missing: set[int] = field(default_factory=set)  # to be restarted
+    joining: set[int] = field(default_factory=set)  # restarted, without a push so far
     _some_left: bool = False
 
     # ---- going ----------------------------------------------------------------------------------
 
     def news_of(self, event: Removed) -> Replies:
-        """The others hear who is gone, if they are to, and what it may have had a part in."""
+        """Tell the others of the loss, if announced, and of the worker's last update."""
         last = self.rounds.version if event.returns else self.rounds.last_part(event.worker)
         news = Gone(event.worker, last, for_now=event.returns)
         return self._news(news) if event.announced else []
 
     def remove(self, event: Removed) -> Replies:
-        """The worker is gone, with whatever it had not pushed."""
+        """Remove the worker, and what it had not pushed."""
         worker = event.worker
         if event.returns:
             self._away(worker)
@@ -81,26 +81,26 @@ class Membership:
 
     @property
     def left(self) -> bool:
-        """Whether workers that are gone have left something of the queue."""
+        """Whether lost workers have left mini-batches in the queue."""
         return self._some_left and self.queue.has_left(self.members - self.missing)
 
     # ---- coming ---------------------------------------------------------------------------------
 
     def admit(self, worker: int) -> Replies:
-        """The worker is there (again), or what it did would not count: it begins (anew)."""
+        """The worker begins (anew) with the newest parameters."""
         self.members.add(worker)
         self.meeting.expected.add(worker)
         return self.rounds.admit(worker)
 
     def back(self, worker: int) -> None:
-        """A new process begins as this worker; whoever comes to a meeting waits for it."""
+        """A new process runs as this worker; meetings wait for it."""
         self._forget(worker)
         self.members.add(worker)
         self.joining.add(worker)
         self.meeting.expected.add(worker)
 
     def let_in(self, worker: int, request: Share | Install) -> Replies:
-        """Parameters and optimizers are there; it trains from the newest."""
+        """Answer a restarted worker's setup: it trains from the newest parameters."""
         assert self.rounds.store is not None, "only workers of a run that trains are restarted"
         if isinstance(request, Share):
             return [(worker, Shared(self.rounds.store.arena.n_bytes))]
@@ -109,6 +109,6 @@ class Membership:
         self.statistics.comes(worker)
         version, missing = self.rounds.version, self.missing
         away = sorted({*range(self.statistics.n_workers)} - self.members | missing)
-        # It may have heard of some, and forgets none by hearing twice.
+        # It may know of some; a second notice does no harm.
         news = [(worker, Gone(each, version, for_now=each in missing)) for each in away]
         return [*news, (worker, Done()), *self._news(Back(worker)), *freed]

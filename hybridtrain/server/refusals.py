@@ -1,16 +1,15 @@
-"""What the server says when workers wait for what will not come, or bring what makes no sense."""
+"""Error texts for deadlocks and invalid pushes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 
 from hybridtrain.protocol.messages import Push
 from hybridtrain.updates import Optimizers
 
 
 def missed(worker: int, waiting: Iterable[int]) -> str:
-    """One has ended, and others wait to meet all."""
+    """A worker has finished, and others wait for it in a meeting."""
     return (
         f"worker {worker} has finished while worker {_numbers(waiting)} waits for all to meet; all "
         "workers must take the same path (a barrier or a reduction that only some reach?)"
@@ -18,7 +17,7 @@ def missed(worker: int, waiting: Iterable[int]) -> str:
 
 
 def stuck(policy: object, waiting: Sequence[tuple[str, Iterable[int]]]) -> str:
-    """Everybody waits, and nobody is left to free them. ``waiting``: for what, and who."""
+    """All workers wait, and none can free them. ``waiting``: for what, and which workers."""
     who = [f"worker {_numbers(some)} for {what}" for what, some in waiting if some]
     return (
         f"policy {policy} would wait for ever: all who are left wait ({'; '.join(who)}), and "
@@ -27,7 +26,7 @@ def stuck(policy: object, waiting: Sequence[tuple[str, Iterable[int]]]) -> str:
 
 
 def standing(for_s: float, waiting: Mapping[int, str], away: Sequence[int]) -> str:
-    """Nothing happens any more. ``waiting``: who waits, and for what."""
+    """The run stands still. ``waiting``: worker -> what it waits for."""
     who = [f"worker {worker} waits for {what}" for worker, what in waiting.items()]
     who += [f"worker {worker} is to come back" for worker in away]
     return (
@@ -37,7 +36,7 @@ def standing(for_s: float, waiting: Mapping[int, str], away: Sequence[int]) -> s
 
 
 def too_early(policy: object, worker: int) -> str:
-    """Somebody is let go on who does not wait."""
+    """The policy releases a worker that does not wait."""
     return (
         f"policy {policy} ordered a Release before training began, when worker {worker} joined; "
         "nobody waits then: on Joined, order only WakeAt, or Release of workers that have pushed"
@@ -47,29 +46,23 @@ def too_early(policy: object, worker: int) -> str:
 def objection(
     worker: int, push: Push, others: Mapping[int, Push], optimizers: Optimizers
 ) -> str | None:
-    """Why this push makes no sense beside those of ``others`` in the same step, if so."""
+    """Why this push is invalid, or contradicts those of ``others`` in the same step, if so."""
     other = next((p.optimizer for p in others.values()), push.optimizer)
     if other != push.optimizer:
         return (
             f"worker {worker} steps optimizer {push.optimizer} while others step optimizer "
             f"{other}; in lock-step all workers must step their optimizers in the same order"
         )
-    reason = optimizers.objection(worker, push)
-    return reason or _disagreement(worker, push, others, optimizers)
-
-
-def _disagreement(
-    worker: int, push: Push, others: Mapping[int, Push], optimizers: Optimizers
-) -> str | None:
-    """In lock-step everybody's optimizer must have the same parameters."""
-    for other, pushed in islice(others.items(), 1):  # who agree among themselves
-        if optimizers.members(other, pushed) != optimizers.members(worker, push):
-            return (
-                f"the parameter groups of optimizer {push.optimizer} differ between worker "
-                f"{worker} and worker {other}; unfreeze, add or remove parameters in the same "
-                "step of all workers (the same epoch, the same global_step)"
-            )
-    return None
+    if (reason := optimizers.objection(worker, push)) is not None or not others:
+        return reason
+    first, pushed = next(iter(others.items()))  # the others agree among themselves
+    if optimizers.members(first, pushed) == optimizers.members(worker, push):
+        return None
+    return (
+        f"the parameter groups of optimizer {push.optimizer} differ between worker {worker} and "
+        f"worker {first}; unfreeze, add or remove parameters in the same step of all workers (the "
+        "same epoch, the same global_step)"
+    )
 
 
 def _numbers(workers: Iterable[int]) -> str:

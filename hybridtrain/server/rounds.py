@@ -1,12 +1,12 @@
-"""Rounds: who has pushed, when that counts, and who may go on.
+"""Rounds: collect pushes, apply the policy's orders, release workers.
 
-The part of the server between the policy, which decides, and the optimizers, which step. Whatever a
-round cannot accept is raised; the server then refuses all who wait.
+The part of the server between the policy, which decides, and the optimizers, which step. An invalid
+push raises an error, and the server refuses the requests of all waiting workers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hybridtrain.errors import UserError
@@ -29,11 +29,11 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
-from hybridtrain.protocol.messages import Average, DrawnBatch, Push, Reply, Writes
+from hybridtrain.protocol.messages import Average, DrawnBatch, Push, Released, Reply, Writes
+from hybridtrain.protocol.spans import total
 from hybridtrain.server.batch_queue import BatchQueue
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
-from hybridtrain.server.pushes import by_optimizer, release, samples_of, untold_steps
 from hybridtrain.server.refusals import objection, too_early
 from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.updates import Optimizers, Pending, Stepped
@@ -45,13 +45,13 @@ _NOTHING, _DROPPED = Stepped(()), Stepped(())
 
 @dataclass
 class UpdateUnderWay:
-    """One update of several optimizers, of which some are not done.
+    """An update of one or more optimizers, of which some have not stepped yet.
 
     Args:
-        ticket: its number; that of an update which nobody waits for any more is not used again.
-        pushes: that it is made of.
-        counted: whose contributions have counted with the optimizers that are done.
-        steps: of the others, and who has pushed for each.
+        ticket: its number, never used again.
+        pushes: the contributions.
+        counted: workers whose contributions count with the optimizers that have stepped.
+        steps: pending steps, each with its pushes.
     """
 
     ticket: int
@@ -65,13 +65,13 @@ class UpdateUnderWay:
         return self.pushes.get(worker) is push
 
     def forget(self, worker: int) -> None:
-        """The worker waits no more: orders that stand behind the update do not concern it."""
+        """The worker waits no more: remove it from the orders after the update."""
         kept = (_without(worker, order) for order in self.behind)
         self.behind = [order for order in kept if order is not None]
 
 
 def _without(worker: int, order: Order) -> Order | None:
-    """The order for the others, if it was not for this worker alone."""
+    """The order without the worker; ``None`` if it was for this worker alone."""
     if isinstance(order, SetTimer) or worker not in order.workers:
         return order
     others = tuple(each for each in order.workers if each != worker)
@@ -79,16 +79,16 @@ def _without(worker: int, order: Order) -> Order | None:
 
 
 class Rounds:
-    """Collects pushes and does what the policy orders.
+    """Collects pushes and carries out the policy's orders.
 
     Args:
-        policy: when a contribution counts; it has begun.
-        requirements: what it said then.
+        policy: decides when a contribution counts; it has begun.
+        requirements: of policy and exchange.
         statistics: counts.
-        queue: where mini-batches come from.
-        workers: all that are there from the start.
-        pool: who does the arithmetic.
-        handed_over: counts and decodes what is pushed.
+        queue: of mini-batches.
+        workers: all workers at the start.
+        pool: computes means.
+        handed_over: counts and decodes contributions.
     """
 
     def __init__(
@@ -103,49 +103,49 @@ class Rounds:
     ) -> None:
         self.store: Store | None = None
         self.optimizers = Optimizers()
-        self.broken = False  # somebody has stopped: no round can be a whole one any more
-        self.wake_at_s: float | None = None  # when the policy wants to be told the time
+        self.broken = False  # a worker has stopped: no round can be complete any more
+        self.wake_at_s: float | None = None  # the policy's timer
         self._policy, self.requirements = policy, requirements
         self._statistics, self._queue = statistics, queue
         self._averaging, self._handed_over = Averaging(workers, pool), handed_over
-        self._pushes: dict[int, Push] = {}  # of those who wait
-        self._ready: set[int] = set()  # who waits to begin
+        self._pushes: dict[int, Push] = {}  # of waiting workers
+        self._ready: set[int] = set()  # workers that wait to begin
         self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
-        self._outcome: dict[int, Stepped] = {}  # of the pushes of those who wait
-        self.last: int | None = None  # the version behind which no update is made
+        self._outcome: dict[int, Stepped] = {}  # of the pushes of waiting workers
+        self.last: int | None = None  # the version after which no update is made
         self.under_way: UpdateUnderWay | None = None
-        self._tickets = 0  # of updates that did not end at once
+        self._tickets = 0  # numbers of pending updates
         for worker in sorted(workers):
             if self.join(worker):
                 raise UserError(too_early(policy, worker))
 
     @property
     def _averages(self) -> bool:
-        """Whether anybody may ask for the mean of all gradients."""
+        """Whether workers may request the mean of all gradients."""
         return self.store is not None and self.store.averaging
 
     @property
     def _made_steps(self) -> MadeSteps | None:
-        """Where workers count the steps that they make themselves."""
+        """The count of steps that workers make themselves, if they do."""
         return None if self.store is None else self.store.made
 
     @property
     def version(self) -> int:
-        """Updates behind the masters, also those that workers have made and not told of."""
+        """The number of updates, including unreported ones of workers."""
         return self._statistics.version if (made := self._made_steps) is None else made.total
 
     @property
     def waiting(self) -> frozenset[int]:
-        """Who waits for a release or a mean."""
+        """The workers that wait for a release or a mean."""
         return self._averaging.waiting | self._pushes.keys() | self._ready
 
     def who_waits(self) -> list[tuple[str, Iterable[int]]]:
-        """What for, and who."""
+        """What workers wait for, and which."""
         averages = ("the mean of all gradients", self._averaging.waiting)
         return [("their release", self._pushes), ("their turn", self._ready), averages]
 
     def tell(self, fact: Fact) -> None:
-        """The policy is to know, and nothing follows yet."""
+        """Pass a fact to the policy from which no replies follow."""
         self._obey(fact)
 
     @property
@@ -153,14 +153,14 @@ class Rounds:
         return self.last is not None and self._statistics.version >= self.last
 
     def ready(self, worker: int, writes: Writes) -> Replies:
-        """The worker could begin a mini-batch, after its user's ``writes``."""
+        """The worker asks to begin a mini-batch, after these ``writes`` of user code."""
         self.take(worker, writes)
         self._ready.add(worker)
         self._statistics.waits(worker)
         return self._release_all() if self._over else self._obey(Ready(worker))
 
     def wake(self) -> Replies:
-        """It is at least as late as the policy wanted to be told."""
+        """The policy's timer has expired."""
         at_s, self.wake_at_s = self.wake_at_s or 0.0, None
         return self._obey(TimerFired(max(self._statistics.clock(), at_s)))
 
@@ -168,9 +168,9 @@ class Rounds:
         """The worker's contribution lies in its row, or it has made its steps.
 
         Raises:
-            UserError: if the push makes no sense; ``OptimizerFailed`` if the step failed.
+            UserError: if the push is invalid; ``OptimizerFailed`` if the step failed.
         """
-        for former in push.former:  # there is one answer for all
+        for former in push.former:  # one answer for all
             self._push(worker, former)
         return self._push(worker, push)
 
@@ -183,7 +183,7 @@ class Rounds:
         self._statistics.pushed(worker, self._samples(push), push.fault, not push.later)
         self._averaging.given.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
-        asks = push.age is None  # or the worker has made the update, which counts in any case
+        asks = push.age is None  # else the worker has made the update, which counts in any case
         if self._over or (asks and self.last is not None and self.version >= self.last):
             return freed + self._release_all()
         last = self.requirements.drops_late and self._queue.is_last_chance(push.covers)
@@ -191,14 +191,14 @@ class Rounds:
         return freed + self._obey(Pushed(worker, now_s, push.loss, last, empty))
 
     def average(self, worker: int, request: Average, anew: bool = False) -> Replies:
-        """The worker wants the mean of all gradients, ``anew``: a lost process may have had it."""
+        """Request the mean of all gradients; ``anew``: after a restart, perhaps again."""
         assert self.store is not None, "parameters are shared before gradients are averaged"
         if anew and (mean := self._averaging.given.get(worker)) is not None:
             return [(worker, mean.reply)]
         return [*self._averaging.ask(worker, request, self.store)]
 
     def park(self, worker: int) -> Replies:
-        """The worker waits for something else; who waits for it in a round need not any longer."""
+        """The worker waits for something else: do not wait for it in a round."""
         self._statistics.clocks.leave(worker)
         return [*self._averaging.busy(worker, self.store), *self._obey(Waiting(worker))]
 
@@ -209,13 +209,13 @@ class Rounds:
         return self._obey(Joined(worker))
 
     def admit(self, worker: int) -> Replies:
-        """The worker is there, with the newest parameters."""
+        """The worker begins (anew) with the newest parameters."""
         if self.under_way is not None:
             self.under_way.forget(worker)
         return [*self.join(worker), self._release(worker)]
 
     def lost(self, worker: int) -> Replies:
-        """The worker is gone, with whatever is not part of an update."""
+        """The worker is gone, and its push, if no update has it."""
         self._lose_pushes([worker])
         self._ready.discard(worker)
         if (mean := self._averaging.given.pop(worker, None)) is not None:
@@ -224,32 +224,29 @@ class Rounds:
         return [*self._averaging.left(worker, self.store), *self._obey(Left(worker))]
 
     def count_untold(self, worker: int) -> None:
-        """The worker is gone: what it has made and not told of counts, as if it had."""
+        """The worker is gone: count its unreported steps, as if it had pushed each."""
         if (made := self._made_steps) is not None:
-            for push in untold_steps(made.untold(worker), self._queue.untold(worker)):
+            for push in _unreported(made.untold(worker), self._queue.untold(worker)):
                 self._push(worker, push)
             made.cover(worker, 0)
 
     def miss(self, worker: int) -> Replies:
-        """The worker's process is gone, and another will do in its place what it has not done."""
+        """The worker will be restarted, and repeat what it has not finished."""
         if not self.requirements.whole_rounds:
             return self.lost(worker)
         self._ready.discard(worker)
         self._statistics.idle(worker)
-        if worker in self._pushes:  # which lies in its row: nothing more is to come from it
+        if worker in self._pushes:  # its gradient lies in its row: the round needs nothing more
             return []
         self._averaging.miss(worker)
         return self.join(worker)  # it may have been parked
 
     def last_part(self, worker: int) -> int:
-        """The last update that the worker has had a part in, perhaps by a mean yet to be pushed."""
+        """The last update that the worker contributes to, perhaps by a mean not pushed yet."""
         return self.version + (worker in self._averaging.given)
 
     def settle_held(self, worker: int) -> None:
-        """What the worker has contributed and is held will count, whatever becomes of it.
-
-        So will its part of an update that is under way.
-        """
+        """Settle the worker's mini-batches in held contributions and in a pending update."""
         for other, _, covers in self._held:
             if other == worker:
                 self._queue.settle(worker, covers)
@@ -258,31 +255,31 @@ class Rounds:
 
     @property
     def pushed(self) -> Mapping[int, Push]:
-        """By worker: contributions that lie in their rows, and are no part of an update yet."""
+        """The pushes that are not part of an update yet, by worker."""
         return self._pushes
 
     def refresh(self, worker: int) -> None:
-        """Bring the worker's own parameters up to date."""
+        """Update the worker's parameters."""
         if self.store is not None:
             self.store.refresh(worker)
         self.optimizers.read(worker)
         self._statistics.read(worker)
 
     def take(self, worker: int, writes: Writes) -> None:
-        """User code in the worker has written to parameters itself."""
+        """Apply the writes of the worker's user code."""
         if writes:
             assert self.store is not None, "parameters are shared before they are written to"
             self.store.take(worker, writes)
 
     def dissolve(self) -> None:
-        """Forget who has pushed or asked; no update will have it any more."""
+        """Drop all pushes, requests and the pending update."""
         self.under_way = None
         self._lose_pushes(list(self._pushes))
         self._ready.clear()
         self._averaging.dissolve()
 
     def _lose_pushes(self, workers: Iterable[int]) -> None:
-        """Nobody waits for their release any more; who was only held back has its part in one."""
+        """Drop these workers' pushes; those held, or in the pending update, still count."""
         for worker in workers:
             push, outcome = self._pushes.pop(worker, None), self._outcome.pop(worker, None)
             update = self.under_way
@@ -304,12 +301,12 @@ class Rounds:
         return self._do(orders)
 
     def _do(self, orders: Sequence[Order]) -> Replies:
-        """One after the other; behind an update that does not end at once they wait."""
+        """Carry out the orders one after the other; those after a pending update wait for it."""
         replies: Replies = []
         left = iter(orders if not self._over else ())
         for order in left:
             match order:
-                case Apply() if self._over:  # the last update was that of an order before this one
+                case Apply() if self._over:  # an earlier order made the last update
                     break
                 case Apply(workers):
                     self._apply(workers)
@@ -329,7 +326,7 @@ class Rounds:
         return replies + self._release_all() if self._over else replies
 
     def _release_all(self) -> Replies:
-        """The last update is made: what is pushed and not part of it will be part of none."""
+        """Update limit reached: drop pending pushes and release all workers."""
         for worker, push in self._pushes.items():
             if worker not in self._outcome:
                 self._statistics.dropped(worker, self._samples(push))
@@ -337,7 +334,7 @@ class Rounds:
         return [self._release(worker) for worker in sorted(self._pushes.keys() | self._ready)]
 
     def _apply(self, workers: tuple[int, ...]) -> None:
-        """One update, of these and of all that is held; each optimizer steps with its own."""
+        """Make one update of these workers' pushes and all held ones."""
         pushes = {worker: self._pushes[worker] for worker in workers}
         for worker, push in pushes.items():
             self.take(worker, push.writes)
@@ -346,14 +343,14 @@ class Rounds:
             self._made(pushes, counted)
 
     def complete(self, ticket: int) -> Replies:
-        """The update under way with this number has ended: what stands behind it is obeyed.
+        """The pending update with this number has ended: carry out the orders after it.
 
         Raises:
             UserError: ``OptimizerFailed`` if the step failed.
         """
         update = self.under_way
         if update is None or update.ticket != ticket:
-            return []  # nobody waits for it any more
+            return []  # it was dropped
         self.under_way = None
         counted = update.counted
         for pushes, pending in update.steps:
@@ -366,7 +363,7 @@ class Rounds:
         return self._do(update.behind)
 
     def _made(self, pushes: Mapping[int, Push], counted: Sequence[int]) -> None:
-        """The masters have moved, or are to be moved further with another evaluation."""
+        """Count the update, unless the optimizer needs another evaluation."""
         again = any(worker in self._outcome and self._outcome[worker].again for worker in pushes)
         if not again and (counted or self._held or self.requirements.whole_rounds):
             seen = self._statistics.age
@@ -382,10 +379,10 @@ class Rounds:
                 self._queue.done(worker, push, self._samples(push))
 
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
-        """Who counted, of all optimizers that are done. In lock-step all are for one."""
+        """Step each optimizer with its pushes; returns the workers whose contributions count."""
         counted: list[int] = []
         pending: list[tuple[Mapping[int, Push], Pending]] = []
-        for number, own in by_optimizer(pushes, self.optimizers.holding).items():
+        for number, own in _by_optimizer(pushes, self.optimizers.holding).items():
             stepped = self.optimizers.step(own, number)
             if isinstance(stepped, Pending):
                 pending.append((own, stepped))
@@ -398,7 +395,7 @@ class Rounds:
         return counted
 
     def _hold(self, worker: int) -> None:
-        """The contribution is put aside, and counts with the next update."""
+        """Hold the contribution for the next update."""
         push = self._pushes[worker]
         self.take(worker, push.writes)
         if self.optimizers.hold(worker, push):
@@ -408,7 +405,7 @@ class Rounds:
         self._outcome[worker] = _NOTHING
 
     def _drop(self, worker: int) -> None:
-        """The contribution came too late; its mini-batch is for somebody else."""
+        """Drop a late contribution, and return its mini-batch to the queue."""
         push = self._pushes[worker]
         self._queue.give_back(worker, push.covers)
         self.take(worker, push.writes)
@@ -417,7 +414,7 @@ class Rounds:
         self._outcome[worker] = _DROPPED if push.covers else _NOTHING
 
     def _samples(self, push: Push) -> float:
-        """What the push counts for: of several optimizers or evaluations the first counts."""
+        """The samples that the push counts for; of several evaluations only the first counts."""
         return 0.0 if self.optimizers.under_way is not None else samples_of(push)
 
     def _release(self, worker: int) -> tuple[int, Reply]:
@@ -432,4 +429,36 @@ class Rounds:
         self._statistics.released(worker, fetches)
         stepped = self._outcome.pop(worker, _NOTHING)
         tickets = tuple(self._queue.draw(worker, each) for each in (push.draws if push else ()))
-        return worker, release(stepped, self.version, stepped is not _DROPPED, tickets)
+        again, counted = stepped.again, stepped is not _DROPPED
+        cleared = again is not None and again.cleared
+        return worker, Released(
+            self.version, again is not None, cleared, stepped.news, stepped.turn, counted, tickets
+        )
+
+
+def _by_optimizer(
+    pushes: Mapping[int, Push], holding: Iterable[int]
+) -> dict[int, Mapping[int, Push]]:
+    """The pushes of each optimizer, also of those with held contributions only."""
+    numbers = {*holding, *(push.optimizer for push in pushes.values())}
+    if len(numbers) == 1:
+        return {numbers.pop(): pushes}
+    return {
+        number: {w: push for w, push in pushes.items() if push.optimizer == number}
+        for number in sorted(numbers)
+    }
+
+
+def samples_of(push: Push) -> float:
+    """The samples that a push counts for; of several optimizers only the first counts."""
+    if push.optimizer != 0:
+        return 0.0
+    return push.weight if push.samples is None else push.samples
+
+
+def _unreported(n: int, covers: Sequence[DrawnBatch]) -> Iterator[Push]:
+    """The pushes of ``n`` unreported steps that have covered these mini-batches."""
+    for step in range(n):
+        own = tuple(covers[step * len(covers) // n : (step + 1) * len(covers) // n])
+        samples = float(sum(total(cover.spans) for cover in own))
+        yield Push(0, 1.0, samples=samples, covers=own, own=True, age=0)

@@ -1,7 +1,7 @@
-"""What a run has counted: updates, samples, staleness, and who waited for whom.
+"""Counts of a run: updates, samples, staleness, and how long workers waited for each other.
 
-The clock is given, so that the same code counts real and virtual seconds. All times are *training
-time*, which stands still while training pauses (validation).
+The clock is an argument, so that the same code counts real and virtual seconds. All times are
+*training time*, which stops while training pauses (validation).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class _Worker:
     """One worker's account; training time in seconds."""
 
     read_version: int = 0
-    released_at_s: float | None = None  # since when it computes
-    pushed_at_s: float | None = None  # since when it waits
+    released_at_s: float | None = None  # while it computes
+    pushed_at_s: float | None = None  # while it waits
     computing_s: float = 0.0
     waiting_s: float = 0.0
-    awaited_s: float = 0.0  # others have waited, until this one came
+    awaited_s: float = 0.0  # others have waited for this worker
     pushes: int = 0
     samples: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
@@ -37,7 +37,7 @@ class RunStatistics:
     """Counts pushes, updates and releases.
 
     Args:
-        n_workers: how many accounts.
+        n_workers: W.
         clock: seconds from any origin.
     """
 
@@ -46,15 +46,15 @@ class RunStatistics:
     version: int = 0
     first_version: int = 0
     samples: float = 0.0
-    sent_bytes: int = 0  # of what workers have handed over
-    saved_bytes: int = 0  # by encoding it
+    sent_bytes: int = 0  # size of all contributions
+    saved_bytes: int = 0  # by encoding them
     ages: Counter[int] = field(default_factory=Counter)  # staleness -> contributions
-    clocks: StepCounts = field(default_factory=StepCounts)  # pushes of those who train
+    clocks: StepCounts = field(default_factory=StepCounts)  # pushes of training workers
     _accounts: list[_Worker] = field(default_factory=list)
     _started_at_s: float = 0.0
     _paused_at_s: float | None = None
     _training_s: float = 0.0  # until the last update
-    _last: int = 0  # who pushed last: whoever is released then has waited for it
+    _last: int = 0  # the last worker that pushed: a worker released then has waited for it
 
     def __post_init__(self) -> None:
         self._accounts = [_Worker() for _ in range(self.n_workers)]
@@ -65,27 +65,27 @@ class RunStatistics:
         return now_s - self._started_at_s
 
     def start(self, version: int = 0) -> None:
-        """Training begins, or goes on after ``version`` updates: everybody computes from now."""
+        """Training begins, or resumes after ``version`` updates: all workers compute from now."""
         self.version = self.first_version = version
         self._started_at_s, self._paused_at_s = self.clock(), None
         for account in self._accounts:
             account.released_at_s = 0.0
 
     def pause(self) -> None:
-        """A validation begins: training time stands still until ``resume``."""
+        """A validation begins: training time stops until ``resume``."""
         if self._paused_at_s is None:
             self._paused_at_s = self.clock()
 
     def resume(self) -> None:
-        """Training goes on."""
+        """Training resumes."""
         if self._paused_at_s is not None:
             self._started_at_s += self.clock() - self._paused_at_s
             self._paused_at_s = None
 
     def pushed(self, worker: int, weight: float, fault: str = "", waits: bool = True) -> None:
-        """The worker has brought a gradient of ``weight`` samples, and ``waits``, or computes on.
+        """The worker has pushed a gradient of ``weight`` samples, and ``waits`` or computes on.
 
-        ``fault`` says why it had to leave its contribution out, if so.
+        ``fault``: why it had to leave its contribution out, if so.
         """
         account, now = self._accounts[worker], self._now_s()
         if account.released_at_s is not None:
@@ -103,25 +103,25 @@ class RunStatistics:
             account.lead = lead
 
     def waits(self, worker: int) -> None:
-        """The worker could begin a mini-batch, and waits for its turn."""
+        """The worker waits for its turn to begin a mini-batch."""
         account = self._accounts[worker]
         account.released_at_s, account.pushed_at_s = None, self._now_s()
 
     def dropped(self, worker: int, weight: float) -> None:
-        """What the worker has pushed last, ``weight`` samples, does not count."""
+        """The worker's last push, of ``weight`` samples, does not count."""
         account = self._accounts[worker]
         account.dropped += 1
         account.samples -= weight
         self.samples -= weight
 
     def age(self, worker: int) -> int:
-        """Updates since the worker has read the parameters."""
+        """The number of updates since the worker has read the parameters."""
         return self.version - self._accounts[worker].read_version
 
     def updated(self, ages: Iterable[int]) -> None:
-        """An update was made, of contributions so old.
+        """Count an update of contributions of these ages.
 
-        A round in which everybody abstained counts as well, as Lightning counts a skipped step.
+        A round in which all workers abstained counts, too, as Lightning counts a skipped step.
         """
         for age in ages:
             self.ages[age] += 1
@@ -129,7 +129,7 @@ class RunStatistics:
         self._training_s = self._now_s()
 
     def made_together(self, made: MadeRounds) -> None:
-        """Rounds in which every worker has had its part, of the version before."""
+        """Count rounds that the workers completed without the server."""
         now = made.at_s - self._started_at_s
         shares = zip(self._accounts, made.samples, made.waited_s, made.awaited_s, strict=True)
         for worker, (account, samples, waited_s, awaited_s) in enumerate(shares):
@@ -149,10 +149,7 @@ class RunStatistics:
         self._training_s = max(self._training_s, now)
 
     def released(self, worker: int, reads: bool = True) -> None:
-        """The worker goes on, perhaps in the middle of its work.
-
-        ``reads``: from the current version.
-        """
+        """The worker continues; with ``reads``, from the current version."""
         account, now = self._accounts[worker], self._now_s()
         if account.released_at_s is not None:
             account.computing_s += now - account.released_at_s
@@ -171,24 +168,24 @@ class RunStatistics:
         self.clocks.leave(worker)
 
     def idle(self, worker: int) -> None:
-        """What the worker does from now on is neither computing nor waiting."""
+        """From now on the worker neither computes nor waits."""
         self._accounts[worker].released_at_s = self._accounts[worker].pushed_at_s = None
 
     def comes(self, worker: int) -> None:
-        """The worker is there again: it computes from now."""
+        """The worker is back, and computes from now."""
         self._accounts[worker].released_at_s = self._now_s()
 
     def read(self, worker: int) -> None:
-        """The worker took the current parameters outside a release."""
+        """The worker has read the current parameters outside a release."""
         self._accounts[worker].read_version = self.version
 
     def mean_age(self) -> float:
-        """Staleness of the average contribution."""
+        """The mean staleness of contributions."""
         total = sum(self.ages.values())
         return sum(age * n for age, n in self.ages.items()) / total if total else 0.0
 
     def age_quantile(self, share: float) -> int:
-        """The smallest staleness that this share of the contributions does not exceed."""
+        """The quantile ``share`` of the contributions' staleness."""
         left = share * sum(self.ages.values())
         for age in sorted(self.ages):
             left -= self.ages[age]
@@ -199,14 +196,13 @@ class RunStatistics:
     def stats(self) -> dict[str, Any]:
         """Updates, samples, samples per second of training, waiting shares in [0, 1], staleness.
 
-        ``awaited_share``: for whom the others waited, in [0, 1] of all waiting; ``step_s``: seconds
-        that a mini-batch takes each worker; ``dropped``: contributions that came too late, or were
-        of a step that was broken off, by worker; ``lead``: pushes ahead of the slowest worker;
-        ``effective_batch``: samples behind the average update; ``left_out``: how many
-        contributions each worker had to leave out, by the kind of fault; ``handed_over``: the
-        ``sent_bytes`` of all that was pushed with some weight, and ``saved_bytes``: how many more
-        it was before it was encoded. Staleness is counted per contribution: updates made between
-        the reading of the parameters and the application of the gradient computed from them.
+        ``awaited_share``: waiting for each worker, in [0, 1] of all waiting; ``step_s``: seconds
+        per mini-batch, by worker; ``dropped``: contributions that were too late or of an aborted
+        step, by worker; ``lead``: pushes ahead of the slowest worker; ``effective_batch``: samples
+        per update; ``left_out``: contributions that each worker left out, by the kind of fault;
+        ``handed_over``: ``sent_bytes`` of all contributions with a weight, and ``saved_bytes`` by
+        encoding. Staleness is counted per contribution: updates between the reading of the
+        parameters and the application of the gradient computed from them.
         """
         training_s, updates = self._training_s, self.version - self.first_version
         return {

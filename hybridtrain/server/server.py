@@ -1,33 +1,36 @@
 """The server: takes events, returns replies, owns the master parameters.
 
-Theory of operation. The server is an actor: ``on(event)`` takes one event (a request of a worker,
-say) and returns the replies that follow from it, to this worker and to others. Nothing else changes
-its state once training has begun, so whoever records, measures or replays wraps this one method. It
-owns the master parameters, the updates (the user's optimizers) and the version counter, and asks
-its policy when a contribution counts and who may go on. It neither sends nor receives: a *world*
-carries the messages between processes, or through virtual time. Nothing here blocks, so a worker
-that never comes back cannot stop the server; the world tells it so (``Removed``).
+Theory of operation. The server is an actor: ``on(event)`` takes one event, such as a worker's
+request, and returns the replies to this and other workers. Nothing else changes its state once
+training has begun, so recorder, profiler and replay wrap this one method. The server owns the
+master parameters, the updates (the user's optimizers) and the version counter; its policy decides
+when a contribution counts and which workers are released. It neither sends nor receives: a *world*
+carries the messages between processes, or through virtual time. Nothing here blocks, so a lost
+worker cannot stop the server; the world reports it (``Removed``).
 
 A worker that waits in a meeting (a barrier, a metric, the end of an epoch) is *parked*: rounds are
-completed without it. Where all workers take the same steps this never shows, because a meeting ends
-before anyone can be a step ahead; where a worker runs out of data early, the others go on.
+completed without it. If all workers take the same steps this has no effect, because a meeting ends
+before any worker can be a step ahead; if a worker runs out of data early, the others continue.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, combine, exchange_of
 from hybridtrain.exchanges.compression import codec_of
 from hybridtrain.memory import Store
 from hybridtrain.policies import Policy
+from hybridtrain.protocol.facts import Began
 from hybridtrain.protocol.messages import (
+    Answer,
     Average,
     Begin,
     Called,
     Changed,
+    Done,
     Draw,
     Gather,
     Gathered,
@@ -44,7 +47,9 @@ from hybridtrain.protocol.messages import (
     Released,
     Request,
     Resumed,
+    ScheduleCall,
     Share,
+    Shared,
     Snapshot,
     Stats,
     Stop,
@@ -69,27 +74,25 @@ from hybridtrain.server.membership import Membership
 from hybridtrain.server.refusals import missed, stuck
 from hybridtrain.server.rounds import Replies, Rounds
 from hybridtrain.server.run_statistics import RunStatistics
-from hybridtrain.server.schedule_calls import ScheduleCalls
-from hybridtrain.server.setup import Setup
-from hybridtrain.server.shared_parameters import lend, no_snapshot
+from hybridtrain.server.shared_parameters import shared_store
 from hybridtrain.server.stop_requests import StopRequests
 from hybridtrain.server.workers_updates import WorkersUpdates
-from hybridtrain.updates import OptimizerFailed, Optimizers
+from hybridtrain.updates import OptimizerFailed, Optimizers, load_updates
 from hybridtrain.updates.staleness import Correction
 from hybridtrain.updates.staleness.late_gradients import LateGradients
 from hybridtrain.updates.thread_pool import Pool
 
 
 class Server:
-    """Decides for ``n_workers`` workers.
+    """The server of ``n_workers`` workers.
 
     Args:
-        policy: when a contribution counts, and who may go on.
+        policy: decides when a contribution counts, and which workers are released.
         n_workers: W, all expected from the start.
         threads: how many threads an update may use.
-        clock: seconds; virtual time brings its own.
+        clock: seconds; virtual time has its own.
         correction: of late gradients, if any.
-        exchange: what workers hand over; else what goes with the policy.
+        exchange: what workers push; by default that of the policy.
 
     Raises:
         UserError: if policy and exchange contradict each other.
@@ -108,10 +111,10 @@ class Server:
         exchange = exchange or exchange_of(policy)
         self.requirements = combine(policy, exchange, n_workers)
         self.statistics = RunStatistics(n_workers, clock)
-        self.failure: BaseException | None = None  # what an optimizer has raised
+        self.failure: BaseException | None = None  # raised by an optimizer
         members = self._members = set(range(n_workers))
         self._meeting: Barrier[Request] = Barrier(set(self._members))
-        self._pool, late = Pool(threads), LateGradients(correction, self.statistics.age)
+        self._pool, self._late = Pool(threads), LateGradients(correction, self.statistics.age)
         self._queue = BatchQueue(self._members)
         handed_over = HandedOver(codec_of(exchange), self.statistics)
         self._rounds = Rounds(
@@ -127,9 +130,8 @@ class Server:
         self.membership = Membership(
             members, self._meeting, self._queue, self._rounds, self.statistics
         )
-        self.assembly = Setup(self._rounds, self.membership, self.statistics, self._pool, late)
         self._wishes = StopRequests(members, self.statistics, self.requirements.whole_rounds)
-        self._calls = ScheduleCalls(members)
+        self._calls: dict[int, list[ScheduleCall]] = {}  # of others, which a worker must repeat
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -140,13 +142,13 @@ class Server:
 
     @property
     def optimizers(self) -> Optimizers:
-        """What steps the masters."""
+        """The optimizers over the masters."""
         return self._rounds.optimizers
 
     # ---- events ---------------------------------------------------------------------------------
 
     def on(self, event: Event) -> Replies:
-        """It has happened; what follows for whom."""
+        """Take an event; returns the replies that follow, each with its worker."""
         workers = self.workers_updates
         if isinstance(event, Removed | BrokenOff):
             workers.take_over()
@@ -154,9 +156,9 @@ class Server:
             workers.free()
         workers.look()
         if not workers.one_by_one:
-            return self._calls.told_with(self._on(event))
+            return self._with_calls(self._on(event))
         with workers.stopped(self.optimizers):
-            return self._calls.told_with(self._on(event))
+            return self._with_calls(self._on(event))
 
     def _on(self, event: Event) -> Replies:
         if isinstance(event, Received):
@@ -184,11 +186,11 @@ class Server:
         if isinstance(message, Gather) and message.wish:
             others_wait = bool(self._rounds.waiting or self._meeting.n_waiting or self._stopped)
             return self._wishes.take(worker, message, others_wait)
-        denied = self._wishes.hears(message) + self._call(message)
+        denied = self._wishes.observe(message) + self._call(message)
         return denied + (self._answer(worker, message) or self._free_the_stuck())
 
     def _call(self, message: Request | Note) -> Replies:
-        """Workers that wait patiently come to a round, or a meeting, that is to be one of all."""
+        """Call patient workers to a round, or a meeting, that needs all workers."""
         called = self._meeting.call() if getattr(message, "calls", False) else []
         freed = [each for worker in called for each in self._rounds.join(worker)]
         return freed + [(worker, _call_to(message)) for worker in called]
@@ -213,21 +215,40 @@ class Server:
             case GetState(number, flat=True):
                 state = self.workers_updates.lend(self.store, self.optimizers, number)
                 return [(worker, Lent(state))]
-            case GetState():
-                return [(worker, lend(self.store, self.optimizers, message))]
+            case GetState(number, arena):
+                assert self.store is not None, "parameters are shared before anything is lent"
+                if arena is None:
+                    return [(worker, self.optimizers.lent(number))]
+                return [(worker, Shared(self.store.lending.arenas[arena].n_bytes, arena))]
             case ReadStats():
                 return [(worker, Stats(self.statistics.stats()))]
             case Paused():
                 self.statistics.pause()
             case Resumed():
                 self.statistics.resume()
-            case Called():
-                self._calls.take(worker, message)
+            case Called(calls):
+                for other in self._members - {worker}:
+                    self._calls.setdefault(other, []).extend(calls)
             case Changed(number, groups):
                 self.optimizers.hear(worker, Push(number, 0.0, groups=groups))
             case Stopped():
                 return self._wishes.answer() + self._stop_waiting_for(worker)
         return []
+
+    def _with_calls(self, replies: Replies) -> Replies:
+        """Before its next answer a worker receives the schedule calls of the others.
+
+        Each worker steps schedules of its own, and repeats the calls that the others make by hand,
+        so that a schedule counts all calls, as on one device. A replay repeats their order.
+        """
+        if not self._calls:
+            return replies
+        told: Replies = []
+        for worker, reply in replies:
+            if isinstance(reply, Answer) and (calls := self._calls.pop(worker, None)):
+                told.append((worker, Called(tuple(calls))))
+            told.append((worker, reply))
+        return told
 
     def _completed(self, worker: int) -> Replies:
         self._finished.add(worker)
@@ -242,22 +263,22 @@ class Server:
 
     @property
     def wake_at_s(self) -> float | None:
-        """When a ``TimerExpired`` is wanted, if at all."""
+        """The time of the next ``TimerExpired``, if any."""
         return self._rounds.wake_at_s
 
     @property
     def under_way(self) -> int | None:
-        """The number of the update that goes on until an ``UpdateEnded``, if one does."""
+        """The number of the update that is pending until an ``UpdateEnded``, if any."""
         update = self._rounds.under_way
         return None if update is None else update.ticket
 
     @property
     def training(self) -> bool:
-        """Whether it has begun, so that others could go on with it."""
+        """Whether training has begun, so that remaining workers could continue."""
         return bool(self.optimizers.updates)
 
     def _free_the_stuck(self) -> Replies:
-        """If all who are left wait, and no timer or update runs, they would wait for ever."""
+        """Refuse all workers if they all wait, and no timer or update is pending: a deadlock."""
         if len(self._rounds.waiting) + self._meeting.n_waiting < len(self._members):
             return []
         if (
@@ -286,7 +307,7 @@ class Server:
                 return self._guarded([worker], lambda: self._rounds.push(worker, request))
 
     def _guarded(self, workers: Iterable[int], action: Callable[[], Replies]) -> Replies:
-        """What cannot be accepted, or fails, ends the run for all who wait."""
+        """Refuse all waiting workers if the action fails."""
         try:
             return action()
         except OptimizerFailed as error:
@@ -297,18 +318,21 @@ class Server:
 
     def _snapshot(self, worker: int, request: Snapshot) -> Replies:
         optimizers = self._rounds.optimizers
-        if (reason := no_snapshot(self.failure, optimizers)) is not None:
-            return [(worker, Refused(reason))]
+        if self.failure is not None:
+            text = f"an optimizer failed half-way through its step: {self.failure}"
+            return [(worker, Refused(text))]
+        if optimizers.under_way is not None:
+            return [(worker, Refused("an optimizer is in the middle of its step"))]
         optimizers.settle()
         if request.refresh:
             self._rounds.refresh(worker)
         state, store = optimizers.dump(request.place), self.store
         ahead = store.made.ahead if store is not None and store.made is not None else 0
-        version = self.statistics.version + ahead  # which the state's steps agree with
+        version = self.statistics.version + ahead  # the version of the optimizers' state
         return [(worker, OptimizerState(state, version, self._queue.unseen()))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
-        """These workers and all who wait must end, with this reason."""
+        """Refuse these and all waiting workers, for this reason."""
         waiting = {*workers, *self._meeting.waiting, *self._rounds.waiting}
         self._meeting.dissolve()
         self._rounds.dissolve()
@@ -340,20 +364,56 @@ class Server:
             return []
         workers = list(items)
         try:
-            reply = self.assembly.conclude(workers, list(items.values()))
+            reply = self._conclude(workers, list(items.values()))
         except UserError as error:
             return self._refuse(workers, str(error))
         answers: Replies = [(worker, reply) for worker in workers]
         return answers + [each for worker in workers for each in self._rounds.join(worker)]
 
+    def _conclude(self, workers: list[int], requests: Sequence[Request]) -> Answer:
+        """The answer to all ``workers``, whose ``requests`` are of one kind.
+
+        Raises:
+            UserError: if the requests contradict each other.
+        """
+        match requests[0]:
+            case Gather():
+                payloads = tuple(r.payload for r in requests if isinstance(r, Gather))
+                return Gathered(payloads, tuple(workers), self.membership.left)
+            case Share():
+                shares = [r for r in requests if isinstance(r, Share)]
+                by_worker = dict(zip(workers, shares, strict=True))
+                n_workers = self.statistics.n_workers
+                self._rounds.store = store = shared_store(by_worker, n_workers, self.requirements)
+                return Shared(store.arena.n_bytes)
+            case Install():
+                return self._install(workers, requests[0])
+        raise AssertionError(requests[0])
+
+    def _install(self, workers: list[int], install: Install) -> Done:
+        store, known = self.store, self.optimizers.updates
+        assert store is not None, "parameters are shared before optimizers are installed"
+        if not known and store.made is not None:
+            store.made.begin(install.version)
+        updates = load_updates(install.optimizers, store, self._pool, known)
+        if not known:
+            self.statistics.start(install.version)
+            self._rounds.tell(Began(install.version))
+            self._rounds.last = install.last
+        self.adopt(store, Optimizers(updates, store, self._pool))
+        for worker in workers:
+            self._rounds.refresh(worker)
+        return Done()
+
     def adopt(self, store: Store | None, optimizers: Optimizers) -> None:
         """Step these from now on. Without a store there are no parameters, only time passes."""
-        self.assembly.adopt(store, optimizers)
+        self._rounds.store, self._rounds.optimizers = store, optimizers
+        optimizers.late = self._late.begun(store)
 
     # ---- stopping -------------------------------------------------------------------------------
 
     def _stop_waiting_for(self, worker: int) -> Replies:
-        """The worker has stopped: what others wait for together with it will not happen."""
+        """The worker has stopped: dismiss the workers that wait together with it."""
         self._note_stopped({worker})
         freed: Replies = []
         if not self.requirements.whole_rounds:  # others wait for its next step, or its turn
@@ -361,7 +421,7 @@ class Server:
         return freed + self._dismiss(waits=self.requirements.whole_rounds, but=worker)
 
     def _dismiss(self, waits: bool, but: int | None = None) -> Replies:
-        """Who is in a meeting will not be answered; nor who ``waits`` in a round."""
+        """Stop all workers in a meeting and, with ``waits``, in a round."""
         waiting = set(self._meeting.waiting)
         self._meeting.dissolve()
         if waits:
@@ -370,7 +430,7 @@ class Server:
         return [(each, Stop(now=True)) for each in sorted(waiting - {but})]
 
     def _note_stopped(self, workers: set[int]) -> None:
-        """In lock-step no round can be a whole one any more."""
+        """In lock-step no round can be complete any more."""
         self._stopped |= workers
         self._rounds.broken |= self.requirements.whole_rounds and bool(self._stopped)
 

@@ -1,8 +1,8 @@
-"""Workers that want training to end, in the midst of an epoch.
+"""Workers that want training to end within an epoch.
 
-If all want it at the same step, training ends there. If only some do, the others are a step ahead
-when that is known: in lock-step those who wish take that step, too, and all end behind it. So the
-wish is answered when all have it, or as soon as another worker goes on.
+If all want it at the same step, training ends there. If only some do, the others have begun the
+next step by then: in lock-step the wishing workers take that step, too, and all end after it. So
+the server answers a wish when all workers have it, or as soon as another worker continues.
 """
 
 from __future__ import annotations
@@ -17,24 +17,22 @@ from hybridtrain.protocol.messages import (
     Install,
     Note,
     Push,
-    Reply,
     Request,
     Share,
     Stop,
 )
+from hybridtrain.server.rounds import Replies
 from hybridtrain.server.run_statistics import RunStatistics
-
-Replies = list[tuple[int, Reply]]
 
 
 @dataclass
 class StopRequests:
-    """Of those who wait to hear whether all want it.
+    """The wishes that are not answered yet.
 
     Args:
-        members: the workers that are there; shared with the server.
+        members: the workers that train; shared with the server.
         statistics: counts updates.
-        whole_rounds: all take the same steps.
+        whole_rounds: all workers take the same steps.
     """
 
     members: set[int]
@@ -43,7 +41,7 @@ class StopRequests:
     _payloads: dict[int, bytes] = field(default_factory=dict)
 
     def take(self, worker: int, request: Gather, others_wait: bool) -> Replies:
-        """The worker wants to stop; ``others_wait``: some have gone on already."""
+        """The worker wants to stop; ``others_wait``: some have continued already."""
         self._payloads[worker] = request.payload
         if others_wait or not self.whole_rounds:
             return self.answer()
@@ -55,7 +53,7 @@ class StopRequests:
         return [(worker, Gathered(payloads, workers)) for worker in workers]
 
     def answer(self) -> Replies:
-        """Somebody goes on, or will never answer: all hear of the wish, if there is one."""
+        """A worker continues, or will never answer: tell all workers of the wish, if any."""
         if not self._payloads:
             return []
         behind = self.statistics.version + 1 if self.whole_rounds else 0
@@ -63,8 +61,8 @@ class StopRequests:
         known, self._payloads = self._payloads, {}
         return told + [(w, Gathered((payload,), (w,))) for w, payload in sorted(known.items())]
 
-    def hears(self, message: Request | Note) -> Replies:
-        """What a worker asks for that does not wish may show that it has gone on."""
+    def observe(self, message: Request | Note) -> Replies:
+        """Answer the wishes if this message shows that its worker has continued."""
         if not self._payloads:  # nearly always
             return []
         goes_on = isinstance(message, Push | Average | Begin | Gather | Share | Install)

@@ -1,7 +1,7 @@
-"""Updates that workers make among themselves: what the server has to know and to do about them.
+"""The server's part of updates that workers make without it.
 
 In lock-step these are rounds, which the server counts afterwards. Where workers make updates one by
-one, each tells of its own, and the server holds their lock while it does anything.
+one, each reports its own, and the server holds their lock while it handles an event.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridtrain.updates.flat.lent_state import Lender
 
 
 class WorkersUpdates:
-    """Of one run.
+    """Counts and stops the workers' updates of one run.
 
     Args:
         statistics: counts.
@@ -38,18 +38,18 @@ class WorkersUpdates:
         self._frees: Frees = lambda pid, for_s: None
 
     def free_by(self, frees: Frees) -> None:
-        """``frees`` hears which worker process is in the middle of an update for long."""
+        """Call ``frees`` with a worker process that takes long in an update."""
         self._frees = frees
 
     def lend(self, store: Store | None, optimizers: Optimizers, number: int) -> LentState | None:
-        """Where the optimizer's state lies, for workers that step it; ``None``: they do not."""
+        """The places of the optimizer's state; ``None``: workers may not step it."""
         if store is None or len(optimizers.updates) != 1:
             return None
         if store is not self._store:
             self._store, self._lender = store, Lender(store)
             self._round, self._locked = round_of(store), locked_steps_of(store)
         assert self._lender is not None, "there is a store"
-        corrects = optimizers.late.active  # what is late, of which a worker knows nothing
+        corrects = optimizers.late.active  # late gradients, which a worker cannot do
         if self._round is None and (self._locked is None or corrects):
             return None
         return self._lender.lend(optimizers.updates[number])
@@ -57,7 +57,7 @@ class WorkersUpdates:
     # ---- rounds ---------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Whatever has happened, rounds made before come first."""
+        """Count the rounds made since; called before every event."""
         if self._round is None or not self._round.used:
             return
         made = self._round.look(self._statistics.version)
@@ -66,12 +66,12 @@ class WorkersUpdates:
             self._handed_over.count(made.n * self._statistics.n_workers)
 
     def take_over(self) -> None:
-        """Somebody is gone: the server makes the rounds from here on."""
+        """A worker is gone: the server makes the rounds from here on."""
         if self._round is not None and self._lender is not None and self._round.used:
             self._round.call_off_next(self._statistics.version, self._lender.restore, self._frees)
 
     def free(self) -> None:
-        """Some time has passed: a worker may have been stopped in the middle of a round."""
+        """Some time has passed: a worker may have been stopped within a round."""
         if self._round is not None and self._round.used:
             self._round.free(self._frees)
 
@@ -79,12 +79,12 @@ class WorkersUpdates:
 
     @property
     def one_by_one(self) -> bool:
-        """Whether workers may be in the middle of an update."""
+        """Whether workers make updates one by one."""
         return self._locked is not None and self._lender is not None and self._lender.lends
 
     @contextmanager
     def stopped(self, optimizers: Optimizers) -> Iterator[None]:
-        """Nobody makes an update meanwhile."""
+        """Hold the lock, so that no worker makes an update."""
         locked, lender, store = self._locked, self._lender, self._store
         assert locked is not None and lender is not None and store is not None, "they make some"
         assert store.made is not None, "they count them"

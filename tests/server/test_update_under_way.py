@@ -324,7 +324,7 @@ def recorded(path: Path, seed: int) -> Any:
 def test_the_end_of_an_update_is_recorded_and_replayed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridtrain.server.setup.Optimizers", TimedOptimizers)
+    monkeypatch.setattr("hybridtrain.server.server.Optimizers", TimedOptimizers)
     results = [recorded(tmp_path / f"{seed}.bin", seed) for seed in range(3)]
     assert results[0] != results[1], "the order matters"
     for seed, result in enumerate(results):
