@@ -56,7 +56,7 @@ def run(arguments: Sequence[str]) -> None:
 
 
 def _replay(record: Record, anyway: bool) -> None:
-    from hybridtrain.cli.replay.replay_run import replay
+    from hybridtrain.cli.replay_run import replay
 
     report = replay(record, anyway)
     for error in report.errors:
@@ -76,8 +76,7 @@ def _replay(record: Record, anyway: bool) -> None:
 def _what_if(record: Record, given: Mapping[str, str], anyway: bool) -> None:
     from rich.console import Console
 
-    from hybridtrain.cli.replay.replay_run import check_same
-    from hybridtrain.cli.replay.what_if import asked_for, recorded, simulated, table
+    from hybridtrain.cli.replay_run import asked_for, check_same, recorded, simulated, table
 
     options = asked_for(given)
     check_same(record, anyway)

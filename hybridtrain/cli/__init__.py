@@ -1,1 +1,1 @@
-"""The command line: composing a run with Hydra, checking it, running it, sweeping over it."""
+"""The command line: compose a run's configuration with Hydra, check it, run it, sweep over it."""

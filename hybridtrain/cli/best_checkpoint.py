@@ -1,10 +1,10 @@
-"""Which checkpoint stands for a run, and which figures.
+"""The checkpoint and metrics that stand for a run.
 
-All figures of a run are of one model. It is that of the best checkpoint by ``task.monitor``.
-Without a monitor, or without a checkpoint, it is the model at the end of training. It is tested.
-Validation metrics are those of the last validation before that checkpoint was written;
-:class:`hybridtrain.cli.telemetry.monitor.RunMonitor` stores them in every checkpoint. Where it has
-not, they are those of the last validation. Training metrics are the last that were logged.
+All metrics are of one model, that of the best checkpoint by ``task.monitor``; without a monitor or
+a checkpoint, the model at the end of training. Validation metrics are those of the last validation
+before that checkpoint was written, which :class:`hybridtrain.cli.telemetry.monitor.RunMonitor`
+stores in every checkpoint; if it is missing there, those of the last validation. Training metrics
+are the last that were logged.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -22,20 +21,20 @@ from hybridtrain.lightning.run_context import checkpoints_of
 
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Its path, if a file is there: of callbacks that watch a metric, or else of any."""
+    """Path of the best checkpoint: of a callback that monitors a metric, or else of any."""
     found = sorted(checkpoints_of(trainer), key=lambda x: x.monitor is None)
     paths = [x.best_model_path for x in found]
     return next((path for path in paths if path and Path(path).is_file()), None)
 
 
 def logged(trainer: pl.Trainer) -> dict[str, float]:
-    """What module and callbacks have logged last, without learning rates."""
+    """The last values logged by module and callbacks, without learning rates."""
     found = trainer.callback_metrics.items()
     return {name: float(value) for name, value in found if not name.startswith("lr-")}
 
 
 def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
-    """The figures of a training that has ended, see above."""
+    """The metrics of a training that has ended (see the module's docstring)."""
     best = best_checkpoint(trainer)
     if best is None:
         return logged(trainer)
@@ -43,9 +42,9 @@ def metrics_of(trainer: pl.Trainer) -> dict[str, float]:
 
 
 def has_validated(trainer: pl.Trainer) -> bool:
-    """Whether a training that has ended was validated on the way.
+    """Whether a training that has ended ran a validation.
 
-    Lightning's forks leave the loops' counters behind, and what they have logged in checkpoints.
+    Ranks forked by Lightning do not return the loops' counters; their checkpoints have the metrics.
     """
     if trainer.fit_loop.epoch_loop.val_loop.batch_progress.total.ready:
         return True
@@ -54,7 +53,7 @@ def has_validated(trainer: pl.Trainer) -> bool:
 
 
 def _scores(trainer: pl.Trainer, best: str) -> dict[str, float]:
-    """What the callback that has chosen it knows."""
+    """The monitored metric of the callback that chose this checkpoint."""
     return {
         each.monitor: float(each.best_model_score)
         for each in checkpoints_of(trainer)
@@ -64,17 +63,13 @@ def _scores(trainer: pl.Trainer, best: str) -> dict[str, float]:
 
 
 def validated(path: str) -> dict[str, float]:
-    """The metrics of the validation that came last when a checkpoint of this run was written."""
+    """The metrics of the last validation before a checkpoint of this run was written."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         found = content["callbacks"][RunMonitor.__qualname__][VALIDATED]
-    # Of a version that did not tell, torn, or with a user's own objects.
+    # Of an older version, damaged, or with a user's own objects.
     except (KeyError, TypeError, OSError, RuntimeError, UnpicklingError):
         return {}
-    return _numbers(found)
-
-
-def _numbers(found: Any) -> dict[str, float]:
     if not isinstance(found, Mapping):
         return {}
     return {str(k): float(v) for k, v in found.items() if isinstance(v, int | float)}

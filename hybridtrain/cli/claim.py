@@ -1,15 +1,15 @@
-"""One run in a directory at a time: a second one gets an error before it writes anything.
+"""Lock a run's directory, so that a second run gets an error before it writes anything.
 
-Theory of operation. A run locks (``flock``) the file ``.lock`` in its directory, writes into it who
-it is, and removes it at its end. The system frees the lock when the last process that holds it has
-ended. So a killed run needs no cleaning up: a file without a lock claims nothing. The run's own
-process and its workers hold the lock, so the directory stays in use while one of them still writes
-a checkpoint. Processes that these start do not hold it: programs do not inherit the descriptor, and
-processes forked by a worker close it. A run claims its directory before all else, so nothing heavy
-is imported here.
+Theory of operation. A run locks (``flock``) the file ``.lock`` in its directory, writes its process
+id and host into it, and removes it at its end. The system frees the lock when the last process that
+holds it has ended, so a killed run needs no cleaning up: a file without a lock claims nothing. The
+run's own process and its workers hold the lock, so the directory stays in use while one of them
+still writes a checkpoint. Their children do not hold it: programs do not inherit the descriptor,
+and processes forked by a worker close it. A run claims its directory first of all, so this module
+imports neither torch nor Lightning.
 
-Hydra writes a run's configuration into its directory before it calls the run. ``Claiming`` is a
-callback of Hydra's that comes before that.
+Hydra writes the configuration into the directory before it calls the run; ``Claiming``, a callback
+of Hydra's, claims it before that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MOST_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A directory that a process has claimed. ``fd`` holds the lock; -1: there are no locks."""
+    """A directory claimed by a process. ``fd`` holds the lock; -1: the file system has no locks."""
 
     directory: Path
     fd: int
@@ -48,7 +48,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that has locked a directory, as far as the file says."""
+    """The process that has locked a directory, as its lock file says; ``pid`` 0: unknown."""
 
     pid: int = 0
     host: str = ""
@@ -61,7 +61,7 @@ class Holder:
         return f"{who} (it has ended, but a process of it has not)" if self.is_gone() else who
 
     def is_gone(self) -> bool:
-        """Whether it is known to have ended."""
+        """Whether the process is known to have ended."""
         if self.host != socket.gethostname() or not Path("/proc/self/stat").exists():
             return False
         try:
@@ -75,15 +75,15 @@ _held: list[Claim] = []
 
 
 def claim(directory: Path, asked: str, way_out: str) -> None:
-    """From now on, until :func:`release_all` or the end of this process, the directory is its own.
+    """Claim the directory until :func:`release_all` or the end of this process.
 
     Args:
-        directory: is there. One that this process holds already is no matter.
-        asked: what the user has said, for the complaint.
-        way_out: what to do if another run is in it.
+        directory: exists; this process may have claimed it already.
+        asked: the user's option, for the error message.
+        way_out: what to do if another run uses it, for the error message.
 
     Raises:
-        UserError: if it is another run's, or cannot be written.
+        UserError: if another run uses it, or it cannot be written.
     """
     holder = attempt(directory, asked)
     if holder is not None:
@@ -91,20 +91,22 @@ def claim(directory: Path, asked: str, way_out: str) -> None:
 
 
 def started_by_a_run() -> bool:
-    """Whether this process is a further rank of Lightning's, with the command line of the first.
+    """Whether this process is a rank other than 0 that Lightning has started with our command line.
 
-    A launcher (torchrun, a scheduler) may have numbered the first one, too.
+    Rank 0 may have a ``LOCAL_RANK``, too, from a launcher (torchrun, a scheduler).
     """
     return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def attempt(directory: Path, asked: str) -> Holder | None:
-    """Claim the directory, or say who has it. One that was just killed is given a moment.
+    """Claim the directory; returns the holder if another run uses it.
+
+    Waits up to ``PATIENCE_S`` for a run that was just killed.
 
     Raises:
-        UserError: if it cannot be written.
+        UserError: if the directory cannot be written.
     """
-    if started_by_a_run():  # which holds it
+    if started_by_a_run():  # rank 0 holds it
         return None
     directory = directory.resolve()
     if any(each.directory == directory for each in _held):
@@ -119,7 +121,7 @@ def attempt(directory: Path, asked: str) -> Holder | None:
 
 
 def release_all() -> None:
-    """This process' claims are over, and nothing is left of them."""
+    """Release all claims of this process, and remove their lock files."""
     for each in _held:
         if each.pid == os.getpid():
             _release(each)
@@ -127,7 +129,7 @@ def release_all() -> None:
 
 
 def release(directory: Path) -> None:
-    """The claim to this directory is over."""
+    """Release the claim to this directory."""
     for each in [x for x in _held if x.directory == directory.resolve()]:
         _held.remove(each)
         _release(each)
@@ -137,7 +139,7 @@ def _release(mine: Claim) -> None:
     if mine.fd < 0:
         return
     path = mine.directory / LOCK_FILE
-    with suppress(OSError):  # gone, or read-only by now
+    with suppress(OSError):  # removed, or read-only by now
         if _is_at(mine.fd, path):
             path.unlink()
     os.close(mine.fd)
@@ -167,7 +169,7 @@ def _lock(directory: Path, asked: str) -> Claim | Holder:
             flush=True,
         )
         return Claim(directory, -1, os.getpid())
-    if not _is_at(fd, path):  # whoever held it has just removed it
+    if not _is_at(fd, path):  # its holder has just removed it
         os.close(fd)
         return Holder()
     _sign(fd)
@@ -184,7 +186,7 @@ def _is_at(fd: int, path: Path) -> bool:
 def _sign(fd: int) -> None:
     now = datetime.now().astimezone().isoformat(" ", "seconds")
     said = {"pid": os.getpid(), "host": socket.gethostname(), "since": now}
-    with suppress(OSError):  # a full disk: then it is not known who
+    with suppress(OSError):  # a full disk: the holder stays unknown
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(said).encode() + b"\n", 0)
 
@@ -198,7 +200,7 @@ def _read(fd: int) -> Holder:
 
 
 def _forked() -> None:
-    """In a process that was forked: a child of the run's own process holds, and others do not."""
+    """After a fork: children of the run's own process keep its claims, others close them."""
     parent = os.getppid()
     for each in [x for x in _held if x.pid != parent]:
         _held.remove(each)
@@ -213,21 +215,21 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Refused(BaseException):
-    """Brings an error past Hydra, which makes warnings of its callbacks' exceptions."""
+    """Carries an error past Hydra, which turns a callback's exceptions into warnings."""
 
     def __init__(self, error: UserError) -> None:
         self.error = error
 
 
 class Claiming(Callback):
-    """Claims the directory of a run, or of a sweep."""
+    """Hydra's callback that claims the directory of a run, or of a sweep."""
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        """Before its configuration is written there."""
+        """Called before Hydra writes the configuration there."""
         claim_or_refuse(Path(str(config.hydra.run.dir)), "hydra.run.dir")
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        """Before the first of its jobs."""
+        """Called before the first job."""
         claim_or_refuse(Path(str(config.hydra.sweep.dir)), "hydra.sweep.dir")
 
 
@@ -240,10 +242,10 @@ def claim_or_refuse(directory: Path, key: str) -> None:
 
 
 def claim_new(directory: Path, key: str) -> None:
-    """Make the directory, if there is none, and claim it.
+    """Make the directory if necessary, and claim it.
 
     Raises:
-        UserError: if it cannot be made or written, or is another run's.
+        UserError: if it cannot be made or written, or another run uses it.
     """
     check_directory(directory)
     asked = f"{key}={directory}"

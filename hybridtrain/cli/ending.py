@@ -1,4 +1,4 @@
-"""How a command ends: exit status after a signal, and no process left behind."""
+"""End a command: exit status after a signal, and no process left running."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hybridtrain.worlds.local.signals import ending_signals
 def mapping_signals(
     body: Callable[[], CommandOutcome], strategy: Callable[[], Any]
 ) -> CommandOutcome:
-    """Lightning turns Ctrl-C into exit status 1; give it back the shell's number.
+    """Run ``body``; after a signal return 128 + its number, where Lightning exits with 1.
 
     Args:
-        strategy: the trainer's, if it has been made, which may know of the signal.
+        strategy: returns the trainer's strategy, if there is one; it may know the signal.
     """
     try:
         return body()
@@ -40,7 +40,7 @@ def mapping_signals(
 
 @contextmanager
 def terminating() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as an exception would: callbacks save, children stop."""
+    """Turn SIGTERM and SIGHUP into an exception, so that callbacks save and children stop."""
 
     def stop(signum: int, _: FrameType | None) -> None:
         raise SystemExit(128 + signum)
@@ -61,7 +61,7 @@ def terminating() -> Iterator[None]:
 
 @contextmanager
 def no_process_left() -> Iterator[None]:
-    """Kill what an interrupted strategy left behind (Lightning's forked DDP does)."""
+    """Kill child processes that an interrupted strategy leaves (Lightning's forked DDP does)."""
     before = {x.pid for x in multiprocessing.active_children()}
     try:
         yield

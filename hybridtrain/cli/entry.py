@@ -1,7 +1,7 @@
 """The command ``hybridtrain``: Hydra around one run, or around the jobs of a sweep.
 
-torch and Lightning are imported when a run begins and not before, so that ``--help``, completion
-and the complaint about a mistyped option come at once.
+torch and Lightning are imported only when a run begins, so that ``--help``, completion and errors
+about options take no time.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from hybridtrain.cli import claim, explain, hydra_config
+from hybridtrain.cli import claim, explain, hydra_config, resume
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded
 from hybridtrain.cli.quiet import hush
-from hybridtrain.cli.resume import resume_arguments
 from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
@@ -46,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
-    """Run one command line; ``overrides`` is filled in, for whoever has to explain an error."""
+    """Run one command line; fill in ``overrides``, which explain errors."""
     try:
         here = str(Path.cwd())
     except FileNotFoundError:
@@ -55,7 +54,7 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
         sys.path.insert(0, here)  # the console script: a user's module lies here
     flags, found = _split(list(argv))
     overrides[:] = found
-    found = resume_arguments.expanded(found, bool({"-m", "--multirun"} & set(flags)))
+    found = resume.expanded(found, bool({"-m", "--multirun"} & set(flags)))
     overrides[:] = found
     explain.check_groups(found)
     job_process.FLAGS[:] = [x for x in flags if x not in ("-m", "--multirun")]
@@ -63,7 +62,7 @@ def _command(argv: Sequence[str], overrides: list[str]) -> CommandOutcome:
 
 
 def _split(argv: list[str]) -> tuple[list[str], list[str]]:
-    """Separate flags from overrides, and complete the latter (a user's own module, say)."""
+    """Separate flags from overrides, and complete the overrides (for a user's own module)."""
     from hydra._internal.utils import get_args_parser
 
     known, rest = get_args_parser().parse_known_args(argv)
@@ -77,11 +76,11 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _hydra_main(argv: list[str]) -> CommandOutcome:
-    """Let Hydra compose the configuration and call us back, once or through the launcher."""
+    """Let Hydra compose the configuration and run the task, itself or through the launcher."""
     results: list[CommandOutcome] = []
 
     def task(cfg: DictConfig) -> CommandOutcome:
-        # In case Hydra's callbacks are left out.
+        # Without Hydra's callbacks the directory is not claimed yet.
         claim.claim_or_refuse(Path(str(cfg.run_dir)), "hydra.run.dir")
         overrides = [str(x) for x in HydraConfig.get().overrides.task]
         results.append(guarded(lambda: _run(cfg, overrides), overrides))
@@ -91,7 +90,7 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
     job_launcher.register()
     saved, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv = [saved[0], *argv]
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises instead of printing; we print
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises errors instead of printing them
     try:
         hydra.main(
             str(hydra_config.conf_dir()), hydra_config.CONFIG_NAME, hydra_config.VERSION_BASE
@@ -107,7 +106,7 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
 
 
 def for_lightning(cfg: DictConfig) -> DictConfig:
-    """Decide on Lightning's package by the configuration, which then names classes of that."""
+    """Decide on Lightning's package by the classes that the configuration names."""
     decide_by_configuration(cfg)
     plain = OmegaConf.to_container(cfg, resolve=False)
     present = with_present_targets(plain)
@@ -115,7 +114,7 @@ def for_lightning(cfg: DictConfig) -> DictConfig:
 
 
 def _run(cfg: DictConfig, overrides: list[str]) -> CommandOutcome:
-    """Refuse what cannot be meant before torch and Lightning are imported, which takes seconds."""
+    """Check the configuration before torch and Lightning are imported, which takes seconds."""
     check_config(cfg, overrides)
     cfg = for_lightning(cfg)
     from hybridtrain.cli.run import execute
@@ -124,12 +123,11 @@ def _run(cfg: DictConfig, overrides: list[str]) -> CommandOutcome:
 
 
 def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
-    from hybridtrain.cli.sweep.sweep_page import leave_page
-
     print("\n" + job_launcher.table(job_launcher.ROWS), flush=True)
     if all(row.outcome.metric is None for row in job_launcher.ROWS):
         print("no metric to compare: name one that the module logs with task.metric=…", flush=True)
-    if (page := leave_page(job_launcher.ROWS, job_launcher.DIRECTORY[0])) is not None:
+    page = job_launcher.leave_page(job_launcher.ROWS, job_launcher.DIRECTORY[0])
+    if page is not None:
         print(f"\nside by side: {page}", flush=True)
     failed = [row for row in job_launcher.ROWS if row.outcome.exit != 0]
     if outcome.exit == 0 and failed:
@@ -140,13 +138,13 @@ def _end_of_sweep(outcome: CommandOutcome) -> CommandOutcome:
 
 
 def _hear_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt even where the shell that started us ignores it.
+    """Let Ctrl-C raise KeyboardInterrupt even where the shell ignores it.
 
-    A script's background job inherits "ignore"; torch's workers, told to end by SIGINT, would then
+    A script's background job inherits "ignore"; torch's workers, which end by SIGINT, would then
     outlive their parent.
     """
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
     except ValueError:
-        pass  # not in the main thread: whoever embeds us has the say
+        pass  # not in the main thread: the embedding program decides

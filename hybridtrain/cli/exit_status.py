@@ -1,4 +1,4 @@
-"""How a command ended: an exit status, a metric, an error a person can read."""
+"""The outcome of a command: exit status, metric, readable error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FAILED, BAD_INPUT = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class CommandOutcome:
-    """What one run, or one whole command, came to."""
+    """The outcome of a run, or of the whole command."""
 
     exit: int = 0
     metric: float | None = None
@@ -25,15 +25,15 @@ class CommandOutcome:
 
 
 def interrupted(signum: int) -> CommandOutcome:
-    """The outcome of a run ended by a signal, with the shell's exit status for it."""
+    """The outcome of a run ended by a signal: exit status 128 + its number."""
     return CommandOutcome(exit=128 + signum, error=f"ended by {signal.Signals(signum).name}")
 
 
 def guarded(action: Callable[[], CommandOutcome], overrides: list[str]) -> CommandOutcome:
-    """Run ``action`` and turn whatever it raises into an outcome.
+    """Run ``action`` and turn any exception into an outcome.
 
     Bad input becomes one line on stderr and status 2, a signal 128 + its number, anything else its
-    traceback and status 1. ``overrides`` serve to explain what Hydra refused.
+    traceback and status 1. ``overrides`` serve to explain errors of Hydra's.
     """
     try:
         return action()
@@ -41,15 +41,15 @@ def guarded(action: Callable[[], CommandOutcome], overrides: list[str]) -> Comma
         return interrupted(signal.SIGINT)
     except SystemExit as stop:
         return CommandOutcome(exit=exit_code(stop))
-    except BrokenPipeError:  # the reader of our output went away, as in `... --help | head`
+    except BrokenPipeError:  # the reader of our output has exited, as in `... --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return interrupted(signal.SIGPIPE)
-    except BaseException as error:  # a GeneratorExit or a group of them, too
+    except BaseException as error:  # GeneratorExit and BaseExceptionGroup, too
         return _failure(error, overrides)
 
 
 def printed(text: str, outcome: CommandOutcome) -> CommandOutcome:
-    """Print a text; the outcome, which is a failure if standard output takes nothing any more."""
+    """Print a text and return the outcome; a failure if standard output cannot be written."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
@@ -74,7 +74,7 @@ def _failure(error: BaseException, overrides: list[str]) -> CommandOutcome:
 
 
 def exit_code(stop: SystemExit) -> int:
-    """The process status a SystemExit stands for."""
+    """The exit status of a SystemExit."""
     if stop.code is None:
         return 0
     return stop.code if isinstance(stop.code, int) else FAILED

@@ -1,8 +1,8 @@
-"""One readable line for what a user typed wrong.
+"""Explain a user's mistake in one readable line.
 
-Hydra's own messages span several lines and speak of structs, defaults lists and packages. Here the
-command line is read again, one override at a time, until the one at fault is found; then its valid
-alternatives and the closest of them are named.
+Hydra's own messages span several lines and speak of structs, defaults lists and packages. This
+module parses the overrides again, one by one, until it finds the faulty one, and names the valid
+alternatives and the closest of them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ EXTRAS = {
 
 
 def explain(error: BaseException, overrides: Sequence[str]) -> str | None:
-    """The line for ``error``, or None when it is no mistake of the user's."""
+    """The line for ``error``; None if it is not a mistake of the user's."""
     for cause in _chain(error):
         if isinstance(cause, UserError):
             return one_line(cause)
@@ -67,7 +67,7 @@ def _chain(error: BaseException | None) -> Iterable[BaseException]:
 
 
 def _in_hydra(error: BaseException) -> bool:
-    """Whether Hydra raised this while it prepared the run, before any code of ours began."""
+    """Whether Hydra raised this while it prepared the run, before our code ran."""
     names = [frame.name for frame in traceback.extract_tb(error.__traceback__)]
     return bool({"run_job", "multirun"} & set(names)) and "execute" not in names
 
@@ -85,7 +85,7 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
 
 
 def find_fault(overrides: Sequence[str]) -> str | None:
-    """Say what is wrong with the first faulty override, or None when each alone is fine."""
+    """What is wrong with the first faulty override; None: each alone is valid."""
     try:
         check_groups(overrides)
     except UserError as error:
@@ -100,7 +100,7 @@ def find_fault(overrides: Sequence[str]) -> str | None:
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
-    """The overrides, read one by one; raises UserError for one that cannot be."""
+    """Parse the overrides one by one; raises UserError for one that Hydra cannot parse."""
     parsed: list[Override] = []
     for text in overrides:
         try:
@@ -112,7 +112,7 @@ def _parsed(overrides: Sequence[str]) -> list[Override]:
 
 
 def values(item: Override) -> list[str]:
-    """The value of an override as text; all of them for a sweep."""
+    """The value of an override as text; all values of a sweep."""
     if item.is_sweep_override():
         if item.is_choice_sweep():
             return [str(x) for x in item.sweep_string_iterator()]
@@ -121,9 +121,9 @@ def values(item: Override) -> list[str]:
 
 
 def base_config(parsed: Sequence[Override]) -> DictConfig:
-    """The configuration with the choices of groups made and no single value changed; read-only.
+    """The configuration with the overrides' group choices but not their values; read-only.
 
-    It is kept: composing it takes 0.15 s, and the jobs of a sweep mostly have the same.
+    It is cached: composing takes 0.15 s, and most jobs of a sweep share it.
     """
     return _composed(tuple(_chosen(parsed)), hydra_config.search_path())
 
@@ -142,7 +142,7 @@ def _chosen(parsed: Sequence[Override]) -> list[str]:
 
 
 def check_groups(overrides: Sequence[str]) -> None:
-    """See that what is chosen of a group is there; raises UserError. Hydra says it at length."""
+    """Check that all choices of groups exist; raises UserError, which is shorter than Hydra's."""
     choices = hydra_config.groups()
     for item in _parsed(overrides):
         if item.key_or_group in choices and (line := _group_fault(item, choices)):
@@ -194,7 +194,7 @@ def _key_fault(item: Override, base: DictConfig, choices: dict[str, list[str]]) 
 def _other_choice(
     item: Override, parsed: Sequence[Override], choices: dict[str, list[str]]
 ) -> str | None:
-    """What to say of a key that other choices of its group have: ``k``, but not of ``hybrid``."""
+    """The line for a key that only other choices of its group have: ``k`` of ``backup``."""
     group, _, path = item.key_or_group.partition(".")
     others = [name for name in choices.get(group, ()) if path and _has(group, name, path)]
     if not others:
@@ -209,7 +209,7 @@ def _other_choice(
 
 
 def _has(group: str, name: str, path: str) -> bool:
-    """Whether the file of this choice has the key."""
+    """Whether this choice's file has the key."""
     node: Any = OmegaConf.load(hydra_config.conf_dir() / group / f"{name}.yaml")
     for part in path.split("."):
         if not isinstance(node, DictConfig) or part not in node:
@@ -226,7 +226,7 @@ _SPECIAL = {
 
 
 def _deepest(node: Any, path: Sequence[str]) -> tuple[Any, list[str]]:
-    """Follow ``path`` as far as it exists: the node there, and the part of the path it took."""
+    """The deepest existing node on ``path``, and the part of the path to it."""
     above: list[str] = []
     for name in path:
         if not isinstance(node, DictConfig) or name not in node:
@@ -240,7 +240,7 @@ def _deepest(node: Any, path: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 def closest(word: str, names: Iterable[str]) -> str:
-    """The end of a sentence that says ``word`` is unknown: a full stop, or a better word."""
+    """End of a sentence about the unknown ``word``: the closest name, or a full stop."""
     found = difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else "."
 

@@ -1,16 +1,16 @@
-"""Where the configuration lies, and how a list of overrides becomes one; nothing heavy is imported.
+"""Compose a configuration from overrides, without importing torch or Lightning.
 
-In a checkout the configuration is the folder ``conf`` beside the package; in an installed wheel it
-lies inside the package.
+The configuration files are in ``conf``: beside the package in a checkout, inside it in a wheel.
 """
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -24,6 +24,7 @@ import hybridtrain
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
 OWN = {"model": "own", "data": "own", "task": "own"}
+RUN_DIR = "{run_dir}"  # stands for the run's directory, which is another one in a replay
 
 
 def conf_dir() -> Path:
@@ -38,14 +39,14 @@ def conf_dir() -> Path:
 
 @dataclass
 class ProcessLauncherConf:
-    """``hydra.launcher``: how a job's process is made (auto: fork without a GPU, else popen)."""
+    """``hydra.launcher``: how a job's process starts (auto: fork without a GPU, else popen)."""
 
     _target_: str = "hydra_plugins.hybridtrain.ProcessLauncher"
     start_method: str = "auto"
 
 
 def register() -> None:
-    """Tell Hydra of ``hydra/launcher=process`` and of ``${unique_id:}``, which keeps runs apart."""
+    """Register ``hydra/launcher=process``, and ``${unique_id:}`` for names of run directories."""
     ConfigStore.instance().store(
         group="hydra/launcher", name="process", node=ProcessLauncherConf, provider="hybridtrain"
     )
@@ -60,44 +61,36 @@ def parse(overrides: Sequence[str]) -> list[Override]:
 
 
 def groups() -> dict[str, list[str]]:
-    """The choices of each group, from the files of the configuration folder."""
+    """The choices of each group: the files in its folder."""
     folders = sorted(x for x in conf_dir().iterdir() if x.is_dir() and x.name != "hydra")
     return {x.name: sorted(y.stem for y in x.glob("*.yaml")) for x in folders}
-
-
-@contextmanager
-def composer() -> Iterator[None]:
-    """Make ``compose`` usable: inside a Hydra run it is, elsewhere our folder is opened for it."""
-    if GlobalHydra.instance().is_initialized():
-        yield
-        return
-    register()
-    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
-        yield
 
 
 def compose_config(overrides: Sequence[str] = (), with_hydra: bool = False) -> DictConfig:
     """The configuration of a run with these overrides, unresolved; raises Hydra's exceptions.
 
-    ``with_hydra``: with Hydra's own part, which knows the choices of all groups.
+    ``with_hydra``: with Hydra's own node, which has the choices of all groups.
     """
-    with composer():
+    if GlobalHydra.instance().is_initialized():
         return compose(CONFIG_NAME, overrides=list(overrides), return_hydra_config=with_hydra)
+    register()
+    with initialize_config_dir(str(conf_dir()), version_base=VERSION_BASE):
+        return compose_config(overrides, with_hydra)
 
 
 def search_path() -> tuple[str, ...]:
-    """Where Hydra looks for the configuration at present."""
+    """The folders in which Hydra now looks for the configuration."""
     loader = GlobalHydra.instance().hydra and GlobalHydra.instance().config_loader()
     found = loader.get_search_path().get_path() if loader else []
     return (str(conf_dir()), *(str(each.path) for each in found))
 
 
 def complete_overrides(overrides: Sequence[str]) -> list[str]:
-    """Add what a user's own class implies, so that naming it is enough.
+    """Add the overrides that a user's own class implies.
 
-    ``model._target_=my.Module model.width=64`` means the group choice ``model=own`` (no value of
-    another model is passed on), ``task=own`` when no task is named, and that ``model.width`` may
-    be a new key. The same holds for ``data``. Everything else passes unchanged.
+    ``model._target_=my.Module model.width=64`` implies ``model=own``, so that no value of another
+    model is passed on, ``task=own`` unless a task is named, and that ``model.width`` may be a new
+    key. The same holds for ``data``. Other overrides are unchanged.
     """
     overrides = [_quoted_path(text) for text in overrides]
     try:
@@ -119,12 +112,49 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def _quoted_path(text: str) -> str:
-    """``ckpt=run/epoch=3-step=96.ckpt``: Hydra wants quotes around a value with ``=`` in it.
-
-    That is how Lightning names its checkpoints, and the shell has taken the user's quotes away.
-    """
+    """``ckpt=run/epoch=3-step=96.ckpt``, a name of Lightning's, needs quotes for its ``=``."""
     key, _, value = text.partition("=")
     if key not in ("ckpt", "resume") or "=" not in value or value[:1] in ("'", '"'):
         return text
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+    return quoted(key, value)
+
+
+def quoted(key: str, value: object) -> str:
+    """An override, its value quoted for Hydra."""
+    escaped = str(value).replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{escaped}'"
+
+
+# ---- configurations as plain values -------------------------------------------------------------
+
+
+def portable(cfg: DictConfig) -> dict[str, Any]:
+    """The resolved configuration, with a placeholder for the run's directory."""
+    copy = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
+    OmegaConf.set_struct(copy, False)
+    copy.run_dir = RUN_DIR
+    content: Any = OmegaConf.to_container(copy, resolve=True)
+    return {str(key): value for key, value in content.items()}
+
+
+def placed(content: Any, run_dir: Path, former: str = RUN_DIR) -> Any:
+    """Keys and values with ``run_dir`` for the placeholder, or for another run's directory."""
+    match content:
+        case dict():
+            pairs = content.items()
+            return {placed(k, run_dir, former): placed(v, run_dir, former) for k, v in pairs}
+        case list():
+            return [placed(value, run_dir, former) for value in content]
+        case str():
+            return content.replace(former, os.fspath(run_dir))
+    return content
+
+
+def changed_keys(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two configurations differ: key, value then, value now; ``None``: there is none."""
+    if isinstance(then, dict) and isinstance(now, dict):
+        for key in sorted({*then, *now}):
+            inner = f"{path}.{key}" if path else str(key)
+            yield from changed_keys(then.get(key), now.get(key), inner)
+    elif then != now:
+        yield path, then, now

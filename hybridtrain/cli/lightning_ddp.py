@@ -1,7 +1,6 @@
-"""``strategy=ddp``: Lightning's own DDP, with a start method that fits the machine.
+"""``strategy=ddp``: Lightning's DDP, with a start method that fits the machine.
 
-And with an end: where Lightning leaves its ranks to themselves when the process that has started
-them is killed, so that they train on for as long as they find data, here they end with it.
+Its ranks end when the process that started them is killed; Lightning's would train on.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ def lightning_ddp(
     find_unused_parameters: bool = False,
     **options: Any,
 ) -> DDPStrategy:
-    """Lightning's DDPStrategy, which takes the remaining ``options`` too.
+    """Lightning's DDPStrategy, which also takes ``options``.
 
-    ``auto`` forks the ranks where there is no CUDA device: they share what is imported, start in a
-    moment and never see the command line. A forked process cannot use CUDA once its parent has, so
-    there each rank is the command run again (Lightning's ``popen``).
+    ``auto`` forks the ranks where there is no CUDA device: they share the parent's imports, start
+    at once and do not parse the command line. A forked process cannot use CUDA once its parent has,
+    so with CUDA each rank is the command run again (Lightning's ``popen``).
     """
     if start_method == "auto":
         start_method = "popen" if torch.cuda.is_available() else "fork"
@@ -47,10 +46,10 @@ def lightning_ddp(
 
 
 class BoundDDP(DDPStrategy):
-    """Lightning's, whose ranks end with the process that has started them.
+    """A DDPStrategy whose ranks end with the process that started them.
 
-    ``alone``: that process is a rank itself and has been interrupted; the others wait for it where
-    no signal reaches them, so it saves what it has without them.
+    ``alone``: that process is a rank and was interrupted. The other ranks wait in a collective, so
+    it saves its checkpoint without them.
     """
 
     alone = False
@@ -79,7 +78,7 @@ class _Ranks(ProcessLauncher):
     """Ranks that are forked or spawned."""
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning does it; torch's files for pickled exceptions are where no one else is."""
+        """Launch as Lightning does, but put torch's files of exceptions in a directory apart."""
         with _temporary_files_aside():
             return super().launch(*args, **kwargs)
 
@@ -87,17 +86,17 @@ class _Ranks(ProcessLauncher):
         parent = multiprocessing.parent_process()
         die_with_parent(None if parent is None else parent.pid)
         bind_loaders()
-        tempfile.tempdir = None  # the user's files are put where they always are
+        tempfile.tempdir = None  # the user's temporary files stay in the usual directory
         super()._wrapping_function(*args, **kwargs)
 
     def _collect_rank_zero_results(self, trainer: Any, results: Any) -> Any:
-        with _temporary_files_aside():  # Lightning removes its file, and not the folder made for it
+        with _temporary_files_aside():  # Lightning removes its file, but not the folder made for it
             return super()._collect_rank_zero_results(trainer, results)
 
 
 @contextmanager
 def _temporary_files_aside() -> Iterator[None]:
-    """Temporary files are made where those of ``multiprocessing`` are, which goes away."""
+    """Make temporary files in the directory of ``multiprocessing``, which is removed at exit."""
     former, tempfile.tempdir = tempfile.tempdir, get_temp_dir()
     try:
         yield
@@ -106,12 +105,12 @@ def _temporary_files_aside() -> Iterator[None]:
 
 
 class _Commands(ScriptLauncher):
-    """Ranks that are this command, run again: it looks for its parent (``jobs.adopt``)."""
+    """Ranks that run this command again, bound to their parent by ``job_process.adopt``."""
 
     strategy: BoundDDP
 
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning does it; this process is a rank, and may be interrupted."""
+        """Launch as Lightning does; this process is rank 0, and may be interrupted."""
         try:
             return super().launch(*args, **kwargs)
         except (KeyboardInterrupt, SystemExit):

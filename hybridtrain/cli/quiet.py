@@ -1,4 +1,4 @@
-"""Keep advertisements and known, harmless warnings of our dependencies off the terminal."""
+"""Hide advertisements and known, harmless warnings of our dependencies."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _LOGGERS = tuple(f"{package}.utilities.rank_zero" for package in _PACKAGES)
 
 
 class HideAdvertisements(logging.Filter):
-    """Drops the records that say nothing about the run."""
+    """Drops log records that are not about the run."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to let the record through."""
+        """Whether to keep the record."""
         text = record.getMessage()
         return not any(x in text for x in _HIDDEN)
 
 
 def hush() -> None:
-    """Install the filters, here and, through the environment, in processes started afresh."""
-    # Lightning 2.6 calls what torch 2.13 deprecates, once for each process.
+    """Install the filters here and, through the environment, in new processes."""
+    # Lightning 2.6 calls a function that torch 2.13 deprecates.
     warnings.filterwarnings("ignore", message=_PYTREE)
-    # Hydra 1.4 announces the end of what 1.3 needs; we admit both.
+    # Hydra 1.4 deprecates arguments that 1.3 needs; we allow both versions.
     warnings.filterwarnings("ignore", message=".*version_base parameter is deprecated.*")
     warnings.filterwarnings("ignore", message=r".*register_new_resolver\(\) is deprecated.*")
-    # The environment's form takes the literal beginning of the message, and no comma.
+    # PYTHONWARNINGS takes the literal beginning of the message, without commas.
     mine = "ignore:`isinstance(treespec"
     others = os.environ.get("PYTHONWARNINGS", "")
     if mine not in others:
@@ -45,8 +45,8 @@ def hush() -> None:
 
 
 def hush_lightning() -> None:
-    """Warnings that are right in general and pointless for us; needs Lightning imported."""
-    logging.getLogger("lightning").handlers.clear()  # that package prints beside Hydra's handlers
+    """Hide Lightning's warnings that do not apply here; Lightning must be imported."""
+    logging.getLogger("lightning").handlers.clear()  # it prints in addition to Hydra's handlers
     for text in (
         ".*does not have many workers which may be a bottleneck.*",
         ".*The number of training batches .* is smaller than the logging interval.*",

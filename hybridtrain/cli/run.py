@@ -1,13 +1,16 @@
-"""One run: build what the configuration names, train it, test the best checkpoint, sum up."""
+"""One run: build module, data and trainer from the configuration, train, test, summarise."""
 
 from __future__ import annotations
 
+import hashlib
+import random
 import time
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from hydra.core.hydra_config import HydraConfig
@@ -23,35 +26,35 @@ from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from hybridtrain.cli.best_checkpoint import best_checkpoint, has_validated, metrics_of
+from hybridtrain.cli.best_checkpoint import best_checkpoint, has_validated, logged, metrics_of
 from hybridtrain.cli.ending import mapping_signals, no_process_left, terminating
-from hybridtrain.cli.evaluate import Subject, evaluate, has_test
 from hybridtrain.cli.exit_status import BAD_INPUT, FAILED, CommandOutcome, guarded, printed
+from hybridtrain.cli.hydra_config import portable
 from hybridtrain.cli.quiet import hush_lightning
-from hybridtrain.cli.replay.record_header import describe_run, seed_all
-from hybridtrain.cli.resume.continued_logs import go_on
-from hybridtrain.cli.resume.kept_runs import newest
-from hybridtrain.cli.run_directory import begin, keeping_whole, unsaved, writable
+from hybridtrain.cli.resume import newest
+from hybridtrain.cli.run_directory import begin, go_on, keeping_whole, unsaved, writable
 from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.telemetry import summary
-from hybridtrain.cli.telemetry.monitor import RunMonitor
-from hybridtrain.cli.telemetry.run_stats import up_to_date
+from hybridtrain.cli.telemetry.monitor import RunMonitor, up_to_date
 from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
 from hybridtrain.cli.validation.target_checks import check_targets, made
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher
+from hybridtrain.lightning.results.full_disk import let_write
+from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.report.history import read_history
 from hybridtrain.util.files import short
+from hybridtrain.util.input_files import open_input
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
 
 
 @dataclass(slots=True)
 class Parts:
-    """What the configuration was made into."""
+    """The objects built from the configuration, and the run's metrics."""
 
     module: pl.LightningModule
     data: pl.LightningDataModule | None
@@ -61,7 +64,7 @@ class Parts:
 
 
 def execute(cfg: DictConfig) -> CommandOutcome:
-    """Run ``cfg`` to its end, whatever that is; print the summary, leave ``summary.json``."""
+    """Run ``cfg``; however it ends, print the summary and write ``summary.json``."""
     job_process.adopt()
     bind_loaders()
     hush_lightning()
@@ -90,7 +93,7 @@ def execute(cfg: DictConfig) -> CommandOutcome:
 def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) -> Parts:
     """Check the configuration, then instantiate it. Raises UserError.
 
-    ``drawn_seed``: what was drawn where ``seed`` is null, to draw it again.
+    ``drawn_seed``: in a replay, the seed that the run drew because ``seed`` was null.
     """
     check_config(cfg, overrides)
     check_machine(cfg)
@@ -120,19 +123,19 @@ def _trainer(cfg: DictConfig, callbacks: list[Callback], loggers: list[Logger]) 
 
 
 def _try_optimizer(cfg: DictConfig) -> None:
-    """Let the optimizer judge its options on a parameter nobody needs."""
+    """Let the optimizer check its options, on a dummy parameter."""
     if cfg.optimizer.get("_partial_"):
         made("optimizer", cfg.optimizer, object, params=[torch.zeros(1, requires_grad=True)])
 
 
 def _named(group: str, parts: DictConfig, kind: type) -> list[Any]:
-    """The members of a group of named parts; those set to null are left out."""
+    """Instantiate the named members of a group, except those set to null."""
     given = {str(name): x for name, x in parts.items() if x and x.get("_target_")}
     return [made(f"{group}.{name}", x, kind) for name, x in given.items()]
 
 
 def _callbacks(cfg: DictConfig, loggers: list[Logger]) -> list[Callback]:
-    """The callbacks, without those that the trainer's own switches turn off."""
+    """The callbacks, without those that options of the trainer turn off."""
     found: list[Callback] = _named("callbacks", cfg.callbacks, Callback)
     off: list[type[Callback]] = []
     if cfg.trainer.enable_progress_bar is False or cfg.trainer.barebones:
@@ -148,13 +151,13 @@ def _callbacks(cfg: DictConfig, loggers: list[Logger]) -> list[Callback]:
 
 
 def _hparams(cfg: DictConfig) -> dict[str, Any]:
-    """The configuration as TensorBoard's table of hyper-parameters takes it."""
+    """The configuration to log as hyper-parameters."""
     content: Any = OmegaConf.to_container(cfg, resolve=True)
     return {k: v for k, v in content.items() if k not in ("callbacks", "logger", "run_dir")}
 
 
 def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
-    """Fit, then test; the metrics of both end in ``parts.metrics``."""
+    """Fit, then test; collect the metrics of both in ``parts.metrics``."""
     trainer, module, data = parts.trainer, parts.module, parts.data
     ckpt = cfg.ckpt
     if not cfg.test_only:
@@ -166,11 +169,11 @@ def _train_and_test(cfg: DictConfig, parts: Parts) -> None:
         ckpt = best_checkpoint(trainer)
     if cfg.test_only or (cfg.test and has_test(module, data) and not cfg.trainer.fast_dev_run):
         loggers = [] if unsaved(trainer) else writable(_quiet_csv(parts.loggers))
-        parts.metrics |= evaluate(cfg, trainer, Subject(module, data, ckpt), loggers)
+        evaluate(cfg, parts, ckpt, loggers)
 
 
 def _quiet_csv(loggers: list[Logger]) -> list[Logger]:
-    """The loggers for testing: a CSV logger opened a second time would delete what it wrote."""
+    """The loggers for testing; a CSV logger opened a second time would delete its file."""
     return [
         CSVLogger(x.root_dir, name="", version="test") if isinstance(x, CSVLogger) else x
         for x in loggers
@@ -188,7 +191,7 @@ def _outcome(cfg: DictConfig, parts: Parts) -> CommandOutcome:
 
 def _metric(cfg: DictConfig, parts: Parts) -> float | None:
     name, metrics = cfg.task.metric, parts.metrics
-    untested = not cfg.test and name not in metrics  # as one has wished
+    untested = not cfg.test and name not in metrics
     if name is None or cfg.trainer.fast_dev_run or untested:
         return None
     if name in metrics:
@@ -203,7 +206,7 @@ def _metric(cfg: DictConfig, parts: Parts) -> float | None:
 def _sum_up(
     cfg: DictConfig, parts: Parts, outcome: CommandOutcome, wall_s: float
 ) -> CommandOutcome:
-    """Write ``summary.json`` and print the summary, on the first rank only; how it ended then."""
+    """Write ``summary.json`` and print the summary on rank 0; returns the outcome."""
     trainer, directory = parts.trainer, Path(cfg.run_dir)
     if not trainer.is_global_zero:
         return outcome
@@ -226,20 +229,20 @@ def _sum_up(
     summary.write(result, directory)
     outcome = replace(outcome, exit=result.exit, error=result.error)
     if outcome.exit == BAD_INPUT and not result.updates:
-        return outcome  # the line that says what to do is all there is to say
+        return outcome  # the error's line is enough
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
     return printed("\n".join(summary.lines(result, directory, tensorboard)), outcome)
 
 
 def _total(trainer: pl.Trainer, directory: Path | None) -> dict[str, int]:
-    """Updates and samples with those behind the checkpoint, as far as they are known."""
+    """Updates and samples including those before the checkpoint, as far as known."""
     rows = {} if directory is None else read_history(directory).columns
     known = {name: round(rows[name][-1]) for name in ("updates", "samples") if rows.get(name)}
     return known or ({"updates": trainer.global_step} if trainer.global_step else {})
 
 
 def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: CommandOutcome) -> str | None:
-    """The best checkpoint; of a run that was cut short, the newest, to go on from."""
+    """The best checkpoint; of a run that did not finish, the newest, to resume from."""
     if cfg.test_only:
         return str(cfg.ckpt)
     best = best_checkpoint(trainer) if outcome.exit == 0 else None
@@ -251,3 +254,99 @@ def _device(trainer: pl.Trainer) -> str:
     if type(trainer.accelerator).__name__ != "CUDAAccelerator":
         return "cpu"
     return torch.cuda.get_device_name(0)
+
+
+# ---- test ---------------------------------------------------------------------------------------
+
+# The trainer's options that matter to a test.
+_SHARED = ("precision", "limit_test_batches", "deterministic", "benchmark", "inference_mode")
+
+
+def has_test(module: pl.LightningModule, data: pl.LightningDataModule | None) -> bool:
+    """Whether the module has a test step, and it or the data a test dataloader."""
+    source = module if data is None else data
+    return is_overridden("test_step", module) and is_overridden("test_dataloader", source)
+
+
+def evaluate(cfg: DictConfig, parts: Parts, ckpt: str | None, loggers: list[Logger]) -> None:
+    """Test the module with the weights of ``ckpt``; None: as they are.
+
+    A distributed sampler repeats samples to equalise the ranks' shares, and the mean of metrics
+    over unequal shares is not that of the whole. So the test runs on one device, in the process
+    that started the training. Only where each rank is a program of its own (Lightning's ``popen``)
+    do all ranks take part.
+
+    Raises:
+        UserError: if the task has no test.
+    """
+    if not has_test(parts.module, parts.data):
+        raise UserError(f"task {cfg.task.name!r} has no test set; leave test_only=true away")
+    trainer = parts.trainer
+    launcher = strategy_of(trainer).launcher
+    if not isinstance(launcher, ScriptLauncher) or trainer.world_size == 1:
+        trainer = _single(cfg, trainer, loggers)
+    trainer.test(
+        parts.module,
+        datamodule=parts.data,
+        ckpt_path=ckpt,
+        verbose=False,
+        weights_only=True if cfg.test_only else None,
+    )
+    parts.metrics |= logged(trainer)
+
+
+def _single(cfg: DictConfig, trainer: pl.Trainer, loggers: list[Logger]) -> pl.Trainer:
+    let_write(loggers)
+    on_gpu = type(trainer.accelerator).__name__ == "CUDAAccelerator"
+    return pl.Trainer(
+        accelerator="gpu" if on_gpu else "cpu",
+        devices=1,
+        logger=loggers or False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=cfg.run_dir,
+        **{name: cfg.trainer[name] for name in _SHARED},
+    )
+
+
+# ---- seed and record ----------------------------------------------------------------------------
+
+
+def seed_all(seed: int | None, drawn: int | None = None) -> int | None:
+    """Seed the random number generators.
+
+    Without a ``seed``, use ``drawn``, or draw one, and return it. That one is for this process
+    only, so it is in no environment variable.
+    """
+    if seed is not None:
+        pl.seed_everything(seed, workers=True, verbose=False)
+        return None
+    drawn = random.SystemRandom().getrandbits(32) if drawn is None else drawn
+    random.seed(drawn)
+    np.random.seed(drawn)
+    torch.manual_seed(drawn)
+    return drawn
+
+
+def describe_run(cfg: DictConfig, trainer: pl.Trainer, drawn_seed: int | None) -> None:
+    """Add configuration, seed and directories to the header of the run's record, if any."""
+    context = context_if_ours(trainer)
+    if context is not None and context.recording is not None:
+        run_dir = Path(cfg.run_dir)
+        about: dict[str, Any] = {"config": portable(cfg), "drawn_seed": drawn_seed}
+        present = run_dir.rglob("*.ckpt")
+        about["checkpoints"] = sorted(str(path.relative_to(run_dir)) for path in present)
+        about |= {"directory": str(Path.cwd()), "run_dir": str(run_dir.absolute())}
+        if cfg.ckpt is not None:
+            about["ckpt"] = hash_of_checkpoint(Path(cfg.ckpt))
+        context.recording.about = about
+
+
+def hash_of_checkpoint(path: Path) -> str:
+    """Hash of the file's content; empty if there is no file."""
+    try:
+        with open_input(path, "the checkpoint") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    except UserError:
+        return ""

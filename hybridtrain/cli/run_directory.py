@@ -1,7 +1,9 @@
-"""What a run does to its directory when it begins, and how its checkpoints are kept."""
+"""A run's directory: prepared at the start, its checkpoints written whole, its logs continued."""
 
 from __future__ import annotations
 
+import csv
+import io
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,24 +12,31 @@ from typing import Any
 
 from omegaconf import DictConfig
 from pytorch_lightning import Trainer
-from pytorch_lightning.loggers import Logger
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
 from hybridtrain.cli.claim import started_by_a_run
-from hybridtrain.cli.resume import kept_runs
+from hybridtrain.cli.resume import sign
+from hybridtrain.cli.telemetry.monitor import RunMonitor
 from hybridtrain.cli.validation.host_checks import refusal_of
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.hooks.callback_hooks import purge_from
+from hybridtrain.lightning.results.logger_state import keep_rows
 from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.report.runs import SUMMARY_FILE
+from hybridtrain.util.files import write_whole
 
 
 def begin(cfg: DictConfig) -> None:
-    """Sign the directory, and take away the summary of an earlier time: it has not ended now."""
+    """Sign the directory, and remove the summary of an earlier run in it."""
     if started_by_a_run():
         return
     directory = Path(cfg.run_dir)
     try:
-        kept_runs.sign(directory)
-        (directory / kept_runs.SUMMARY_FILE).unlink(missing_ok=True)
+        sign(directory)
+        (directory / SUMMARY_FILE).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
             f"the run directory {directory} cannot be written ({error.strerror}); choose another "
@@ -37,7 +46,7 @@ def begin(cfg: DictConfig) -> None:
 
 @contextmanager
 def keeping_whole(trainer: Trainer) -> Iterator[None]:
-    """Let Lightning's own strategies write checkpoints as ours do."""
+    """Let Lightning's own strategies write checkpoints whole, as ours do."""
     strategy: Any = strategy_of(trainer)
     if hasattr(strategy, "keeping"):
         yield
@@ -50,7 +59,7 @@ def keeping_whole(trainer: Trainer) -> Iterator[None]:
 
 
 def writable(loggers: Sequence[Logger]) -> list[Logger]:
-    """Those that can write yet; of the others it is said that they get no more."""
+    """The loggers whose directory can still be written; the others are named on standard error."""
     found = []
     for logger in loggers:
         place = getattr(logger, "log_dir", None) or logger.save_dir
@@ -64,6 +73,41 @@ def writable(loggers: Sequence[Logger]) -> list[Logger]:
 
 
 def unsaved(trainer: Trainer) -> dict[str, str]:
-    """The checkpoints that a disk has refused, with its reasons."""
+    """Checkpoints that could not be written -> reason."""
     keeping = getattr(strategy_of(trainer), "keeping", None)
     return {} if keeping is None else dict(keeping.unsaved.lost)
+
+
+def go_on(loggers: Sequence[Logger], callbacks: Sequence[Callback], step: int) -> None:
+    """Resume logs and monitor: remove rows logged after the checkpoint, which will be logged again.
+
+    Lightning's ``CSVLogger`` would delete the whole file.
+
+    Args:
+        step: updates made before the checkpoint.
+    """
+    for callback in callbacks:
+        if isinstance(callback, RunMonitor):
+            callback.goes_on_at = step
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            purge_from(logger, step)  # hides what is logged again
+        elif type(logger) is CSVLogger:
+            _cut(Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE, step)
+            keep_rows(logger)
+
+
+def _cut(path: Path, step: int) -> None:
+    """Keep the rows with steps 0 to ``step`` - 1."""
+    try:
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            rows, names = list(reader), reader.fieldnames or []
+    except OSError:
+        return
+    kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < step]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(kept)
+    write_whole(path, text.getvalue().encode())

@@ -1,4 +1,4 @@
-"""A worker that is slower than the others, on purpose: to see what a strategy makes of it."""
+"""A callback that slows one worker down, to measure how strategies cope with a straggler."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ from hybridtrain.errors import UserError
 class Straggler(pl.Callback):
     """Lets the last worker take ``times`` as long for each mini-batch, by sleeping.
 
-    The sleep is in proportion to the processor time that the worker has spent since the mini-batch
-    before, so it scales with the work and leaves out what was waiting. It takes no core from the
-    other workers, which a slower device of its own would not do either. Where workers share cores,
-    all take longer than their processor time, and the last one is that much less than ``times``
-    slower. Meant for workers on the CPU.
+    The sleep is proportional to the processor time that the worker spent on the previous
+    mini-batch, so it scales with the work and not with waiting. Sleeping takes no core from the
+    other workers, like a slower device. Where workers share cores, all take longer than their
+    processor time, so the last one is less than ``times`` slower. For workers on the CPU.
 
     Args:
         times: at least 1; 1 changes nothing.
@@ -36,7 +35,7 @@ class Straggler(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Sleep for what the mini-batch before would have taken longer."""
+        """Sleep for the time that the previous mini-batch would have taken longer."""
         now_s = time.process_time() / torch.get_num_threads()
         last = trainer.global_rank == trainer.world_size - 1
         if last and self.times > 1 and self._spent_s is not None:
@@ -44,5 +43,5 @@ class Straggler(pl.Callback):
         self._spent_s = now_s
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A validation is no mini-batch."""
+        """Do not count the validation as a mini-batch."""
         self._spent_s = None

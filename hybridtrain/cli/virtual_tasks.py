@@ -1,9 +1,10 @@
-"""A task of the command line for the virtual world, configured as for a training."""
+"""Tasks for virtual time, configured like a training on the command line."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
@@ -21,47 +22,53 @@ from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.protocol.messages import Clip
 
-MakeLesson = Callable[[int], ModuleTask]  # number of workers -> a fresh one
+MakeLesson = Callable[[int], ModuleTask]  # number of workers -> a fresh task
 
 
 def lessons(overrides: Sequence[str]) -> MakeLesson:
-    """What makes the task that these overrides configure, as often as it is wanted.
+    """A function that makes the task configured by these overrides.
 
     Raises:
-        UserError: if they make no sense, or the task cannot be trained in virtual time.
+        UserError: if the overrides are invalid, or the task cannot be trained in virtual time.
     """
     hush()
     hush_lightning()
     overrides = hydra_config.complete_overrides(overrides)
-    try:
+    with _explained(overrides):
         cfg = hydra_config.compose_config(overrides)
         cfg.run_dir = "."  # there is no run, and so no directory for one
         check_config(cfg, overrides)
         _check_trainer(cfg)
         check_targets(cfg)
-    except Exception as error:
-        raise _told(error, overrides) from error
-    return lambda workers: _guarded(cfg, workers, overrides)
+
+    def make(workers: int) -> ModuleTask:
+        with _explained(overrides):
+            return _lesson(cfg, workers)
+
+    return make
 
 
 def usual_options(overrides: Sequence[str]) -> list[str]:
-    """What the configuration has under ``simulate``, as ``name=value``.
+    """The configuration's options under ``simulate``, as ``name=value``.
 
     Raises:
-        UserError: if there is no such configuration.
+        UserError: if the overrides are invalid.
     """
-    try:
+    with _explained(overrides):
         cfg = hydra_config.compose_config(hydra_config.complete_overrides(overrides))
-    except Exception as error:
-        raise _told(error, overrides) from error
     found = {n: v for n, v in (cfg.get("simulate") or {}).items() if v is not None}
     return [f"{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in found.items()]
 
 
-def _told(error: Exception, overrides: Sequence[str]) -> Exception:
-    """As one line, where it is a mistake of the user's."""
-    line = explain(error, overrides)
-    return error if line is None else UserError(line)
+@contextmanager
+def _explained(overrides: Sequence[str]) -> Iterator[None]:
+    """Turn mistakes of the user's into one-line UserErrors."""
+    try:
+        yield
+    except Exception as error:
+        if (line := explain(error, overrides)) is None:
+            raise
+        raise UserError(line) from error
 
 
 def _check_trainer(cfg: DictConfig) -> None:
@@ -70,13 +77,6 @@ def _check_trainer(cfg: DictConfig) -> None:
             f"trainer.accumulate_grad_batches={cfg.trainer.accumulate_grad_batches}: in virtual "
             "time every mini-batch is pushed; leave it at 1"
         )
-
-
-def _guarded(cfg: DictConfig, workers: int, overrides: Sequence[str]) -> ModuleTask:
-    try:
-        return _lesson(cfg, workers)
-    except Exception as error:
-        raise _told(error, overrides) from error
 
 
 def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:
@@ -92,7 +92,7 @@ def _lesson(cfg: DictConfig, workers: int) -> ModuleTask:
 
 
 def _loader(module: Any, data: Any, trainer: VirtualTrainer) -> Any:
-    """The training data's, after everything that has to come before."""
+    """The training dataloader, after the hooks that Lightning calls before it."""
     module.trainer = trainer
     give_module(strategy_of(trainer), module)
     parts = [module] if data is None else [data, module]

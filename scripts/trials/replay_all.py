@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
-from hybridtrain.cli.replay.replay_run import fitting, rebuilt, workplace
+from hybridtrain.cli.replay_run import fitting, rebuilt, workplace
 from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.recording import Record, find_record, read_record
 

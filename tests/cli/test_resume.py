@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.cli import claim
+from hybridtrain.cli import claim, resume
 from hybridtrain.cli.hydra_config import complete_overrides
-from hybridtrain.cli.resume import kept_runs
-from hybridtrain.cli.resume.resume_arguments import expanded
+from hybridtrain.cli.resume import expanded
 from hybridtrain.util import files
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_interrupt import _none_left
@@ -203,7 +202,7 @@ def test_a_torn_checkpoint_is_passed_over_by_name_and_the_one_before_is_taken(
 
 
 def summary_of_newest() -> dict[str, Any]:
-    return summary(next(iter(kept_runs.runs_below(Path("runs")))))
+    return summary(next(iter(resume.runs_below(Path("runs")))))
 
 
 def test_options_that_differ_are_shown_and_can_be_insisted_on(ended: Command) -> None:
@@ -264,7 +263,7 @@ def test_a_run_that_has_finished_is_running_or_is_of_a_newer_version_is_refused(
     command: Command,
 ) -> None:
     make_up_a_run("old")
-    kept_runs.sign(Path("old"))
+    resume.sign(Path("old"))
     Path("old/summary.json").write_text('{"exit": 0}')
     assert "has finished" in command("resume=old").complaint
     with in_use("old"):
@@ -295,4 +294,4 @@ def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(pl
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save({"global_step": step}, path)
         os.utime(path, (step, step))
-    assert kept_runs.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()
+    assert resume.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()

@@ -13,8 +13,7 @@ import pytest
 
 from hybridtrain.cli.exit_status import CommandOutcome
 from hybridtrain.cli.sweep import job_launcher
-from hybridtrain.cli.sweep.job_launcher import JobRow
-from hybridtrain.cli.sweep.sweep_page import _endings
+from hybridtrain.cli.sweep.job_launcher import JobRow, _endings
 from tests.cli.conftest import Command, summary
 from tests.cli.tiny import TINY, N
 from tests.picking import by_default
@@ -137,7 +136,7 @@ def test_a_page_that_cannot_be_made_does_not_change_how_the_sweep_ends(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("on purpose")
 
-    monkeypatch.setattr("hybridtrain.cli.sweep.sweep_page.compare", fail)
+    monkeypatch.setattr("hybridtrain.cli.sweep.job_launcher.compare", fail)
     result = command("-m", *TINY, "model.width=1,2", "hydra.sweep.dir=jobs")
     assert result.code == 0 and "side by side" not in result.out
     assert "python -m hybridtrain.compare jobs" in result.complaint

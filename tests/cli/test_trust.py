@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.cli.replay.replay_run import replay
+from hybridtrain.cli.replay_run import replay
 from hybridtrain.errors import UserError
 from hybridtrain.recording import find_record, read_record
 from hybridtrain.report.runs import read_run

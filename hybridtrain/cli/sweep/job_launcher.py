@@ -1,12 +1,12 @@
-"""A Hydra launcher that gives every job of a sweep a process and a directory of its own.
+"""A Hydra launcher that runs every job of a sweep in a process and a directory of its own.
 
 Lightning's DDP, started inside a Hydra sweep, re-runs the whole command line in its children,
 leaves its process group and its environment variables to the next job, and then trains silently
-on fewer processes than asked for. Here a job is a child process that ends with the job: forked
-where no GPU is present (0.1 s), a fresh interpreter where one is (a forked process cannot use CUDA
-once the parent has looked at it). The children never sweep, and no worker re-enters Hydra.
+on fewer processes than asked for. Here a job is a child process: forked where no GPU is present
+(0.1 s), a fresh interpreter where one is (a forked process cannot use CUDA once its parent has
+initialised it). The children never sweep, and no worker re-enters Hydra.
 
-A job that fails is reported and the sweep goes on; the command's exit status tells at the end.
+After a failed job the sweep continues; the command's exit status is 1 at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import os
 import sys
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -27,28 +27,33 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
 from hybridtrain.lightning_package import decide_by_configuration
+from hybridtrain.report.comparison import PAGE, compare
+from hybridtrain.report.page import write
+from hybridtrain.report.runs import JOBS_FILE, as_json
+from hybridtrain.util.files import short
 from hybridtrain.util.option_types import typed
 
 
 @dataclass(frozen=True, slots=True)
 class JobRow:
-    """One line of the table at the end of a sweep."""
+    """A row of the table at the end of a sweep; ``folder``: the job's directory."""
 
     number: int
     overrides: list[str]
     outcome: CommandOutcome
-    folder: Path | None = None  # of the job
+    folder: Path | None = None
 
 
-ROWS: list[JobRow] = []  # the jobs of this process' sweep, for the command line to report
+ROWS: list[JobRow] = []  # the jobs of this process' sweep; the command line prints them
 DIRECTORY: list[Path] = []  # of that sweep
 
 
 class ProcessLauncher(Launcher):
-    """Runs jobs one after another, each in a process of its own.
+    """Runs the jobs one after another, each in a process of its own.
 
     Args:
         start_method: ``auto``, ``fork`` or ``popen``.
@@ -69,17 +74,19 @@ class ProcessLauncher(Launcher):
     def launch(
         self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
     ) -> Sequence[JobReturn]:
-        """Check every job, then run them in order. Raises UserError before any has started."""
+        """Check every job, then run them in order. Raises UserError before the first starts."""
         setup_globals()
         configure_log(self.config.hydra.hydra_logging, self.config.hydra.verbose)
-        job_process = [
+        jobs = [
             self._job(list(overrides), initial_job_idx + i)
             for i, overrides in enumerate(job_overrides)
         ]
-        self._check(job_process)
-        directory = Path(str(self.config.hydra.sweep.dir))
-        directory.mkdir(parents=True, exist_ok=True)
-        return [self._run(job, len(job_process) + initial_job_idx) for job in job_process]
+        for job in jobs:
+            cfg = _without_hydra(job)
+            check_config(cfg, list(job.hydra.overrides.task))
+            check_machine(cfg)
+        check_directory(Path(str(self.config.hydra.sweep.dir)))
+        return [self._run(job, len(jobs) + initial_job_idx) for job in jobs]
 
     def _job(self, overrides: list[str], number: int) -> DictConfig:
         config = self.hydra_context.config_loader.load_sweep_config(self.config, overrides)
@@ -88,16 +95,7 @@ class ProcessLauncher(Launcher):
             config.hydra.job.num = number
         return config
 
-    def _check(self, job_process: Sequence[DictConfig]) -> None:
-        for job in job_process:
-            cfg = _without_hydra(job)
-            check_config(cfg, list(job.hydra.overrides.task))
-            check_machine(cfg)
-        check_directory(Path(str(self.config.hydra.sweep.dir)))
-
     def _run(self, job: DictConfig, total: int) -> JobReturn:
-        from hybridtrain.cli.sweep import job_process
-
         number = int(job.hydra.job.num)
         overrides = list(filter_overrides(job.hydra.overrides.task))
         print(f"--- job {number + 1} of {total}: {' '.join(overrides)}", flush=True)
@@ -130,7 +128,7 @@ def _without_hydra(config: DictConfig) -> DictConfig:
 
 
 def _job_return(job: DictConfig, outcome: CommandOutcome) -> JobReturn:
-    """What the sweeper is told. A job that failed has the metric nan: the sweep goes on."""
+    """The job's result for the sweeper; the metric of a failed job is nan, so sweeps continue."""
     result = JobReturn()
     result.overrides = list(job.hydra.overrides.task)
     result.cfg = _without_hydra(job)
@@ -142,7 +140,7 @@ def _job_return(job: DictConfig, outcome: CommandOutcome) -> JobReturn:
 
 
 def table(rows: Sequence[JobRow]) -> str:
-    """The jobs of a sweep, the overrides they differ in and what came of them, aligned."""
+    """The jobs of a sweep as aligned text: overrides that differ, metric or error, directory."""
     common = set(rows[0].overrides).intersection(*(x.overrides for x in rows))
     common = common if len(rows) > 1 else set()
     cells = [["job", "overrides", "metric", "where"]]
@@ -164,21 +162,42 @@ def table(rows: Sequence[JobRow]) -> str:
 
 
 def register() -> None:
-    """Let Hydra find what ``hydra/launcher=process`` stands for."""
-    plugins = Plugins.instance()  # which scans hydra_plugins, before we add to it
-    _settle(ProcessLauncher)
-    plugins.register(ProcessLauncher)
-
-
-def _settle(plugin: type) -> None:
-    """Let ``plugin`` live in ``hydra_plugins.hybridtrain``.
+    """Register ``hydra/launcher=process`` as a plugin in the module ``hydra_plugins.hybridtrain``.
 
     Hydra takes plugins from the package ``hydra_plugins`` alone. A folder of that name in our wheel
     would be loaded by every Hydra program on the machine; a module made here concerns only ours.
     """
+    plugins = Plugins.instance()  # scans hydra_plugins, before we add to it
     home = types.ModuleType("hydra_plugins.hybridtrain")
-    setattr(home, plugin.__name__, plugin)
-    plugin.__module__ = home.__name__
+    setattr(home, ProcessLauncher.__name__, ProcessLauncher)
+    ProcessLauncher.__module__ = home.__name__
     parent = sys.modules.setdefault("hydra_plugins", types.ModuleType("hydra_plugins"))
     parent.hybridtrain = home  # type: ignore[attr-defined]
     sys.modules[home.__name__] = home
+    plugins.register(ProcessLauncher)
+
+
+def leave_page(rows: Sequence[JobRow], directory: Path) -> str | None:
+    """Write the page that compares the jobs into the sweep's ``directory``; returns its path.
+
+    An error here is one line on standard error: it does not change how the sweep ends.
+    """
+    try:
+        write(directory / JOBS_FILE, _endings(rows, directory), "hydra.sweep.dir")
+        compare([directory], directory)
+    except (Exception, KeyboardInterrupt) as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        again = f"python -m hybridtrain.compare {short(directory)}"
+        print(f"hybridtrain: no page that compares the jobs ({reason}); {again}", file=sys.stderr)
+        return None
+    return short(directory / PAGE)
+
+
+def _endings(rows: Sequence[JobRow], directory: Path) -> str:
+    """Exit status, error and metric of each job by folder, for jobs that left no summary."""
+    endings = {
+        row.folder.relative_to(directory).as_posix(): asdict(row.outcome)
+        for row in rows
+        if row.folder is not None
+    }
+    return as_json(endings)

@@ -1,7 +1,7 @@
-"""The process of one job of a sweep: started with a clean environment, waited for, interrupted.
+"""The process of one job of a sweep: start it with a clean environment, forward signals, wait.
 
-The job has a process group of its own, so that Ctrl-C reaches the sweep alone, which passes it on
-once and waits while the job saves a checkpoint and stops its workers.
+The job has a process group of its own, so that Ctrl-C reaches the sweep alone; the sweep sends it
+on once and waits while the job saves a checkpoint and stops its workers.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from hybridtrain.util.anonymous_files import anonymous_descriptor
 from hybridtrain.worlds.local.signals import ending_signals
 
 RESULT, PARENT = "HYBRIDTRAIN_RESULT", "HYBRIDTRAIN_PARENT"
-ENVIRONMENT: dict[str, str] = {}  # as it was when the command started, before any job
-FLAGS: list[str] = []  # what the command line had besides overrides, such as --config-dir
+ENVIRONMENT: dict[str, str] = {}  # at the start of the command, before any job
+FLAGS: list[str] = []  # of the command line, such as --config-dir
 PATIENCE_S = 30.0  # for a job to save its checkpoint after Ctrl-C
 
 
 def remember_environment() -> None:
-    """Take the environment every job is to start with."""
+    """Keep the environment that every job starts with."""
     ENVIRONMENT.clear()
     ENVIRONMENT.update(os.environ)
 
 
 def run_forked(context: HydraContext, task: TaskFunction, config: DictConfig) -> CommandOutcome:
-    """Run the job in a forked child, which has everything imported that this process has."""
+    """Run the job in a forked child, which shares this process' imports."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe(duplex=False)
     child = fork.Process(
@@ -146,13 +146,13 @@ def _command(config: DictConfig, directory: Path) -> list[str]:
 
 
 def report(outcome: CommandOutcome) -> None:
-    """In a fresh job process: leave the outcome where the sweep looks for it."""
+    """In a fresh job process: send the outcome to the sweep."""
     if fd := ENVIRONMENT.get(RESULT):
         os.write(int(fd), json.dumps(asdict(outcome)).encode())
 
 
 def adopt() -> None:
-    """In a fresh job process: end when the sweep does, and hide its variables from children."""
+    """In a fresh job process: end with the sweep, and hide its variables from children."""
     os.environ.pop(RESULT, None)
     if parent := os.environ.pop(PARENT, None):
         from hybridtrain.worlds.local.parent_death import die_with_parent
@@ -161,17 +161,17 @@ def adopt() -> None:
 
 
 def _in_group(pid: int) -> None:
-    """Give the process a group of its own; both sides call it, so that neither is too early."""
+    """Give the process its own group; parent and child both call it, whichever is first."""
     with contextlib.suppress(OSError):
         os.setpgid(pid, pid)
 
 
 @contextlib.contextmanager
 def _passing_on(pid: int) -> Iterator[list[int]]:
-    """While the job runs, signals that would end the sweep go to it.
+    """While the job runs, forward to it the signals that would end the sweep.
 
-    Ctrl-C goes to the job's whole group, as the terminal would send it; others to its first
-    process. Yields the list of signals passed on; the third kills the job.
+    Ctrl-C goes to the job's whole group, as a terminal would send it; others to its first process.
+    The third signal kills the job. Yields the list of signals forwarded.
     """
     seen: list[int] = []
 
@@ -196,7 +196,7 @@ def _passing_on(pid: int) -> Iterator[list[int]]:
 def _wait(
     wait: Callable[..., Any], ended: Callable[[], bool], pid: int, signals: list[int]
 ) -> None:
-    """Wait for the job; once it was interrupted, only for as long as saving may take."""
+    """Wait for the job; after an interruption at most ``PATIENCE_S``, then kill it."""
     patience = PATIENCE_S
     while not ended():
         with contextlib.suppress(subprocess.TimeoutExpired):

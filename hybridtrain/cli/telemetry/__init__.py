@@ -1,1 +1,1 @@
-"""What a run reports about itself: progress, figures, ``summary.json``."""
+"""Progress, logged figures and ``summary.json`` of a run."""

@@ -1,8 +1,8 @@
-"""What a run does beside learning: samples/s, waiting shares and staleness, to the logger.
+"""A callback that logs samples/s, waiting shares and staleness, and writes ``history.csv``.
 
-A strategy that knows more than Lightning does offers ``run_stats()`` (see ``RunStats``); for any
-other the samples are counted here, in rank 0, and multiplied by the number of ranks. Whatever the
-loggers, the curve of the run is left in ``history.csv`` (see :mod:`hybridtrain.report.history`).
+Our strategies offer ``run_stats()`` (see ``RunStats``); for others this callback counts the samples
+of rank 0 and multiplies them by the number of ranks. ``history.csv`` has the curve of the run,
+whatever its loggers (see :mod:`hybridtrain.report.history`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.cli.telemetry.run_stats import RunStats
 from hybridtrain.lightning.data.batch_size import samples_in
 from hybridtrain.lightning.hooks.loop_hooks import logged_step
 from hybridtrain.lightning.hooks.result_hooks import callback_metrics
@@ -26,14 +26,92 @@ from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.report.history import History
 
 STATS_FILE = ".run_stats.json"
-VALIDATED = "validated"  # in checkpoints: the metrics of the validation before it
+VALIDATED = "validated"  # key in checkpoints: metrics of the last validation before it
 
 
 MOST_BINS = 60  # of a histogram; staleness is wide where many workers run freely
 
 
+@dataclass
+class RunStats:
+    """Statistics of a run so far. Lists have one entry for each worker; empty: not counted.
+
+    ``waiting_share``: 0 to 1; ``awaited_share``: share of all waiting that is for this worker;
+    ``step_s``: seconds of a mini-batch. ``staleness``: ``mean`` and ``max`` in updates, counted per
+    contribution, and ``histogram``, staleness -> contributions. ``left_out``: contributions that a
+    worker left out, by the kind of fault. ``dropped``: contributions that were too late to count,
+    or of an aborted step. ``lead``: mini-batches that a worker is (``now``) or was at most
+    (``max``) ahead of the slowest. ``effective_batch``: samples per update. ``handed_over``:
+    ``sent_bytes`` of all workers, and ``saved_bytes`` by compression. ``device_memory``: by worker,
+    the peak ``needed_bytes`` (0: not measured) of its device's ``total_bytes``.
+    """
+
+    updates: int = 0
+    samples: float = 0.0
+    workers: int = 1
+    train_s: float = 0.0
+    samples_per_s: float = 0.0
+    waiting_share: list[float] = field(default_factory=list)
+    awaited_share: list[float] = field(default_factory=list)
+    step_s: list[float] = field(default_factory=list)
+    staleness: dict[str, Any] = field(default_factory=dict)
+    left_out: dict[str, list[int]] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
+    lead: dict[str, list[int]] = field(default_factory=dict)
+    effective_batch: float | None = None
+    handed_over: dict[str, int] = field(default_factory=dict)
+    device_memory: dict[str, list[int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ages: dict[Any, int] = self.staleness.get("histogram", {})  # JSON has keys of text
+        if ages:
+            self.staleness |= {"histogram": {int(age): n for age, n in ages.items()}}
+        self.samples_per_s = self.samples / self.train_s if self.train_s > 0 else 0.0
+
+    @classmethod
+    def of(cls, known: Mapping[str, Any], **others: Any) -> RunStats:
+        """Statistics from a strategy's ``run_stats()``, with ``others`` for missing ones."""
+        names = cls.__dataclass_fields__
+        return cls(**{k: v for k, v in {**others, **known}.items() if k in names})
+
+    @property
+    def waiting(self) -> float | None:
+        """Mean over the workers, 0 to 1."""
+        shares = self.waiting_share
+        return sum(shares) / len(shares) if shares else None
+
+    def in_history(self) -> dict[str, float]:
+        """The columns for a row of ``history.csv`` (:mod:`hybridtrain.report.history`)."""
+        row = {
+            **{name: getattr(self, name) for name in ("train_s", "updates", "samples")},
+            "waiting_share": self.waiting,
+            **{f"staleness_{k}": self.staleness.get(k) for k in ("mean", "max")},
+            "effective_batch": self.effective_batch,
+            "dropped": sum(self.dropped) if self.dropped else None,
+            "lead_max": max(self.lead.get("max", ()), default=None),
+        }
+        return {name: value for name, value in row.items() if value is not None}
+
+
+def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
+    """The statistics that the monitor wrote, or newer ones of the strategy's.
+
+    The monitor's are out of date if the disk was full.
+    """
+    known: Any = getattr(strategy_of(trainer), "run_stats", dict)()
+    if not known.get("updates") or (stats is not None and stats.updates == known["updates"]):
+        return stats
+    return RunStats.of(known, workers=trainer.world_size, train_s=known["training_s"])
+
+
+def loss_of(outputs: Any) -> torch.Tensor | None:
+    """The detached loss of a training step; None: it has none."""
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+    return loss.detach() if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
+
+
 def scalars(stats: RunStats) -> dict[str, float]:
-    """One number for each name. What nobody has counted is left out."""
+    """The statistics to log, by name; those not counted are left out."""
     staleness = stats.staleness
     found: dict[str, float] = {"samples_per_s": stats.samples_per_s}
     found |= {f"staleness/{k}": staleness[k] for k in ("mean", "max") if k in staleness}
@@ -48,12 +126,10 @@ def scalars(stats: RunStats) -> dict[str, float]:
 
 
 def log_histogram(logger: Any, name: str, ages: Mapping[int, int], step: int) -> None:
-    """A histogram of whole numbers, exactly, where the logger's writer can take one.
-
-    TensorBoard's writers can (``add_histogram_raw``); for any other logger nothing happens.
+    """Log an exact histogram of whole numbers to TensorBoard; do nothing for other loggers.
 
     Args:
-        ages: how often each number came.
+        ages: number -> how often it occurs.
     """
     writer = getattr(logger, "experiment", None)
     add = getattr(writer, "add_histogram_raw", None)
@@ -77,39 +153,39 @@ def log_histogram(logger: Any, name: str, ages: Mapping[int, int], step: int) ->
 
 
 class RunMonitor(pl.Callback):
-    """Counts, times and logs; leaves the last numbers in ``directory`` for the summary.
+    """Counts, times and logs; writes the last statistics to ``directory`` for the summary.
 
     Args:
         directory: the run directory; None writes no file.
-        log_every_s: at most this often, besides ``trainer.log_every_n_steps``.
+        log_every_s: least time between logs, besides ``trainer.log_every_n_steps``.
     """
 
     def __init__(self, directory: str | None = None, log_every_s: float = 1.0) -> None:
         self.directory = Path(directory) if directory is not None else None
         self.log_every_s = log_every_s
-        self.hparams: dict[str, Any] | None = None  # given by the command line, logged at the start
-        self.goes_on_at: int | None = None  # updates behind the checkpoint of a run that goes on
+        self.hparams: dict[str, Any] | None = None  # set by the command line, logged at the start
+        self.goes_on_at: int | None = None  # set by resume: updates before the checkpoint
         self._samples = 0.0
-        self._first = 0  # updates behind the checkpoint that training goes on from
-        self._counts = True  # nobody knows better
+        self._first = 0  # updates before the checkpoint
+        self._counts = True  # the strategy does not count samples
         self._steps, self._every = 0, 1
         self._began: float | None = None
         self._train_s = 0.0
         self._paused = False
         self._last_log = float("-inf")
-        self._made = time.monotonic()  # one clock for all processes of a host
+        self._made = time.monotonic()  # the same clock in all processes of a host
         self._history: History | None = None
-        self._refused = False  # by the disk
-        self._follows = False  # another process, and does not know its time yet
+        self._refused = False  # a write has failed
+        self._follows = False  # has succeeded another process, whose training time it lacks
         self._loss_sum: torch.Tensor | None = None  # since the last row
         self._n_losses = 0
         self._ages: dict[int, int] = {}  # at the last log
         self._metrics: dict[str, torch.Tensor] = {}  # at the last validation
-        self._before: dict[str, torch.Tensor] = {}  # a validation: what was known then
+        self._before: dict[str, torch.Tensor] = {}  # metrics before the current validation
         self._validated: dict[str, float] = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the loggers what this run consists of, and begin its history."""
+        """Log the hyper-parameters, and begin the history."""
         if self.directory is not None and trainer.is_global_zero and self.directory.is_dir():
             self._history = History(self.directory)
         if self.hparams is not None and trainer.is_global_zero:
@@ -117,7 +193,7 @@ class RunMonitor(pl.Callback):
                 logger.log_hyperparams(self.hparams)
 
     def succeed(self, trainer: pl.Trainer) -> None:
-        """Another process has written so far; this one goes on with the history."""
+        """Continue the history that another process of this run has written."""
         if self.directory is not None and self.directory.is_dir():
             self._history = History(self.directory)
             with self._disk():
@@ -135,13 +211,13 @@ class RunMonitor(pl.Callback):
         self._began = time.perf_counter()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Stop the clock: validation is no training."""
+        """Stop the clock of training."""
         self._paused = self._began is not None
         self._stop_clock()
-        self._before = dict(callback_metrics(trainer))  # and collect nothing
+        self._before = dict(callback_metrics(trainer))  # without a collective
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Let the clock go on, if it was going."""
+        """Restart the clock, if it was running, and write the metrics to the history."""
         if self._paused:
             self._began = time.perf_counter()
         self._paused = False
@@ -155,7 +231,7 @@ class RunMonitor(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the batch, and log now and then."""
+        """Count the batch; log and write at intervals."""
         if self._counts:
             self._samples += samples_in(batch) or 1
         self._steps += 1
@@ -174,7 +250,7 @@ class RunMonitor(pl.Callback):
         self._leave(trainer, stats)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log and leave the final numbers."""
+        """Log and write the final statistics."""
         self._stop_clock()
         stats = self.stats(trainer)
         self._log(trainer, stats)
@@ -184,7 +260,7 @@ class RunMonitor(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Leave the numbers so far."""
+        """Write the statistics so far."""
         self._stop_clock()
         if self._steps:
             stats = self.stats(trainer)
@@ -192,15 +268,15 @@ class RunMonitor(pl.Callback):
             self._record(trainer, stats, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints: what the last validation has said of these weights."""
+        """The metrics of the last validation, for checkpoints."""
         return {VALIDATED: dict(self._validated)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of the checkpoint to go on from."""
+        """Restore the metrics from the checkpoint to resume from."""
         self._validated = dict(state_dict.get(VALIDATED, {}))
 
     def stats(self, trainer: pl.Trainer) -> RunStats:
-        """The numbers so far, as the strategy knows them or as counted here."""
+        """The statistics so far, of the strategy or counted here."""
         known: Any = getattr(strategy_of(trainer), "run_stats", dict)()
         if self._follows:
             self._train_s += max(0.0, known["training_s"] - self._elapsed_s())
@@ -223,7 +299,6 @@ class RunMonitor(pl.Callback):
     def _log(self, trainer: pl.Trainer, stats: RunStats) -> None:
         if not trainer.is_global_zero or not trainer.loggers:
             return
-        # As the rows of training that belong to it.
         metrics, step = scalars(stats), logged_step(trainer)
         ages = stats.staleness.get("histogram", {})
         fresh = {age: n - self._ages.get(age, 0) for age, n in ages.items()}
@@ -242,7 +317,7 @@ class RunMonitor(pl.Callback):
 
     @contextmanager
     def _disk(self) -> Iterator[None]:
-        """A disk that is full ends no run, and that is said once."""
+        """Warn once of a write that fails (a full disk), and continue the run."""
         try:
             yield
         except OSError as error:
@@ -253,13 +328,11 @@ class RunMonitor(pl.Callback):
     # ---- history --------------------------------------------------------------------------------
 
     def _keep_loss(self, outputs: Any, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Add to the mean until the next row; no number is read from the device."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        """Add the loss to the mean of the next row, without a synchronisation with the device."""
+        if (loss := loss_of(outputs)) is None:
             return
-        loss = loss.detach()
         if pl_module.automatic_optimization and trainer.accumulate_grad_batches != 1:
-            loss = loss * trainer.accumulate_grad_batches  # Lightning has divided it
+            loss = loss * trainer.accumulate_grad_batches  # Lightning divides it
         if self._loss_sum is None:
             self._loss_sum = loss.clone()
         else:
@@ -267,7 +340,7 @@ class RunMonitor(pl.Callback):
         self._n_losses += 1
 
     def _fresh_metrics(self, trainer: pl.Trainer) -> dict[str, float]:
-        """What has been logged since the last call."""
+        """The metrics logged since the last call."""
         now = dict(trainer.callback_metrics)
         fresh = {k: float(v) for k, v in now.items() if v is not self._metrics.get(k)}
         self._metrics = now
@@ -276,7 +349,7 @@ class RunMonitor(pl.Callback):
     def _record(self, trainer: pl.Trainer, stats: RunStats, metrics: dict[str, float]) -> None:
         if self._history is None or not self._history.folder.is_dir():
             return
-        if not trainer.is_global_zero:  # it was, while another was away
+        if not trainer.is_global_zero:  # it was, while worker 0 restarted
             return
         row = {"wall_s": time.monotonic() - self._made, "epoch": trainer.current_epoch}
         row |= stats.in_history()

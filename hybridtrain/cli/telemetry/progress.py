@@ -1,4 +1,4 @@
-"""Progress for people: a live bar on a terminal, plain lines anywhere else."""
+"""Progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ProgressBar, RichProgressBar
 
-from hybridtrain.cli.telemetry.run_stats import RunStats
+from hybridtrain.cli.telemetry.monitor import RunMonitor, RunStats, loss_of
 
 
 def progress_bar(line_every_s: float = 10.0) -> ProgressBar:
@@ -20,7 +20,7 @@ def progress_bar(line_every_s: float = 10.0) -> ProgressBar:
 
 
 class Rate:
-    """Loss, samples/s and workers of the running training, asked for at most once a second."""
+    """Loss, samples/s and other figures of the running training, updated once a second."""
 
     def __init__(self) -> None:
         self._asked = float("-inf")
@@ -28,13 +28,12 @@ class Rate:
         self._loss: torch.Tensor | None = None
 
     def see(self, outputs: Any) -> None:
-        """Keep the loss of a training step, as a tensor until somebody wants to read it."""
-        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-            self._loss = loss.detach()
+        """Keep the loss of a training step, as a tensor until it is shown."""
+        if (loss := loss_of(outputs)) is not None:
+            self._loss = loss
 
     def numbers(self, trainer: pl.Trainer) -> dict[str, str]:
-        """What to show beside the bar."""
+        """The figures to show, by name."""
         now = time.monotonic()
         if now - self._asked >= 1.0 or "loss" not in self._numbers:
             self._asked = now
@@ -42,8 +41,6 @@ class Rate:
         return dict(self._numbers)
 
     def _ask(self, trainer: pl.Trainer) -> dict[str, str]:
-        from hybridtrain.cli.telemetry.monitor import RunMonitor
-
         numbers: dict[str, str] = {}
         if self._loss is not None:
             numbers["loss"] = f"{float(self._loss):.4g}"
@@ -54,7 +51,7 @@ class Rate:
 
 
 def _brief(stats: RunStats) -> dict[str, str]:
-    """The few numbers there is room for; those that say nothing are left out."""
+    """The most important statistics, without zeros."""
     numbers = {"samples/s": f"{stats.samples_per_s:.4g}", "workers": str(stats.workers)}
     if stats.waiting is not None:
         numbers["waiting"] = f"{100 * stats.waiting:.0f} %"
@@ -89,7 +86,7 @@ class LiveProgress(RichProgressBar):
 
 
 class PlainProgress(ProgressBar):
-    """One line now and then, for logs and pipes.
+    """Prints a line at intervals, for logs and pipes.
 
     Args:
         line_every_s: the least time between two lines; the last epoch always has one.
@@ -103,7 +100,7 @@ class PlainProgress(ProgressBar):
         self._last_line = time.monotonic()
 
     def disable(self) -> None:
-        """Print nothing (Lightning calls it on every rank but the first)."""
+        """Print nothing (Lightning calls this on every rank but 0)."""
         self._enabled = False
 
     def enable(self) -> None:
@@ -137,5 +134,5 @@ class PlainProgress(ProgressBar):
             for name, value in trainer.progress_bar_metrics.items()
             if isinstance(value, int | float)
         ]
-        with suppress(OSError):  # a full disk, a reader that has gone: training goes on
+        with suppress(OSError):  # a full disk, a closed pipe: training continues
             print("  ".join(parts), flush=True)

@@ -1,9 +1,8 @@
-"""What came of a run: a few lines for a person, ``summary.json`` for programs."""
+"""The summary of a run: printed lines, and ``summary.json`` for programs."""
 
 from __future__ import annotations
 
 import json
-import math
 import shlex
 import sys
 from collections.abc import Mapping
@@ -13,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridtrain.cli.exit_status import FAILED
-from hybridtrain.cli.resume.kept_runs import SUMMARY_FILE
-from hybridtrain.cli.telemetry.monitor import STATS_FILE
-from hybridtrain.cli.telemetry.run_stats import RunStats
+from hybridtrain.cli.telemetry.monitor import STATS_FILE, RunStats
 from hybridtrain.monitoring.stragglers import Slow, slow_worker
+from hybridtrain.report.runs import SUMMARY_FILE, as_json
 from hybridtrain.util.files import short, write_whole
 
 
@@ -27,16 +25,16 @@ class Summary:
     strategy: str
     workers: int
     device: str
-    updates: int = 0  # since this command began, as everything that is counted
+    updates: int = 0  # since this command began, as all counts
     samples: int = 0
-    total: dict[str, int] = field(default_factory=dict)  # updates, samples; with those before it
+    total: dict[str, int] = field(default_factory=dict)  # updates, samples since training began
     samples_per_s: float = 0.0  # of training time, validation and start-up left out
     effective_batch: float | None = None  # samples per update
     train_s: float = 0.0  # of training alone
     wall_s: float = 0.0  # of everything, start-up and test included
     started: str = ""  # date and time
     waiting_share: list[float | None] = field(default_factory=list)  # (W,) 0 to 1; None: unknown
-    slow: dict[str, Any] | None = None  # the worker that the others wait for, if one is slow
+    slow: dict[str, Any] | None = None  # a slow worker that the others wait for
     staleness: dict[str, Any] = field(default_factory=dict)  # mean, max, histogram; {}: unknown
     lead: dict[str, list[int]] = field(default_factory=dict)  # now, max: mini-batches, by worker
     dropped: list[int] = field(default_factory=list)  # contributions that did not count, by worker
@@ -45,13 +43,13 @@ class Summary:
     device_memory: dict[str, list[int]] = field(default_factory=dict)  # needed_, total_bytes
     metrics: dict[str, float] = field(default_factory=dict)
     checkpoint: str | None = None
-    unsaved: dict[str, str] = field(default_factory=dict)  # checkpoints that are missing: reasons
-    resumed: str | None = None  # from this checkpoint, in the same directory; "": there was none
+    unsaved: dict[str, str] = field(default_factory=dict)  # missing checkpoint -> reason
+    resumed: str | None = None  # the checkpoint it resumed from; "": there was none
     exit: int = 0
     error: str | None = None
 
     def take(self, stats: RunStats) -> None:
-        """Fill in the numbers a strategy or the monitor has kept."""
+        """Fill in the numbers counted by the strategy or the monitor."""
         known = _rounded(vars(stats))
         for each in fields(self):
             setattr(self, each.name, known.get(each.name, getattr(self, each.name)))
@@ -62,7 +60,7 @@ class Summary:
 
 
 def _rounded(value: Any) -> Any:
-    """A copy, to four digits behind the point."""
+    """A copy with numbers rounded to four decimal places."""
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -71,38 +69,25 @@ def _rounded(value: Any) -> Any:
 
 
 def left_stats(directory: Path) -> RunStats | None:
-    """Take up the numbers that the monitor left in the run directory, if it did."""
+    """Read and remove the numbers that the monitor wrote to the run directory, if any."""
     path = directory / STATS_FILE
     try:
         stats = RunStats(**json.loads(path.read_text()))
     except (OSError, ValueError, TypeError):
         return None
-    with suppress(OSError):  # it is read-only by now, which what is written next will tell
+    with suppress(OSError):  # read-only: the next write will report it
         path.unlink(missing_ok=True)
     return stats
 
 
 def write(summary: Summary, directory: Path) -> None:
-    """Write ``summary.json``; numbers that JSON cannot hold become null.
-
-    Where it cannot be written that is said, and is a failure: programs wait for it.
-    """
-    text = json.dumps(plain(asdict(summary)), indent=2)
+    """Write ``summary.json``; if that fails, so does the run, because programs wait for it."""
     try:
-        write_whole(directory / SUMMARY_FILE, (text + "\n").encode())
+        write_whole(directory / SUMMARY_FILE, as_json(asdict(summary)).encode())
     except OSError as error:
         print(f"hybridtrain: no {SUMMARY_FILE} ({error.strerror})", file=sys.stderr, flush=True)
         summary.exit = summary.exit or FAILED
         summary.error = summary.error or f"{SUMMARY_FILE} could not be written ({error.strerror})"
-
-
-def plain(value: Any) -> Any:
-    """As JSON can hold it: numbers that are not finite become null."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
@@ -144,7 +129,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
 
 
 def _total(summary: Summary, what: str) -> str:
-    """The total of a resumed run, with the parts before it; empty for another run."""
+    """The total of a resumed run since training began; empty for other runs."""
     return f" (in all {summary.total[what]})" if what in summary.total else ""
 
 
@@ -216,7 +201,7 @@ def _handed_over(summary: Summary) -> str:
 
 
 def _device_memory(summary: Summary) -> str:
-    """Without what the driver takes of it for each process."""
+    """Device memory of the workers, without the driver's own per process."""
     needed = summary.device_memory.get("needed_bytes", [])
     if not needed or not all(needed):
         return ""

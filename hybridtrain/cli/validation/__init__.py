@@ -1,1 +1,1 @@
-"""What a configuration, a checkpoint and the host must be like before a run starts."""
+"""Checks of configuration, checkpoint and host before a run starts."""

@@ -1,6 +1,6 @@
-"""Is this checkpoint one that the model can go on from? Answered before any process starts.
+"""Check, before any process starts, that the model can resume from a checkpoint.
 
-It is read with ``weights_only=True``: tensors and plain containers are taken, code is not.
+It is loaded with ``weights_only=True``: tensors and plain containers, no code.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hybridtrain.util.input_files import check_input
 
 
 def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = True) -> int:
-    """How many updates are behind the checkpoint; 0: it does not say.
+    """Check the checkpoint; returns the number of updates before it, 0: unknown.
 
     Args:
-        resumes: training is to go on from it, for which more is needed than weights.
+        resumes: training resumes from it, which needs more than weights.
 
     Raises:
-        UserError: unless ``path`` holds a Lightning checkpoint of ``module``, undamaged.
+        UserError: unless ``path`` is an undamaged Lightning checkpoint of ``module``.
     """
     content = _load(path)
     weights = content.get("state_dict") if isinstance(content, Mapping) else None
@@ -45,7 +45,7 @@ def _load(path: Path) -> Any:
         return torch.load(
             path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
         )
-    except Exception as error:  # the readers of damaged files raise whatever they stumble over
+    except Exception as error:  # readers of damaged files raise exceptions of any type
         if _is_whole(path):
             raise UserError(
                 f"ckpt={path}: it contains code or objects besides tensors and plain containers, "
@@ -76,7 +76,7 @@ def _unsafe(error: Exception) -> str:
 def _check_parameters(path: Path, found: Mapping[str, Any], module: pl.LightningModule) -> None:
     wanted = module.state_dict()
     if not wanted or not module.strict_loading:
-        return  # built later (configure_model), or asked to be lenient
+        return  # built later (configure_model), or not strict
     problems = [f"it lacks {x}" for x in wanted if x not in found]
     problems += [f"it has an unknown {x}" for x in found if x not in wanted]
     problems += [
@@ -93,7 +93,7 @@ def _check_parameters(path: Path, found: Mapping[str, Any], module: pl.Lightning
 
 
 def _kind(value: Any) -> str:
-    """In words; tensors of another precision are of the same kind."""
+    """Type, shape and dtype in words; all floating-point dtypes are the same."""
     if not isinstance(value, torch.Tensor):
         return f"type {type(value).__name__}"
     numbers = "" if value.is_floating_point() else f" of {value.dtype}"

@@ -1,8 +1,8 @@
-"""Types, ranges and contradictions of a whole configuration. Raises UserError with one line.
+"""Check types, ranges and contradictions of a configuration. Raises UserError with one line.
 
-Asked before any process starts and without importing torch. What keys may be is described in
-:mod:`hybridtrain.cli.validation.run_options`, :mod:`hybridtrain.options.strategy_arguments` and
-by the parameters of policies and exchanges. Keys of classes are held to the type of their default.
+The checks run before any process starts and without importing torch. Types and ranges are declared
+in :mod:`hybridtrain.cli.validation.run_options`, :mod:`hybridtrain.options.strategy_arguments` and
+by the parameters of policies and exchanges. Arguments of classes must have their default's type.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from hybridtrain.testing.faults import check_workers, read_faults
 from hybridtrain.util.named_choice import checked_choice
 from hybridtrain.util.option_types import allows, check, hints, refusal, shown
 
-OPEN = ("model", "data", "optimizer", "callbacks", "logger")  # groups whose keys are of classes
+OPEN = ("model", "data", "optimizer", "callbacks", "logger")  # groups of arguments of classes
 
 
 def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """Everything that can be told without this machine's hardware and without importing torch."""
+    """Run all checks that need neither this machine's hardware nor torch."""
     if "model" in cfg and OmegaConf.is_dict(cfg.model):
         check_complete(cfg)
     given = _plain(cfg)
@@ -41,7 +41,7 @@ def check_config(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def check_complete(cfg: DictConfig) -> None:
-    """A module of the user's own is named: all else has a default."""
+    """Check that the user's own module is named, the only key without a default."""
     if OmegaConf.is_missing(cfg.model, "_target_"):
         raise UserError(
             "model=own needs a module: give model._target_=package.Class, your LightningModule "
@@ -51,7 +51,7 @@ def check_complete(cfg: DictConfig) -> None:
 
 
 def _plain(node: Any) -> Any:
-    """As plain values, without what only the running job knows."""
+    """The node as plain values, without those known only in the running job."""
     if OmegaConf.is_list(node):
         return OmegaConf.to_container(node, resolve=True)
     if not OmegaConf.is_dict(node):
@@ -64,14 +64,14 @@ def _plain(node: Any) -> Any:
 
 
 def _of_job(node: DictConfig, name: Any) -> bool:
-    """Whether the value is one of ``${run_dir}``, which is known when Hydra has begun the job."""
+    """Whether the value interpolates ``${run_dir}`` or ``${hydra:}``, known only in the job."""
     raw = node._get_node(name)
     text = str(raw._value()) if raw is not None and OmegaConf.is_interpolation(node, name) else ""
     return "run_dir" in text or "hydra:" in text
 
 
 def _check_keys(given: Mapping[str, Any], described: type, prefix: str) -> None:
-    """Each key is there, known where the group is closed, and has a value of its type."""
+    """Check that declared keys have values of their types, and that groups have no others."""
     kinds = hints(described)
     for name, kind in kinds.items():
         if name in given:
@@ -92,7 +92,7 @@ def _check_strategy(given: Mapping[str, Any]) -> None:
 
 
 def _check_together(given: Mapping[str, Any]) -> None:
-    """Refuse options that contradict one another; raises UserError."""
+    """Refuse options that contradict each other; raises UserError."""
     trainer, strategy, devices = given["trainer"], given["strategy"], given["trainer"]["devices"]
     if given["test_only"] and given["ckpt"] is None:
         raise UserError("test_only=true: name the checkpoint to test with ckpt=PATH")
@@ -118,11 +118,11 @@ def _check_together(given: Mapping[str, Any]) -> None:
     check_workers(read_faults(strategy["faults"]), n_workers)
 
 
-# ---- keys of classes ----------------------------------------------------------------------------
+# ---- arguments of classes -----------------------------------------------------------------------
 
 
 def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
-    """A value typed on the command line has the type of the one it replaces."""
+    """Check that a typed value has the type of the value that it replaces."""
     parsed = hydra_config.parse(overrides)
     keys = [x.key_or_group for x in parsed if not x.is_delete() and "." in x.key_or_group]
     keys = [x for x in keys if x.partition(".")[0] in OPEN and not x.endswith("._target_")]
@@ -133,7 +133,7 @@ def check_types(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _value(cfg: DictConfig, key: str) -> Any:
-    """The value, or None where there is none yet (missing, or known only to the running job)."""
+    """The value; None if it is missing or known only in the running job."""
     return OmegaConf.select(cfg, key, throw_on_missing=False, throw_on_resolution_failure=False)
 
 

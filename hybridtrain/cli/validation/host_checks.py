@@ -1,8 +1,9 @@
-"""What this machine has to have for a run. Raises UserError with one line."""
+"""Check the machine, directories and file owners before a run. Raises UserError with one line."""
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hybridtrain.errors import UserError
 
 
 def check_machine(cfg: DictConfig) -> None:
-    """This machine has the devices asked for. Imports torch; does not initialise CUDA."""
+    """Check that this machine has the devices; imports torch, does not initialise CUDA."""
     trainer = cfg.trainer
     count = 0 if trainer.accelerator == "cpu" else count_gpus()
     if count == 0 and trainer.accelerator in ("gpu", "cuda"):
@@ -57,7 +58,7 @@ def _check_cpu(trainer: DictConfig) -> None:
 
 
 def check_directory(directory: Path) -> None:
-    """The run directory exists or can be made, and can be written."""
+    """Make the run directory if necessary, and check that it can be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         refusal = refusal_of(directory)
@@ -71,7 +72,7 @@ def check_directory(directory: Path) -> None:
 
 
 def refusal_of(directory: Path) -> OSError | None:
-    """Why nothing can be written to a directory, or in its place where there is none yet."""
+    """Why a directory, or its nearest existing parent, cannot be written; None: it can."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     try:
@@ -79,3 +80,29 @@ def refusal_of(directory: Path) -> OSError | None:
     except OSError as error:
         return error
     return None
+
+
+def check_owner(path: Path, purpose: str) -> None:
+    """Check that only this user or root can write a configuration or record.
+
+    Resuming and replaying instantiate the classes that it names, so its author decides what code
+    runs. Checkpoints, summaries and profiles are only data.
+
+    Args:
+        path: the file.
+        purpose: the option that uses it, for the error message.
+
+    Raises:
+        UserError: if another user can write it.
+    """
+    found = path.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        raise UserError(
+            f"{purpose}: {path} belongs to another user (number {found.st_uid}), and names the "
+            "code that would be run; if you trust it, make a copy and give that"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise UserError(
+            f"{purpose}: {path} can be written by everybody, and names the code that would be run; "
+            f"if you trust it, say chmod o-w {path}"
+        )

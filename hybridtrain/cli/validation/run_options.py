@@ -1,7 +1,7 @@
-"""Types and ranges of the configuration's keys, but for the arguments of classes.
+"""Types and ranges of the configuration's keys.
 
-Strategies have theirs in :mod:`hybridtrain.options.strategy_arguments`. What classes of a model,
-data, an optimizer, callbacks and loggers take is told by their signatures.
+Those of strategies are in :mod:`hybridtrain.options.strategy_arguments`; the classes of models,
+data, optimizers, callbacks and loggers declare theirs in their signatures.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from hybridtrain.util.option_types import Natural, NotNegative, Part, Positive, Range, Share
 
 Group = Mapping[str, Any]
-Parts = Mapping[str, Mapping[str, Any] | None]  # by name; null takes one away
+Parts = Mapping[str, Mapping[str, Any] | None]  # by name; null removes one
 FromMinus1 = Annotated[int, Range(-1)]  # -1: no limit
 _DEVICES = "all GPUs is auto; CUDA_VISIBLE_DEVICES names GPUs and parts, numbered from 0"
 

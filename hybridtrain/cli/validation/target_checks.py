@@ -1,8 +1,8 @@
-"""The classes a configuration names: checked before any of them is made, then made.
+"""Check and instantiate the classes that a configuration names.
 
-Every ``_target_`` has to exist and to take the arguments it is given; a missing or misspelt one is
-one line here, and a traceback through Hydra later. Those of libraries are held to the types that
-they declare; a user's class is left to judge its own.
+Every ``_target_`` must exist and take its arguments: a misspelt one is one line here, and would be
+a traceback through Hydra later. Arguments of library classes must have the declared types; a user's
+class checks its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridtrain.util.option_types import check_arguments, shown
 
 
 def check_targets(cfg: DictConfig) -> None:
-    """Every ``_target_`` exists and takes the arguments it is given."""
+    """Check that every ``_target_`` exists and takes its arguments."""
     for key, node in _targets(cfg, ""):
         _check_target(key, node)
 
@@ -62,7 +62,7 @@ def _check_target(key: str, node: DictConfig) -> None:
 
 
 def _given_values(node: DictConfig) -> Iterator[tuple[str, Any]]:
-    """Yield the arguments of a node that are resolved, as plain values."""
+    """The arguments of a node that can be resolved, as plain values."""
     for name in node:
         with suppress(InterpolationResolutionError):
             value = node[name]
@@ -79,7 +79,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
     try:
         found = pkgutil.resolve_name(name)
     except ModuleNotFoundError:
-        raise  # a package that is missing inside an existing module has its own line
+        raise  # a package missing inside an existing module has its own error line
     except Exception as error:
         reason = one_line(error)
         raise UserError(f"{key}._target_={name} cannot be imported: {reason}") from error
@@ -89,7 +89,7 @@ def _load(key: str, name: str) -> Callable[..., Any]:
 
 
 def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | None:
-    """Named parameters of ``target``; None when it takes any, or does not tell."""
+    """Named parameters of ``target``; None if it takes any, or has no signature."""
     try:
         parameters = inspect.signature(target).parameters
     except (TypeError, ValueError):
@@ -101,7 +101,7 @@ def _parameters(target: Callable[..., Any]) -> dict[str, inspect.Parameter] | No
     }
 
 
-# ---- making -------------------------------------------------------------------------------------
+# ---- instantiation ------------------------------------------------------------------------------
 
 _LIBRARIES = ("hybridtrain", "pytorch_lightning", "torch", "torchmetrics")
 
@@ -111,18 +111,18 @@ def _is_library(name: str) -> bool:
 
 
 def made(key: str, node: DictConfig, kind: type, **parts: Any) -> Any:
-    """Make the object of a ``_target_`` from its arguments and ``parts``.
+    """Instantiate a ``_target_`` with its arguments and ``parts``.
 
     Raises:
-        UserError: if a library's class refuses its arguments, or it is of another kind. What a
-            user's own class raises is raised.
+        UserError: if a library's class refuses its arguments, or the object is no ``kind``.
+        Exception: any exception of a user's own class.
     """
     name = str(node.get("_target_"))
     try:
         thing = instantiate(node, _partial_=True, _convert_="all")(**parts)
     except (UserError, ModuleNotFoundError):
         raise
-    except Exception as error:  # TypeError, ValueError, Misconfiguration ...: it has no one type
+    except Exception as error:  # TypeError, ValueError, MisconfigurationException ...
         if not _is_library(name):
             raise
         raise UserError(f"{key}: {name} refused its options: {one_line(error)[:300]}") from error

@@ -1,1 +1,0 @@
-"""Repeating a run of the command line from its record."""

@@ -1,0 +1,306 @@
+"""``resume=...`` and ``ckpt=last``: find an earlier run, and the overrides that continue it.
+
+A resumed run is the same command in the same directory, from the newest whole checkpoint. So
+``resume=DIR`` stands for the overrides that the run in DIR was started with, for ``hydra.run.dir``
+and for ``ckpt``. Overrides typed besides must agree with the run's, unless
+``resume_override=true``. All this happens before Hydra reads the command line, without importing
+torch, and before any file of the former run is touched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+import hybridtrain
+from hybridtrain.cli import hydra_config
+from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
+from hybridtrain.cli.hydra_config import changed_keys, placed, portable, quoted
+from hybridtrain.cli.validation.host_checks import check_owner
+from hybridtrain.errors import UserError
+from hybridtrain.report.runs import CONFIG_FILE, OVERRIDES_FILE, SUMMARY_FILE
+from hybridtrain.util.files import fault_of, interrupted_in
+from hybridtrain.util.input_files import read_text
+
+AUTO, LAST = "auto", "last"
+# Keys that may differ in a resumed run.
+_ASIDE = ("resume", "resume_override", "ckpt", "faults", "strategy.faults", "run_dir")
+_SHOWN = 5  # differences in an error message
+RUN_FILE = "run.json"
+FORMAT = 1  # of the files in a run's directory
+
+
+def expanded(overrides: Sequence[str], sweeps: bool) -> list[str]:
+    """Replace ``resume`` and ``ckpt=last`` by the overrides that they stand for.
+
+    Args:
+        sweeps: the overrides are those of a sweep.
+
+    Raises:
+        UserError: if there is no run or checkpoint to resume from, or other options contradict it.
+    """
+    try:
+        parsed = hydra_config.parse(overrides)
+    except Exception:  # Hydra reports it
+        return list(overrides)
+    values = {x.key_or_group: None if x.is_delete() else _value(x) for x in parsed}
+    resume = values.get("resume")
+    if started_by_a_run() or (resume is None and values.get("ckpt") != LAST):
+        return list(overrides)
+    typed = dict(zip((x.key_or_group for x in parsed), overrides, strict=True))
+    if resume is None:
+        return [*_but(typed, "ckpt").values(), quoted("ckpt", _last(typed, values))]
+    if sweeps:
+        raise UserError(
+            "resume was given with --multirun, but only one run at a time can go on; "
+            "give the directory of one job, such as multirun/DATE/TIME-ID/3, without --multirun"
+        )
+    del typed["resume"]
+    typed.pop("resume_override", None)
+    override = values.get("resume_override", False)
+    if not isinstance(override, bool):
+        raise UserError(f"resume_override={override}: give true or false")
+    if resume == AUTO:
+        return _automatic(typed, values)
+    return _resumed(Path(str(resume)), typed, override)
+
+
+def _value(item: Override) -> Any:
+    return item.input_line if item.is_sweep_override() else item.value()
+
+
+# ---- which run ----------------------------------------------------------------------------------
+
+
+def _output_root(values: dict[str, Any]) -> Path:
+    """The directory in which runs are made; the run's own directory if that is given."""
+    pattern = values.get("hydra.run.dir")
+    if pattern is None:
+        plain = OmegaConf.load(hydra_config.conf_dir() / f"{hydra_config.CONFIG_NAME}.yaml")
+        pattern = OmegaConf.to_container(plain, resolve=False)["hydra"]["run"]["dir"]  # type: ignore
+    fixed, varies, _ = str(pattern).partition("${")
+    return Path(fixed) if not varies or fixed.endswith("/") else Path(fixed).parent
+
+
+def _automatic(typed: dict[str, str], values: dict[str, Any]) -> list[str]:
+    """Resume the last unfinished run with the same configuration, or begin a new run."""
+    root = _output_root(values)
+    plain = {key: text for key, text in typed.items() if not key.startswith("hydra.")}
+    for directory in runs_below(root):
+        if has_finished(directory):
+            continue
+        try:
+            check_run(directory)
+            same = not _differences(directory, plain, list(plain.values()))
+            if not same or attempt(directory, "resume=auto") is not None:
+                continue
+        except UserError:
+            continue  # of another version, damaged, or read-only
+        if not has_finished(directory):  # checked again, now that it is claimed
+            return _resumed(directory, _but(typed, "hydra.run.dir", "ckpt"), False)
+        release(directory)
+    print(
+        f"resume=auto: no unfinished run of this configuration in {root}; a new one begins",
+        flush=True,
+    )
+    return list(typed.values())
+
+
+def _but(typed: dict[str, str], *keys: str) -> dict[str, str]:
+    return {key: text for key, text in typed.items() if key not in keys}
+
+
+def _last(typed: dict[str, str], values: dict[str, Any]) -> Path:
+    """The newest whole checkpoint of a run of this model in the output directory."""
+    root = _output_root(values)
+    plain = [text for key, text in typed.items() if key != "ckpt" and not key.startswith("hydra.")]
+    model = portable(hydra_config.compose_config(plain))["model"].get("_target_")
+    for directory in runs_below(root):
+        if configuration(directory).model.get("_target_") != model:
+            continue
+        if (path := newest_of_run(directory)) is not None:
+            print(f"ckpt=last: {path}", flush=True)
+            return path
+    raise UserError(
+        f"ckpt=last: no run of this model in {root} has left a whole checkpoint; name one with "
+        "ckpt=PATH"
+    )
+
+
+# ---- resuming -----------------------------------------------------------------------------------
+
+
+def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str]:
+    check_run(directory)
+    claim(directory, f"resume={directory}", "end that run first, or wait")
+    for key in ("ckpt", "hydra.run.dir"):
+        if key in typed:
+            raise UserError(
+                f"resume={directory} was given together with {typed[key]}; it goes on from the "
+                f"run's newest checkpoint, in its directory: leave {key} out"
+            )
+    overrides = _merged(directory, typed)
+    found = _differences(directory, typed, overrides)
+    if found and not override:
+        raise UserError(
+            f"resume={directory}: this run had another configuration: {_shown(found)}; leave that "
+            "out to go on as it was, or say resume_override=true to go on like this"
+        )
+    if has_finished(directory) and not found:
+        raise UserError(
+            f"resume={directory}: this run has finished; to train it longer, say for example "
+            "trainer.max_epochs=N resume_override=true"
+        )
+    path = newest_of_run(directory)
+    print(f"{directory} goes on from {path.name if path else 'its beginning'}", flush=True)
+    more = [quoted("resume", directory), quoted("hydra.run.dir", directory)]
+    if path is None:
+        return [*overrides, *more]
+    plain = [x for x in overrides if hydra_config.parse([x])[0].key_or_group != "ckpt"]
+    return [*plain, *more, quoted("ckpt", path)]
+
+
+def _merged(directory: Path, typed: dict[str, str]) -> list[str]:
+    """The overrides that the run was started with, updated by those typed now."""
+    content: Any = OmegaConf.to_container(OmegaConf.load(directory / OVERRIDES_FILE))
+    former = {hydra_config.parse([text])[0].key_or_group: text for text in content}
+    inside = str(directory.absolute())
+    plain = {
+        key: text
+        for key, text in former.items()
+        if key not in ("resume", "resume_override", "faults", "strategy.faults")
+        and not (key == "ckpt" and inside in text)  # set when it was resumed before
+    }
+    return hydra_config.complete_overrides(list((plain | typed).values()))
+
+
+def _differences(
+    directory: Path, typed: dict[str, str], overrides: Sequence[str]
+) -> list[tuple[str, Any, Any]]:
+    """Differences between the run's configuration and the one now; new options only if typed."""
+    then = portable(configuration(directory))
+    now = portable(hydra_config.compose_config(overrides))
+    keys = tuple(key.lstrip("+~") for key in typed)
+    return [
+        (key, before, after)
+        for key, before, after in changed_keys(then, now)
+        if not any(key == x or key.startswith(f"{x}.") for x in _ASIDE)
+        and (before is not None or key.startswith(keys))
+    ]
+
+
+def _shown(found: Sequence[tuple[str, Any, Any]]) -> str:
+    keys = {key for key, _, _ in found}  # model.optimizer.lr is but optimizer.lr
+    own = [each for each in found if not any(each[0].endswith(f".{key}") for key in keys)]
+    texts = [f"{key}={after}, then {before}" for key, before, after in own[:_SHOWN]]
+    more = f", and {len(own) - _SHOWN} more" if len(own) > _SHOWN else ""
+    return "; ".join(texts) + more
+
+
+# ---- runs on disk -------------------------------------------------------------------------------
+
+
+def sign(directory: Path) -> None:
+    """Write the version and format into a run's directory."""
+    said = {"format": FORMAT, "hybridtrain": hybridtrain.__version__}
+    (directory / RUN_FILE).write_text(json.dumps(said) + "\n")
+
+
+def check_run(directory: Path) -> None:
+    """Check that this is a run's directory in a format that this version reads.
+
+    Raises:
+        UserError: if it is not.
+    """
+    if not (directory / CONFIG_FILE).is_file() or not (directory / OVERRIDES_FILE).is_file():
+        below = sorted(str(x) for x in runs_below(directory))[:3] if directory.is_dir() else []
+        hint = f"; there are runs below it: {', '.join(below)}" if below else ""
+        raise UserError(
+            f"resume={directory}: this is not the directory of a run (it has no {CONFIG_FILE})"
+            f"{hint}; give one that a run has written to, such as outputs/DATE/TIME-ID"
+        )
+    for name in (CONFIG_FILE, OVERRIDES_FILE):
+        check_owner(directory / name, f"resume={directory}")
+    made = _read(directory / RUN_FILE)
+    if made.get("format", FORMAT) > FORMAT:
+        raise UserError(
+            f"resume={directory}: this run was made by hybridtrain {made.get('hybridtrain')} "
+            f"(format {made['format']}), and this is {hybridtrain.__version__}, which reads up to "
+            f"format {FORMAT}; update hybridtrain"
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(read_text(path, "the file"))
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def has_finished(directory: Path) -> bool:
+    """Whether the run ended with exit status 0."""
+    return _read(directory / SUMMARY_FILE).get("exit") == 0
+
+
+def runs_below(root: Path) -> Iterator[Path]:
+    """Directories of runs in and below ``root``, the latest first."""
+    found: list[tuple[int, Path]] = []
+    for folder, below, _ in os.walk(root):
+        config = Path(folder) / CONFIG_FILE
+        if config.is_file():
+            below.clear()
+            found.append((config.stat().st_mtime_ns, Path(folder)))
+    return (path for _, path in sorted(found, reverse=True))
+
+
+def configuration(directory: Path) -> DictConfig:
+    """The run's configuration, unresolved.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    path = directory / CONFIG_FILE
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        cfg = OmegaConf.create(plain)
+        assert isinstance(cfg, DictConfig), "it is a mapping"
+    except Exception as error:  # YAML's, OmegaConf's, the disk's
+        raise UserError(
+            f"{path}: the run's configuration cannot be read ({type(error).__name__})"
+        ) from error
+    return cfg
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+
+
+def newest_of_run(directory: Path) -> Path | None:
+    """The newest whole checkpoint in the directories of the run's callbacks."""
+    nodes = placed(portable(configuration(directory)), directory.absolute()).get("callbacks") or {}
+    folders = {Path(x["dirpath"]) for x in nodes.values() if x and x.get("dirpath")}
+    return newest({*folders, directory.absolute() / "checkpoints"})
+
+
+def newest(folders: Iterable[Path]) -> Path | None:
+    """The newest whole checkpoint; newer ones that are damaged are named on standard error."""
+    found = {
+        path.resolve()
+        for folder in folders
+        for path in (*folder.glob("*.ckpt"), interrupted_in(folder))
+    }
+    times = [(path.stat().st_mtime_ns, path) for path in found if path.is_file()]
+    for _, path in sorted(times, reverse=True):
+        fault = fault_of(path)
+        if fault is None:
+            return path
+        text = f"hybridtrain: the checkpoint {path} is passed over: {fault}"
+        print(text, file=sys.stderr, flush=True)
+    return None

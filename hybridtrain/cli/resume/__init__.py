@@ -1,1 +1,0 @@
-"""``resume=...``: finding an earlier run and continuing it."""
