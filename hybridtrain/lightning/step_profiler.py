@@ -147,12 +147,12 @@ class StepProfiler(Profiler):
     def _follow_releases(self, track: Track, client: Client) -> None:
         """Sending is measured apart from waiting for the answer."""
         timed(track, client.line, "send", Phase.PUSH)
-        timed(track, client, "await_release", Phase.WAIT, "wait for the release")
+        timed(track, client, "_await_release", Phase.WAIT, "wait for the release")
 
         def note() -> None:
             track.note = client.version
 
-        follow(client, "await_release", note)
+        follow(client, "_await_release", note)
 
     def _watch_session(self, session: Any, client: Client) -> None:
         """There are parameters and optimizers; others may come to replace these."""
