@@ -42,7 +42,7 @@ from hybridtrain.cli.validation.host_checks import check_directory, check_machin
 from hybridtrain.cli.validation.target_checks import check_targets, made
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher
-from hybridtrain.lightning.results.full_disk import let_write
+from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
 from hybridtrain.report.history import read_history

@@ -1,7 +1,7 @@
-"""Lightning's collectives, made of meetings at the server. No process group, no port.
+"""Lightning's collectives, by gathers at the server. No process group, no port.
 
-Initialising torch's default process group is not only unnecessary: with it, Lightning broadcasts a
-flag on every batch, which lock-steps workers that are meant to run freely.
+With torch's default process group, Lightning would broadcast a flag on every batch, which would
+lock-step free-running workers.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """A tensor that lay on the sender's device, and is to lie on the receiver's."""
+    """A tensor of the sender's device, to be moved to the receiver's."""
 
     tensor: torch.Tensor  # host
 
 
 class Collectives:
-    """Meetings of all workers, as tensors and objects.
+    """Collectives of all workers, of tensors and objects.
 
-    While ``local`` is set (free-running workers between two ends of an epoch), nothing waits: what
-    would be reduced stays this worker's own.
+    While ``local`` is set (free-running workers within an epoch), a collective returns this
+    worker's own value at once.
 
     Args:
         client: to the server.
@@ -44,16 +44,16 @@ class Collectives:
         self._client, self._device = client, device or torch.device("cpu")
         self.local = False
         self.weight = 1.0  # samples in this worker's mini-batch
-        self.alone = ""  # why no other worker will meet this one now, if so
+        self.alone = ""  # why no other worker takes part now; empty: they do
 
     @property
     def worker(self) -> int:
-        """This worker's number."""
+        """The worker's number."""
         return self._client.worker
 
     @property
     def place(self) -> int:
-        """Where this worker's part of the last meeting lies."""
+        """The index of this worker's part in the last gather."""
         return self._client.place
 
     @property
@@ -63,7 +63,7 @@ class Collectives:
 
     @contextmanager
     def refusing(self, alone: str) -> Iterator[None]:
-        """Whoever wants to meet the others is told why they will not come."""
+        """Let collectives raise, with ``alone`` as the reason."""
         self.alone = alone
         try:
             yield
@@ -79,15 +79,15 @@ class Collectives:
             raise UserError(f"a collective ('{tag}') was called {self.alone}")
 
     def barrier(self, name: str) -> None:
-        """Wait for all."""
+        """Wait for all workers."""
         if not self.local:
             self._gather(f"barrier {name}", None)
 
     def broadcast(self, obj: T, src: int) -> T:
-        """Worker ``src``'s object, for everybody; for one who is left alone, his own.
+        """Worker ``src``'s object, in all workers; in a worker left alone, its own.
 
-        Tensors of that worker's device come on the receiver's. Where that worker is gone, the
-        first of those who are there takes its place.
+        Tensors of the sender's device move to the receiver's. The first remaining worker replaces a
+        lost ``src``.
         """
         client = self._client
         if self.local or client.solo:
@@ -98,23 +98,23 @@ class Collectives:
             known = self._gather("broadcast", (source, mine))
             if all(whose == source for whose, _ in known) and source in client.met:
                 return tree_map_only(_OnDevice, self._landed, known[client.met.index(source)][1])
-            # It was lost on the way here, or not all know of it yet; who has met, all know.
+            # It was lost meanwhile, or not all know that it is; all know which workers have met.
             source = src if src in client.met else client.met[0]
 
     def _landed(self, sent: _OnDevice) -> torch.Tensor:
         return sent.tensor.to(self._device)
 
     def decide(self, decision: bool, all_must_agree: bool) -> bool:
-        """Whether all (or any) workers say yes."""
+        """Whether all (or any) workers decide True."""
         if self.local:
             return decision
         votes = self._gather("decision", bool(decision))
         return all(votes) if all_must_agree else any(votes)
 
     def reduce(self, tensor: T, op: Any) -> T:
-        """Element by element over the workers, in the order of their numbers.
+        """Reduce elementwise over the workers, in the order of their numbers.
 
-        The mean of integers is a float, not a truncated integer.
+        The mean of integers is a float, not truncated.
         """
         if not isinstance(tensor, torch.Tensor) or self.local:
             return tensor
@@ -137,7 +137,7 @@ class Collectives:
         return _stack(self._client, "all_gather", tensor)
 
     def teach(self, module: torch.nn.Module) -> None:
-        """Let the torchmetrics inside the module synchronise this way."""
+        """Let the module's torchmetrics synchronise by these collectives."""
         for metric in module.modules():
             if isinstance(metric, Metric):
                 metric.distributed_available_fn = self._distributed
@@ -152,7 +152,7 @@ class Collectives:
 
 
 class _GatherWithGradient(torch.autograd.Function):
-    """Forward: stack all. Backward: the sum of everybody's gradient of this worker's part."""
+    """Forward: stack. Backward: the sum of all workers' gradients of this worker's part."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, client: Client) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Turns the process that called ``trainer.fit`` into the server, and starts the workers."""
+"""Turn the process that called ``trainer.fit`` into the server, and start the workers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from inspect import signature
 from typing import Any, NoReturn
 
 import pytorch_lightning as pl
+import torch
 from lightning_fabric.utilities.seed import reset_seed
+from torch.distributed import distributed_c10d
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import check_visits, combine
@@ -25,7 +27,6 @@ from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
 from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
 from hybridtrain.lightning.fault_injection.in_worker import inject
-from hybridtrain.lightning.forked_state import forget_process_group, stop_sharing
 from hybridtrain.lightning.hooks.trainer_hooks import (
     GlobalState,
     Launcher,
@@ -34,10 +35,12 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     tear_down,
 )
 from hybridtrain.lightning.lean_hooks import be_lean
-from hybridtrain.lightning.preflight.correction_checks import check_correction
-from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
 from hybridtrain.lightning.preflight.machine_checks import check_startup
-from hybridtrain.lightning.preflight.own_parameter_checks import check_own_parameters
+from hybridtrain.lightning.preflight.strategy_checks import (
+    check_correction,
+    check_lock_free,
+    check_own_parameters,
+)
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters, check_trainer
 from hybridtrain.lightning.replay.recording import Runner
 from hybridtrain.lightning.replay.run_record import serving
@@ -60,18 +63,14 @@ from hybridtrain.worlds.local.signals import Interrupted
 
 
 class HybridLauncher(Launcher):
-    """Runs a trainer's function in W worker processes, serving and supervising them.
-
-    Args:
-        strategy: says how many workers, and how they are started.
-    """
+    """Runs a trainer's function in W worker processes; serves and supervises them."""
 
     def __init__(self, strategy: RunContext) -> None:
         self._strategy = strategy
 
     @property
     def is_interactive_compatible(self) -> bool:
-        """Forked workers need no script; what spawned ones lack is named before they start."""
+        """Forked workers need no script; spawned ones are checked before they start."""
         return True
 
     def launch(
@@ -81,7 +80,7 @@ class HybridLauncher(Launcher):
         trainer: pl.Trainer | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run ``function`` in every worker; returns what it returned in worker 0."""
+        """Run ``function`` in every worker; return worker 0's result."""
         strategy = self._strategy
         assert trainer is not None, "Lightning always passes its trainer"
         policy = deepcopy(strategy.policy)
@@ -112,7 +111,7 @@ class HybridLauncher(Launcher):
         return unpack(trainer, results, scratch, job.given())
 
     def _run(self, job: _Job, judge: Judge, start_method: str, threads: int) -> list[Any]:
-        """Train with new workers; what they return."""
+        """Train with new workers; return their results."""
         strategy, trainer = self._strategy, job.trainer
         in_update = usable_cores() if strategy.requirements.whole_rounds else 1
         server = serving(strategy, trainer, threads, in_update)
@@ -134,7 +133,7 @@ class HybridLauncher(Launcher):
     def _interrupt(
         self, interruption: Interrupted, trainer: pl.Trainer, scratch: Scratch
     ) -> NoReturn:
-        """A signal ended the run: raise what Lightning does, once nothing is lost by it."""
+        """A signal ended the run: save what is finished, then raise what Lightning raises."""
         self._strategy.interrupted_by = interruption.signum
         save_finished(trainer, interruption.results, scratch)
         if interruption.signum != signal.SIGINT:
@@ -148,12 +147,12 @@ class HybridLauncher(Launcher):
         return unpack(job.trainer, results, given=job.given()) if results else None
 
     def kill(self, signum: Any) -> None:
-        """Nothing: the parent passes signals on to its workers itself."""
+        """Nothing: the parent forwards signals to its workers itself."""
 
 
 @contextmanager
 def surroundings(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
-    """What is to be there while workers run, and no longer."""
+    """Resources that exist while workers run."""
     with (
         strategy.keeping.listening(trainer),
         vanishing_sockets(),
@@ -166,7 +165,7 @@ def surroundings(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
 
 @contextmanager
 def pages_of(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
-    """For a run in which a worker may be replaced by one that draws alike."""
+    """RNG states in shared memory, for runs in which a worker may be replaced."""
     restarts = strategy.on_failure.choice == "restart"
     if not (strategy.requirements.whole_rounds and restarts and trainer.state.fn == "fit"):
         yield
@@ -182,7 +181,7 @@ def pages_of(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
 def world_of(
     strategy: RunContext, server: Server, judge: Judge, start_method: str, threads: int
 ) -> ProcessWorld:
-    """Where workers run, with somebody who looks for those that hang, and for slow ones."""
+    """The processes of the workers, with a watchdog for hanging and slow ones."""
     watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))
     size, grace_s = strategy.world_size, strategy.stop_grace_s
     devices = list(map(str, strategy.parallel_devices or [])) or ["cpu"]
@@ -193,14 +192,14 @@ def world_of(
 
 
 def may_meet(strategy: RunContext) -> bool:
-    """Whether workers may make updates among themselves, which nobody else sees."""
+    """Whether workers may make updates without the server."""
     seen = strategy.recording is not None or strategy.faults.in_updates
     wants = strategy.requirements
     return (wants.everyone or wants.one_by_one) and not seen
 
 
 def check_all(strategy: RunContext, trainer: pl.Trainer) -> None:
-    """What makes no sense is refused before a process is started; raises UserError."""
+    """Refuse contradicting options before a process is started; raises UserError."""
     check_trainer(trainer, strategy.requirements.whole_rounds)
     check_correction(strategy.correction, strategy.requirements, strategy.policy)
     if strategy.requirements.in_place:
@@ -215,10 +214,10 @@ def check_all(strategy: RunContext, trainer: pl.Trainer) -> None:
 
 
 def resolve_start_method(method: str) -> str:
-    """``auto`` made concrete.
+    """Resolve ``auto``.
 
     Raises:
-        UserError: if the system does not know the method.
+        UserError: if workers cannot be forked.
     """
     if method == "auto":
         fork_is_safe = sys.platform.startswith("linux") and not forbids_fork()
@@ -233,23 +232,23 @@ def resolve_start_method(method: str) -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """The number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def threads_of_a_worker(strategy: RunContext) -> int:
-    """As the user wants it, or the worker's share of the cores."""
+    """The user's number of threads, or a worker's share of the cores."""
     wanted = strategy.threads_per_worker
     return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted
 
 
 def carried(trainer: pl.Trainer, start_method: str) -> GlobalState | None:
-    """What a spawned worker has not from a fork."""
+    """Lightning's process-wide state for spawned workers; forked ones inherit it."""
     if start_method == "fork":
         return None
-    trainer.lightning_module.cpu()  # on a device, a handle to that memory would be sent
+    trainer.lightning_module.cpu()  # or a handle to the device's memory would be sent
     return GlobalState.capture()
 
 
@@ -258,7 +257,7 @@ def carried(trainer: pl.Trainer, start_method: str) -> GlobalState | None:
 
 @dataclass
 class _Job:
-    """What every worker gets."""
+    """The job that every worker gets."""
 
     trainer: pl.Trainer
     function: Callable[..., Any]
@@ -266,17 +265,17 @@ class _Job:
     kwargs: dict[str, Any]
     global_state: GlobalState | None
     loggers: list[dict[str, Any]]
-    version: int = 0  # updates so far, then
-    told: bytes = b""  # where training is, for a worker that is restarted
-    warned: Warned | None = None  # that SLURM is about to end the job
-    room: str = ""  # the path of a scratch file for what would be too much for a message
+    version: int = 0  # updates so far, for a restarted worker
+    told: bytes = b""  # the state of training, for a restarted worker
+    warned: Warned | None = None  # by SLURM, that the job is about to end
+    room: str = ""  # the path of a scratch file for results too large for a message
 
     def given(self) -> dict[str, Any]:
         """The arguments of the function."""
         return signature(self.function).bind(*self.args, **self.kwargs).arguments
 
     def named(self) -> dict[str, Any]:
-        """The parts, by the names that users know them by."""
+        """The parts, by their names for users."""
         trainer: Any = self.trainer
         given: dict[str, Any] = {"model": trainer.lightning_module}
         given |= self.given()
@@ -286,7 +285,7 @@ class _Job:
 
 
 def _run_in_process(job: _Job, client: Client) -> Any:
-    """In one of its own, which nobody else uses; not so in a replay."""
+    """In a process of its own; not called in a replay."""
     be_lean()
     take_for_an_error()
     return _run_in_worker(job, client)
@@ -312,9 +311,9 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
         returned = job.function(**arguments(job, back))
-        client.gather("the way home", None)  # or who should pack could be lost alone, and last
+        client.gather("the way home", None)  # or the packing worker could be lost unnoticed
         return pack(trainer, returned, job.room)
-    except TunerExit:  # the search for a learning rate is over, and there was no more
+    except TunerExit:  # after a search for a learning rate without training
         tear_down(trainer)
         return pack(trainer, None, job.room)
     except StopRequested as stop:
@@ -333,12 +332,28 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
 
 
 def arguments(job: _Job, back: Rejoin | None) -> dict[str, Any]:
-    """Of the trainer's function."""
+    """Arguments of the trainer's function."""
     if back is not None:
         return back.arguments(job.function, job.args, job.kwargs)
     return job.given()
 
 
 def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:
-    """What a worker does that takes the place of one that was lost."""
+    """The work of a worker that replaces a lost one."""
     return partial(_run_in_process, replace(job, told=told, version=version))
+
+
+@torch.no_grad()
+def stop_sharing(module: torch.nn.Module) -> None:
+    """Give a spawned worker's module its own memory: torch sends tensors as shared memory."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor.data = tensor.data.clone()
+
+
+def forget_process_group() -> None:
+    """Drop a default process group that a forked worker has inherited from an earlier ddp run.
+
+    It has no peers here, and with one Lightning would broadcast on every mini-batch.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        distributed_c10d.GroupMember.WORLD = None

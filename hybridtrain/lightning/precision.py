@@ -1,4 +1,4 @@
-"""What a precision plugin may still do, where the gradient that counts is not the worker's own."""
+"""Gradient clipping and backward of the precision plugin, where the merged gradient counts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hybridtrain.protocol.messages import Clip
 
 
 def take_over(session: Session, plugin: Any) -> None:
-    """Where nobody looks, the server clips what it has merged; else all get the mean first.
+    """If no user code reads gradients, the server clips the mean; else all workers get it first.
 
-    A lone or free-running worker that looks needs neither: its own gradient is what counts.
+    A lone or free-running worker needs neither: its own gradient counts.
     """
 
     def record_clip(

@@ -1,8 +1,8 @@
-"""What the parts of a run may ask of its strategy, and how they come by it.
+"""The strategy as seen by the parts of a run: protocols, and functions that get it.
 
-Lightning hands the strategy around as ``trainer.strategy``, which knows nothing of ours. Parts get
-it from the functions below. Protocols type it, so that no part needs the class that puts all of
-them together, and mypy sees that this class has what they ask for.
+Lightning types ``trainer.strategy`` as its own base class. Parts get ours from the functions below,
+typed by protocols, so that none imports the class that puts all of them together; mypy checks that
+this class has these members.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import Strategy
 
 from hybridtrain.exchanges import Exchange, Requirements
-from hybridtrain.lightning.checkpointing.unsaved import Unsaved
+from hybridtrain.lightning.checkpointing.checkpoint_io import Unsaved
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.devices.device_memory import DeviceMemory
+from hybridtrain.lightning.device_memory import DeviceMemory
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
 from hybridtrain.lightning.preflight.transport_options import Transport
@@ -34,7 +34,7 @@ from hybridtrain.worker.client import Client
 
 
 class Keeping(Protocol):
-    """How checkpoints are written; ``broken_since_s``: when the run began that has failed."""
+    """Writes checkpoints; ``broken_since_s``: when a run began that failed."""
 
     how: str
     unsaved: Unsaved
@@ -52,13 +52,13 @@ class Keeping(Protocol):
 
 
 class Rollback(Protocol):
-    """What a worker has counted may be taken back."""
+    """Takes a worker's last step back."""
 
     def give_up(self) -> None: ...
 
 
 class Expected(Protocol):
-    """How many updates a training will make."""
+    """The number of updates of a training."""
 
     def total(self) -> int | None: ...
 
@@ -68,7 +68,7 @@ class Expected(Protocol):
 
 
 class Choices(Protocol):
-    """What follows from a gradient that is not finite, and from too little memory."""
+    """The user's options for gradients that are not finite, and for out-of-memory errors."""
 
     @property
     def nonfinite(self) -> str: ...
@@ -113,7 +113,7 @@ class RunContext(Protocol):
 
     @property
     def root_device(self) -> torch.device:
-        """Of this worker."""
+        """This worker's."""
         ...
 
     @property
@@ -123,11 +123,11 @@ class RunContext(Protocol):
 
     @property
     def before_configuring(self) -> CallbackState | None:
-        """What the module had written down by then."""
+        """The module's attributes after ``setup``."""
         ...
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's, as the next two."""
+        """Lightning's, as are the next two."""
         ...
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -135,11 +135,11 @@ class RunContext(Protocol):
     def optimizer_state(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def remember_stats(self, stats: dict[str, Any]) -> None:
-        """What the server has counted."""
+        """Keep the server's statistics."""
         ...
 
     def remember_training(self, parts: dict[str, Any], expected: Expected) -> None:
-        """What a checkpoint is to say of optimizers and schedulers."""
+        """Keep the trained states of optimizers and schedulers."""
         ...
 
 
@@ -150,65 +150,65 @@ class WorkerContext(RunContext, Protocol):
     tells: bool
 
     def gather_states(self) -> None:
-        """All save together: what is each worker's own comes to the one who writes."""
+        """All save together: the writing worker receives each worker's own state."""
         ...
 
     @property
     def client(self) -> Client:
-        """To the server."""
+        """The connection to the server."""
         ...
 
     @property
     def collectives(self) -> Collectives:
-        """What workers agree on."""
+        """The collectives of all workers."""
         ...
 
     @property
     def session(self) -> Any:
-        """Forward, backward, step; ``None`` before training. For those who wrap its methods."""
+        """Forward, backward, step; ``None`` before training. Untyped: parts wrap its methods."""
         ...
 
     @property
     def step_rollback(self) -> Rollback | None:
-        """Of the training under way."""
+        """Of the current training."""
         ...
 
     @property
     def expected_updates(self) -> Expected | None:
-        """Where workers run freely."""
+        """In free-running workers."""
         ...
 
     @property
     def callbacks_at_home(self) -> list[pl.Callback] | None:
-        """Those that the calling process has, too."""
+        """Callbacks that the calling process has, too."""
         ...
 
     def enter_worker(self, client: Client, trainer: Any, back: Any = None) -> None:
-        """From now on this process is a worker."""
+        """Make this process a worker."""
         ...
 
     def before_checkpoint(self) -> None:
-        """Parameters, moments and step become those of one version."""
+        """Bring parameters, moments and step to one version."""
         ...
 
     def measure_device(self) -> None:
-        """What this worker needs of its device is known better now."""
+        """Measure this worker's need of its device."""
         ...
 
     def meet(self) -> None:
-        """All workers are here."""
+        """All workers meet, at the end of this worker's share."""
         ...
 
     def align(self, ends: bool = False) -> None:
-        """All workers meet, and agree; ``ends``: no step follows in this epoch."""
+        """All workers meet and agree; ``ends``: no step follows in this epoch."""
         ...
 
     def hand_over_last(self) -> None:
-        """This worker stops: what it has trained on its own is to count."""
+        """This worker stops: exchange its own steps."""
         ...
 
     def await_turn(self) -> None:
-        """Where workers take turns, wait for this one's."""
+        """Wait for this worker's turn, where workers take turns."""
         ...
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -216,30 +216,30 @@ class WorkerContext(RunContext, Protocol):
         ...
 
     def validate_behind_last(self) -> None:
-        """A validation comes behind the last mini-batch of this worker."""
+        """A validation follows this worker's last mini-batch."""
         ...
 
 
 def strategy_of(trainer: Any) -> Strategy:
-    """Whichever it is: what Lightning offers of each."""
+    """The trainer's strategy, of any kind."""
     return cast(Strategy, trainer.strategy)
 
 
 def cluster_environment(trainer: Any) -> Any:
-    """Where its processes are; ``None``: here."""
+    """Lightning's cluster environment; ``None``: none."""
     return trainer.strategy.cluster_environment
 
 
 def context_of(trainer: Any) -> WorkerContext:
-    """Of a trainer with a strategy of ours; what only workers have must not be asked elsewhere."""
+    """The strategy of ours; members of workers must not be read in another process."""
     return cast(WorkerContext, trainer.strategy)
 
 
 def context_if_ours(trainer: Any) -> WorkerContext | None:
-    """The same for parts that are used under other strategies, too: ``None`` there."""
+    """The same; ``None`` under a strategy of Lightning's own."""
     return context_of(trainer) if hasattr(trainer.strategy, "requirements") else None
 
 
 def checkpoints_of(trainer: Any) -> list[ModelCheckpoint]:
-    """Those that meet the others to decide."""
+    """The trainer's ``ModelCheckpoint`` callbacks."""
     return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]

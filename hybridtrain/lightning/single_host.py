@@ -1,4 +1,4 @@
-"""What Lightning asks a strategy about itself, and about others, where all are on one host."""
+"""The part of the strategy with ranks, devices, collectives and optimizers, on one host."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from hybridtrain.lightning.async_training.expected_updates import answer_for_all
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.prefetch import Ahead
-from hybridtrain.lightning.devices.device_memory import DeviceMemory
-from hybridtrain.lightning.devices.out_of_memory import out_of_memory
+from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.lightning.results.training_at_home import trained_optimizers
@@ -25,28 +24,27 @@ _OPTIMIZERS: Any = Strategy.optimizers
 
 
 class SingleHost:
-    """Mixed into a strategy that says its own ``world_size`` and ``global_rank``."""
+    """Mixin for a strategy whose workers are all on one host."""
 
     strategy_name: str
     parallel_devices: list[torch.device] | None
     keeping: CheckpointWriting
     device_memory: DeviceMemory
     workers_per_device: int
-    _trained: dict[str, Any] | None = None  # what the workers' optimizers have become
+    _trained: dict[str, Any] | None = None  # the workers' trained optimizer states
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
-    expected_updates: Expected | None = None  # where workers run freely, or have trained
+    expected_updates: Expected | None = None  # in free-running workers, and after training
     _schedules: list[Any]
-    _lacks_optimizers = False  # in the calling process
+    _lacks_optimizers = False  # in the calling process, after training
     _collectives: Collectives | None = None  # of a worker
     _ahead: Ahead | None = None  # where workers compute on devices of their own
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Take a module that was given as ``torch.compile(module)``.
+        """Accept a module given as ``torch.compile(module)``.
 
-        When Lightning puts it here its steps are compiled already, and work under any strategy that
-        calls them. Only a mark on the module makes Lightning refuse all strategies but its own,
-        because some wrap or replace modules.
+        Its steps are compiled already and work under any strategy that calls them. But Lightning
+        marks the module and refuses all strategies but its own, because some wrap modules.
         """
         if name == MODULE and value is not None:
             forget_compiler(value)
@@ -66,7 +64,7 @@ class SingleHost:
         return 0 if self._client is None else self._client.worker
 
     def model_to_device(self) -> None:
-        """Wherever the user's module lies; no worker takes more of the device than its share."""
+        """Move the module; limit this worker to its share of the device."""
         module = self.lightning_module  # type: ignore[attr-defined]
         try:
             self.device_memory.hold(self.root_device, self.workers_per_device, self.global_rank)
@@ -76,19 +74,19 @@ class SingleHost:
             raise
 
     def measure_device(self) -> None:
-        """What this worker needs of its device is known better now."""
+        """Measure this worker's need of its device."""
         self.device_memory.measure(self.root_device, self.workers_per_device, self.global_rank)
 
     def remember_training(self, parts: dict[str, Any], expected: Expected) -> None:
-        """The calling process has no optimizers of its own; its checkpoints have their states."""
+        """In the calling process: keep the trained states for its checkpoints and optimizers."""
         self._trained, self.expected_updates = parts, expected
         self._lacks_optimizers = True
         answer_for_all_workers()
 
     def _at_home(self) -> None:
-        """In a process that has not trained, optimizers are made once somebody asks for them."""
+        """In the calling process, after training: make the optimizers on first use."""
         if self._lacks_optimizers and self._client is None and self._trained is not None:
-            self._lacks_optimizers = False  # also while the user's hook runs
+            self._lacks_optimizers = False  # before the user's hook runs
             module = self.lightning_module  # type: ignore[attr-defined]
             self.optimizers, self._schedules = trained_optimizers(module, self._trained)
 
@@ -104,7 +102,7 @@ class SingleHost:
 
     @property
     def lr_scheduler_configs(self) -> list[Any]:
-        """Likewise."""
+        """Lightning's."""
         self._at_home()
         return self._schedules
 
@@ -115,7 +113,7 @@ class SingleHost:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """As Lightning does it; after training also in the calling process, unless it failed."""
+        """As in Lightning; in the calling process only after a training that did not fail."""
         if self._client is None and self.keeping.refuses(filepath):
             return
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
@@ -129,12 +127,12 @@ class SingleHost:
 
     @property
     def is_global_zero(self) -> bool:
-        """Worker 0, or, when it is gone, the first of those who are there."""
+        """Worker 0, or while it is lost, the remaining worker with the lowest number."""
         return self._client is None or self._client.is_leader
 
     @property
     def is_distributed(self) -> bool:
-        """Without this, Lightning would give all workers the same data."""
+        """True, or Lightning would give all workers the same data."""
         return True
 
     @property
@@ -155,20 +153,20 @@ class SingleHost:
 
     @property
     def node_rank(self) -> int:
-        return 0  # whatever a scheduler's environment says
+        return 0  # also where a scheduler's environment has another
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """As Lightning does it, with a look at where mini-batches are to go through."""
+        """As in Lightning, after a check of the shared memory for mini-batches."""
         if self.global_rank == 0:
             check_loader(dataloader, self.world_size)
         return super().process_dataloader(dataloader)  # type: ignore[misc]
 
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Lightning does it, unless it has been done already."""
+        """As in Lightning, unless the mini-batch has been prefetched."""
         moved = None if self._ahead is None else self._ahead.take(batch)
         if moved is not None:
             return moved
@@ -204,13 +202,13 @@ class SingleHost:
     def run_stats(self) -> dict[str, Any]:
         """Updates, samples, throughput, waiting shares, staleness: so far, or of the last run.
 
-        On devices also ``device_memory``: bytes that each worker has needed of its device, and all
-        that this has. After a run also ``unsaved``: the checkpoints that are missing, and why.
+        On devices also ``device_memory``: each worker's need and its device's size, in bytes. After
+        a run also ``unsaved``: missing checkpoints, with the reason.
         """
         if self._client is not None:
             return self._client.stats() | self.device_memory.figures()
         return self._final_stats or {}
 
     def remember_stats(self, stats: dict[str, Any]) -> None:
-        """The launcher's last word on a run."""
+        """Keep the statistics of a run that has ended."""
         self._final_stats = stats

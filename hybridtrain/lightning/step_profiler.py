@@ -1,10 +1,9 @@
 """``Trainer(profiler=StepProfiler("folder"))``: where a step's time goes, in every worker.
 
-Lightning tells its profiler of what its loops do; of what a strategy does inside them, our own
-objects are asked to tell (:func:`hybridtrain.profiling.timed`). Each worker leaves what it
-has measured in a file when it ends, however it ends; the process that has started them makes of
-that a table, ``profile.json`` and ``timeline.json``. Under a strategy of Lightning's own there are
-no such objects, and worker 0 does the rest when all have come to the end.
+Lightning calls its profiler around the actions of its loops; inside them, methods of this package's
+objects are timed (:func:`hybridtrain.profiling.timed`). Each worker writes its measurements
+to a file when it ends, in whatever way; the calling process makes a table, ``profile.json`` and
+``timeline.json`` of them. Under Lightning's own strategies worker 0 does that after all have ended.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ class StepProfiler(Profiler):
     Args:
         dirpath: where ``profile.json`` and ``timeline.json`` go; by default Lightning's log
             directory.
-        limit: how many spans the timeline may have, of all workers together; when there are more,
-            it shows every second step, every fourth, and so on. Sums are of all steps.
+        limit: spans in the timeline, of all workers together; if there are more, it shows every
+            second step, every fourth, and so on. Sums are of all steps.
         quiet: print no table.
 
     Raises:
@@ -58,15 +57,15 @@ class StepProfiler(Profiler):
     ) -> None:
         super().__init__(dirpath=dirpath)
         self.limit, self.quiet = limit, quiet
-        self._parts: str | None = None  # where workers leave what they have measured
+        self._parts: str | None = None  # folder of the workers' measurements
         self._track: Track | None = None
         self._kinds: dict[str, int | None] = {}
         self._epoch_begun = self._watched = False
 
-    # ---- what Lightning tells -------------------------------------------------------------------
+    # ---- called by Lightning --------------------------------------------------------------------
 
     def start(self, action_name: str) -> None:
-        """Something begins."""
+        """An action begins."""
         track = self._track
         if track is None:
             return
@@ -83,7 +82,7 @@ class StepProfiler(Profiler):
             track.restart()
 
     def stop(self, action_name: str) -> None:
-        """It ends."""
+        """An action ends."""
         kind = self._kinds.get(action_name)
         if kind is not None and self._track is not None:
             self._track.end_all(kind)
@@ -91,21 +90,21 @@ class StepProfiler(Profiler):
     def _learn(self, action: str) -> int | None:
         phase = phase_of(action)
         if phase is None and action.endswith(".optimizer_step") and not self._watched:
-            phase = Phase.UPDATE  # and nothing else of it is measured
+            phase = Phase.UPDATE  # of which no part is timed
         assert self._track is not None, "something is measured"
         kind = None if phase is None else self._track.kind_of(short_name(action), phase)
         self._kinds[action] = kind
         return kind
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """A worker's run begins."""
+        """Begin to measure a worker."""
         super().setup(stage, local_rank, log_dir)
         if stage == "fit" and self._track is None:
             self._begin(self._trainer.world_size)
 
     @property
     def _trainer(self) -> Any:
-        return vars(self)[MODULE].trainer  # Lightning sees to it
+        return vars(self)[MODULE].trainer  # set by Lightning
 
     def _begin(self, n_workers: int) -> None:
         """Everything until the first epoch is one span."""
@@ -114,7 +113,7 @@ class StepProfiler(Profiler):
         self._track.begin(self._track.kind_of("start-up", Phase.LOOP))
 
     def describe(self) -> None:
-        """Called at the end in every worker. Under our strategies somebody else does the rest."""
+        """At the end, in every worker: write the files; under our strategies the launcher does."""
         if self._track is None or self._watched:
             return
         trainer = self._trainer
@@ -128,7 +127,7 @@ class StepProfiler(Profiler):
     # ---- a worker's part ------------------------------------------------------------------------
 
     def watch(self, trainer: Any, client: Client) -> None:
-        """Under a strategy of this package: measure what it does, too."""
+        """Under a strategy of this package: time its methods, too."""
         if self._parts is None:
             return
         self._watched = True
@@ -145,7 +144,7 @@ class StepProfiler(Profiler):
         follow(context, "on_train_start", lambda: self._watch_session(context.session, client))
 
     def _follow_releases(self, track: Track, client: Client) -> None:
-        """Sending is measured apart from waiting for the answer."""
+        """Time sending and waiting separately."""
         timed(track, client.line, "send", Phase.PUSH)
         timed(track, client, "_await_release", Phase.WAIT, "wait for the release")
 
@@ -155,7 +154,7 @@ class StepProfiler(Profiler):
         follow(client, "_await_release", note)
 
     def _watch_session(self, session: Any, client: Client) -> None:
-        """There are parameters and optimizers; others may come to replace these."""
+        """Time the session's parts; the user may replace optimizers later."""
         track = self._track
         if track is None or session is None:
             return
@@ -177,7 +176,7 @@ class StepProfiler(Profiler):
                 timed(track, step.in_place, "_step", Phase.UPDATE, "own step")
 
     def leave(self, parts: Path | None = None, worker: int = 0) -> None:
-        """The worker ends: write down what it has measured."""
+        """Write this worker's measurements."""
         place = parts or (Path(self._parts) if self._parts else None)
         if self._track is None or place is None:
             return
@@ -185,17 +184,17 @@ class StepProfiler(Profiler):
         try:
             place.mkdir(parents=True, exist_ok=True)
             (place / f"{worker}.json").write_text(json.dumps(self._track.packed()))
-        except OSError as error:  # it was only looking on
+        except OSError as error:  # a profile must not fail the run
             _say(f"no profile of worker {worker} ({error.strerror})")
         self._track = None
 
 
 def share_of(limit: int, n_workers: int) -> int:
-    """How many spans each worker and the server may keep."""
+    """The number of spans for each worker and the server."""
     return max(1, limit // (n_workers + 1))
 
 
-# ---- where workers are started from -------------------------------------------------------------
+# ---- in the calling process ---------------------------------------------------------------------
 
 
 @dataclass
@@ -206,14 +205,14 @@ class WorkerWatch:
     server: ServerWatch
     folder: Path
     n_workers: int
-    tidy: ExitStack  # away with the workers' parts, whatever happens
+    tidy: ExitStack  # removes the workers' files
 
     @classmethod
     def of(cls, trainer: Any, server: Any, n_workers: int) -> WorkerWatch | None:
-        """If one is wanted.
+        """Begin a profile, if one is wanted.
 
         Raises:
-            UserError: if nothing can be written there.
+            UserError: if the folder cannot be written.
         """
         profiler = trainer.profiler
         if not isinstance(profiler, StepProfiler) or trainer.state.fn != "fit":
@@ -233,7 +232,7 @@ class WorkerWatch:
         return cls(profiler, watch, folder, n_workers, tidy)
 
     def conclude(self) -> None:
-        """All workers have ended."""
+        """After all workers have ended: write the files."""
         parts, self.profiler._parts = self.profiler._parts, None
         assert parts is not None, "it was made at the start"
         with self.tidy:
@@ -248,7 +247,7 @@ def conclude(
     n_workers: int,
     server: Sequence[Track] = (),
 ) -> None:
-    """Write the files and print the table, if anybody has left anything."""
+    """Write the files and print the table, if there are measurements."""
     found = {int(p.stem): Track.unpacked(json.loads(p.read_text())) for p in parts.glob("*.json")}
     shutil.rmtree(parts, ignore_errors=True)
     workers = {worker: track for worker, track in found.items() if track.n_steps}
@@ -276,12 +275,12 @@ def _say(line: str) -> None:
 
 
 def watch_worker(trainer: Any, client: Client) -> None:
-    """A worker begins."""
+    """In a worker, at the start of a run."""
     if isinstance(trainer.profiler, StepProfiler):
         trainer.profiler.watch(trainer, client)
 
 
 def leave_profile(trainer: Any, worker: int) -> None:
-    """A worker ends, in whatever way."""
+    """In a worker, at its end."""
     if isinstance(trainer.profiler, StepProfiler):
         trainer.profiler.leave(worker=worker)

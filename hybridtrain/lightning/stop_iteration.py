@@ -1,10 +1,9 @@
 """``StopIteration`` out of a step, a hook or a data set is an error, as in a generator (PEP 479).
 
-Lightning's loops take it for the end of the epoch, wherever it comes from: a ``next()`` in a
-``training_step`` or a ``__getitem__`` that finds nothing ends the epoch without a word. Of one
-worker among several that would be worse: it would leave the others' way. What is meant to end an
-epoch stays: the end of the data, also in ``training_step(dataloader_iter)``, and
-``on_train_batch_start`` that returns -1.
+Lightning's loops take any ``StopIteration`` for the end of the epoch: a ``next()`` on an exhausted
+iterator in a ``training_step`` or ``__getitem__`` ends the epoch silently. With several workers one
+would then miss the others' meetings. Intended ends stay: the end of the data, also in
+``training_step(dataloader_iter)``, and ``on_train_batch_start`` that returns -1.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def take_for_an_error() -> None:
-    """From now on, in this process and in those that a DataLoader forks from it."""
+    """Patch this process, and so those that a DataLoader forks from it."""
     for loop, name in ITERATING:
         _replace(loop, name, _strict_loop)
     _replace(_MapDatasetFetcher, "fetch", _strict)
@@ -45,7 +44,7 @@ def _replace(owner: type[Any], name: str, by: _Wrapper) -> None:
 
 
 def _strict_loop(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The end of the data may leave it."""
+    """Let only the end of the data pass."""
 
     @wraps(method)
     def strict(*args: Any, **kwargs: Any) -> Any:
@@ -71,7 +70,7 @@ def _strict(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _collating_strictly(init: Callable[..., None]) -> Callable[..., None]:
-    """The data of a stream may end, but not where they are made into a mini-batch."""
+    """Let a stream end, but not the function that collates a mini-batch."""
 
     @wraps(init)
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +81,7 @@ def _collating_strictly(init: Callable[..., None]) -> Callable[..., None]:
 
 
 def _in_its_words(reraise: Callable[[Any], None]) -> Callable[[Any], None]:
-    """What a process of a loader has raised, where torch would raise something that misleads."""
+    """Re-raise a loader process's exception with its text, where torch's would mislead."""
 
     @wraps(reraise)
     def again(self: Any) -> None:
@@ -94,7 +93,7 @@ def _in_its_words(reraise: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _is_the_end(error: StopIteration, loop: CodeType) -> bool:
-    """Whether the loop itself has raised it, or what fetches mini-batches."""
+    """Whether the loop itself or its data fetcher has raised it."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     fetched = any(
         frame.f_code.co_name == "__next__" and frame.f_code.co_filename == fetchers.__file__

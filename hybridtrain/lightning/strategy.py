@@ -1,11 +1,11 @@
 """``Trainer(strategy="hybrid")``: parameters in host memory, devices only compute.
 
-Theory of operation. The process that calls ``trainer.fit`` becomes the server (see the launcher);
-each worker is a process that runs Lightning's own loops on an unmodified module, with this object
-as its strategy. A worker's module lives in shared memory, its optimizer's ``step`` is a push to the
-server followed by a wait for the release, its samplers and collectives speak to the server. Under a
-lock-step policy the parameters are views of the masters; under a free-running one they are the
-worker's own copy, brought up to date with every release.
+The process that calls ``trainer.fit`` becomes the server (see the launcher); each worker is a
+process that runs Lightning's own loops on an unmodified module, with this object as its strategy. A
+worker's module lives in shared memory, its optimizer's ``step`` pushes to the server and waits for
+the release, its samplers and collectives send requests to the server. Under a lock-step policy the
+parameters are views of the masters; under a free-running one the worker's own copy, refreshed at
+every release.
 """
 
 from __future__ import annotations
@@ -22,28 +22,32 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch.optim import Optimizer
 
 from hybridtrain.exchanges import Requirements, exchange_of
+from hybridtrain.lightning.async_training.agreement import agree
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
 )
 from hybridtrain.lightning.async_training.update_count import precede
-from hybridtrain.lightning.barriers import WorkerBarriers
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.prefetch import ahead
-from hybridtrain.lightning.devices.device_memory import DeviceMemory
+from hybridtrain.lightning.device_memory import DeviceMemory
 from hybridtrain.lightning.failover.failure_handling import FailureHandling
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
+from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.replay.recording import Recording
+from hybridtrain.lightning.results.callback_state import CallbackState
+from hybridtrain.lightning.results.training_at_home import before_configuring
+from hybridtrain.lightning.single_host import SingleHost
 from hybridtrain.lightning.step.gradient_guard import OnFault
 from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.lightning.step.session import Session
@@ -59,25 +63,25 @@ from hybridtrain.options.strategy_arguments import (
     with_options,
 )
 from hybridtrain.policies import make_policy
+from hybridtrain.protocol.messages import Paused, Resumed
 from hybridtrain.recovery.failure_policy import OnFailure
 from hybridtrain.updates.named import update_of
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.worker.client import Client
 
 
-class HybridStrategy(WorkerBarriers, ParallelStrategy):
+class HybridStrategy(SingleHost, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
-    The options are listed below; they lie in groups in
-    :mod:`hybridtrain.options.strategy_arguments`.
+    The options, listed below, are defined in :mod:`hybridtrain.options.strategy_arguments`.
 
     Raises:
-        UserError: if an argument makes no sense.
+        UserError: if an argument is invalid.
     """
 
     strategy_name = "hybrid"
-    rng_mailbox: RngMailbox | None = None  # of the run under way
-    step_rollback: StepRollback | None = None  # of the training under way
+    rng_mailbox: RngMailbox | None = None  # of the current run
+    step_rollback: StepRollback | None = None  # of the current training
     _loaders: Loaders | None = None
     _session: Session | None = None
     _snapshot: list[dict[str, Any]] | None = None
@@ -86,6 +90,11 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     interrupted_by: int | None = None  # the signal that ended the last run
     callbacks_at_home: list[pl.Callback] | None = None  # of workers
     _abstains = False
+    saves_alone = False  # this worker writes a checkpoint that the others do not know of
+    tells = False  # it sends the state of training, perhaps in the middle of a step
+    before_configuring: CallbackState | None = None  # the module's attributes after setup
+    _has_asked = False  # whether it may begin at all
+    _absence: Absence
 
     @given_flat(StrategyArguments)
     def __init__(self, given: StrategyArguments) -> None:
@@ -93,7 +102,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.policy, self.correction = make_policy(given.policy), make_correction(given.correction)
         self.exchange = exchange_of(self.policy, given.exchange)
         self.update = update_of(self.exchange, given.update)
-        self.requirements = Requirements()  # of policy and exchange, once W is known
+        self.requirements = Requirements()  # set once W is known
         self.workers_per_device = given.workers_per_device
         self.start_method: str = given.start_method
         self.threads_per_worker = given.threads_per_worker
@@ -107,12 +116,10 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.on_failure = OnFailure(given.on_failure, given.min_workers, given.max_restarts)
         self.faults, self.patience = Faults.of(given.faults), HangTimeout.of(given.hang_timeout_s)
 
-    # ---- who and where --------------------------------------------------------------------------
-
     @property
     def world_size(self) -> int:
         if self._abstains:
-            self._abstains = False  # Lightning asks once, at once
+            self._abstains = False  # Lightning asks once, right after the step
             return 1  # or it refuses a training_step that returns None
         return len(self.parallel_devices or [None]) * self.workers_per_device
 
@@ -124,7 +131,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
     # ---- a worker's life ------------------------------------------------------------------------
 
     def enter_worker(self, client: Client, trainer: Any, back: Rejoin | None = None) -> None:
-        """From now on this process is a worker; ``back``: instead of one that was lost."""
+        """Make this process a worker; ``back``: in place of a lost one."""
         self._client, self._back = client, back
         client.called = self._come
         self._collectives = Collectives(client, self.root_device)
@@ -188,7 +195,7 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
 
     @property
     def session(self) -> Session | None:
-        """Forward, backward and steps of the training under way."""
+        """Forward, backward and steps of the current training."""
         return self._session
 
     # ---- one step -------------------------------------------------------------------------------
@@ -236,30 +243,139 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         self.step_rollback.commit()
         return output
 
+    # ---- meetings --------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        super().barrier(name)
+        if name == "post_setup" and self._client is not None:
+            assert self.lightning_module is not None
+            self.before_configuring = before_configuring(self.lightning_module)
+
+    def await_turn(self) -> None:
+        """Before a mini-batch: wait for this worker's turn, or until it may begin at all.
+
+        Raises:
+            OthersStop: if training ends here.
+        """
+        self._absence.stopping.begin_batch()
+        if self._count is not None:
+            self._count.by_hand.begin_batch()
+        asks = self.requirements.takes_turns or (self.requirements.asks and not self._has_asked)
+        if asks and self._session is not None and self._count is not None:
+            self._has_asked = True
+            self._count.reach(self._session.await_turn())
+
+    def flush(self, ends: bool = False) -> None:
+        """Exchange the results of own steps, if all workers do so here.
+
+        ``ends``: no step follows in this epoch, which Lightning may not know yet.
+        """
+        if self._session is not None and self._all_come:
+            self._hand_over(self._session, ends)
+
+    def _hand_over(self, session: Session, ends: bool = False) -> None:
+        owed = session.owes
+        session.flush(ends or has_ended_epoch(session.trainer))
+        if owed and self._loaders is not None:
+            self._loaders.commit()
+
+    def hand_over_last(self) -> None:
+        """A free-running worker stops: exchange its own steps since the last exchange.
+
+        In lock-step all workers would have to exchange: a resumed run repeats these steps.
+        """
+        session, stop, wants = self._session, self.client.stop, self.requirements
+        asked = stop is not None and not stop.now
+        begun = self._loaders is not None and self._loaders.under_way
+        if session is None or wants.whole_rounds or not asked or begun:
+            return
+        if session.has_own_parameters:
+            self._hand_over(session, ends=True)
+
+    def _come(self, to: str) -> None:
+        """Take part in the other workers' exchange or checkpoint, while this worker waits."""
+        assert self._session is not None, "it trains"
+        if to == "round":
+            self._hand_over(self._session)
+        else:
+            self._session.gather_states()
+
+    @property
+    def _all_come(self) -> bool:
+        """Whether the others do what this worker does, or run freely and do not wait."""
+        stop = self.client.stop
+        stopped = stop is not None and stop.behind is None
+        return not (stopped or self.client.solo or self.tells) and not (
+            self._alone and self.requirements.whole_rounds
+        )
+
+    @property
+    def _all_meet(self) -> bool:
+        """Whether all workers meet here."""
+        return self._all_come and not self.collectives.local and not self._alone
+
+    @property
+    def _alone(self) -> bool:
+        return self.saves_alone or bool(self.collectives.alone)
+
+    def validate_behind_last(self) -> None:
+        """As on one device, the last step is not counted yet, also if another worker made it."""
+        if self._count is not None:
+            self._count.begin_rows()
+
+    def align(self, ends: bool = False) -> None:
+        """All workers meet and agree. ``ends``: see ``flush``."""
+        self.client.settle()
+        self.flush(ends)  # before workers are asked whether samples are left
+        if self._losses is not None:
+            self._losses.end_epoch()
+        self.meet(ends)
+        self._absence.meet()
+
+    def meet(self, ends: bool = False) -> None:
+        """As ``align``, at the end of a worker's share, which need not end the epoch."""
+        self.flush(ends)
+        self.collectives.local = False
+        agree(self._session, self._count, self.collectives)
+        if self._count is None and self._session is not None and self._all_meet:
+            self._session.catch_up()
+        if self._losses is not None:
+            self._losses.meet()
+
+    def on_validation_start(self) -> None:
+        if self._session is not None:
+            self._session.share_buffers(self._loaders is not None and self._loaders.under_way)
+        if self.is_global_zero:
+            self.client.note(Paused())  # all have met: no worker trains
+
+    def on_validation_end(self) -> None:
+        if self.is_global_zero:
+            self.client.note(Resumed())
+
     # ---- checkpoints ----------------------------------------------------------------------------
 
     def gather_states(self) -> None:
-        """All save together: what is each worker's own comes to the one who writes."""
+        """All save together: the writing worker receives each worker's own state."""
         if self._session is not None and self._session.has_own_parameters and self._all_meet:
             self.client.settle()
             self.flush()
             self._session.gather_states()
 
     def before_checkpoint(self) -> None:
-        """Others may train on while worker 0 writes: weights, moments, step of one version."""
+        """Bring weights, moments, step to one version: others may train while worker 0 writes."""
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
         own = self._session is not None and self._session.has_own_parameters
         if self.tells and own:
-            return  # which are not to be touched in the middle of a step
+            return  # own parameters must not change in the middle of a step
         between = self.collectives.local
-        if not (own and between):  # or it would hand over earlier than without a checkpoint
+        if not (own and between):  # or it would exchange earlier than without a checkpoint
             self.flush()
         if self._count is not None and self._session is not None and self.is_global_zero:
             self._snapshot = self._session.snapshot(self._count.reach, between)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Copies, where others write meanwhile: a file's checksums are of what the file holds."""
+        """Copies, where others write meanwhile: a file's checksums must fit its content."""
         state = super().lightning_module_state_dict()
         return deepcopy(state) if self.requirements.in_place and self.is_global_zero else state
 
@@ -269,13 +385,13 @@ class HybridStrategy(WorkerBarriers, ParallelStrategy):
         if not optimizer.param_groups:  # Lightning's stand-in: the module steps by itself
             return {}
         if self._session is None or not self._session.steps or not self.is_global_zero:
-            return without_fetching(optimizer)  # only worker 0's is saved
+            return without_fetching(optimizer)  # only worker 0 saves it
         if self._snapshot is None:
             self._snapshot = self._session.snapshot()
         return self._snapshot[self.optimizers.index(optimizer)]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """As Lightning does it, but the state stays in host memory."""
+        """As in Lightning, but the state stays in host memory."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             if not state or not optimizer.param_groups:  # the module steps by itself, or did
                 continue

@@ -1,10 +1,10 @@
 """Batch normalisation over the mini-batches of all workers (``Trainer(sync_batchnorm=True)``).
 
-Torch's own ``SyncBatchNorm`` needs GPUs and a process group. Here the statistics travel through a
-meeting at the server, so any device will do. Every worker brings count, mean and sum of squared
-deviations of its share; they are combined as in Chan, Golub and LeVeque (1979), "Updating formulae
-and a pairwise algorithm for computing sample variances", formula 2.1. The result is that of one
-worker which sees the union of the mini-batches, gradients included.
+Torch's ``SyncBatchNorm`` needs GPUs and a process group. Here the server gathers the statistics, so
+any device works. Every worker sends count, mean and sum of squared deviations of its share; they
+are combined as in Chan, Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for
+computing sample variances", formula 2.1. The result, gradients included, is that of one worker with
+the union of the mini-batches.
 
 Legend: C channels, W workers.
 """
@@ -21,18 +21,17 @@ from hybridtrain.lightning.collectives import Collectives
 
 
 class HostBatchNorm(_BatchNorm):
-    """A batch normalisation of any number of dimensions that counts everybody's samples.
+    """Batch normalisation of any number of dimensions over all workers' samples.
 
-    ``weight``, ``bias`` and buffers are those of the layer it has replaced. In evaluation it is an
-    ordinary one.
+    ``weight``, ``bias`` and buffers are those of the replaced layer. In evaluation it is ordinary.
     """
 
-    # Of the process, not of the layer, so that layers can be copied and saved.
+    # A class attribute, so that layers can be copied and saved.
     collectives: ClassVar[Collectives | None] = None
 
     @classmethod
     def of(cls, layer: _BatchNorm) -> HostBatchNorm:
-        """The same layer, hooks and parameters included."""
+        """Convert a layer, hooks and parameters included."""
         made = cls.__new__(cls)
         vars(made).update(vars(layer))
         return made
@@ -61,7 +60,7 @@ class HostBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: float) -> None:
-        """Move the running statistics; the variance they hold is the unbiased one, as in torch."""
+        """Update the running statistics, with the unbiased variance, as in torch."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
@@ -76,10 +75,10 @@ class HostBatchNorm(_BatchNorm):
 def _statistics(
     input: torch.Tensor, group: Collectives
 ) -> tuple[torch.Tensor, torch.Tensor, float]:
-    """Mean and biased variance over all workers, (C,) each, and how many values they are of."""
+    """Mean and biased variance over all workers, (C,) each, and the number of values."""
     wide = input if input.dtype == torch.float64 else input.float()
     others = [d for d in range(input.dim()) if d != 1]
-    counts_at_all = float(group.weight > 0)  # a filler keeps a worker in step, and says nothing
+    counts_at_all = float(group.weight > 0)  # a filler has weight 0
     own = counts_at_all * (input.numel() // input.shape[1])
     mean = wide.mean(others)
     deviations = (wide - mean.view(1, -1, *[1] * (input.dim() - 2))).square().sum(others)
@@ -93,10 +92,10 @@ def _statistics(
 
 
 class _Gathered(torch.autograd.Function):
-    """Forward: everybody's statistics, stacked. Backward: what this worker's did to all losses.
+    """Forward: all workers' statistics, stacked. Backward: all losses' gradient of this worker's.
 
-    The losses' mean is weighted by samples, and each worker's gradient will be weighted once more
-    by its own; hence the ratio.
+    The mean of the losses is weighted by samples, and each worker's gradient is weighted by its
+    samples later; hence the ratio.
     """
 
     @staticmethod
@@ -114,12 +113,12 @@ class _Gathered(torch.autograd.Function):
 def synchronise(
     module: torch.nn.Module, layer_sync: LayerSync | None, collectives: Collectives
 ) -> None:
-    """Do what the user has asked for, in place.
+    """Synchronise the module's batch normalisation in place, if the user has asked for it.
 
     Args:
         module: the user's.
-        layer_sync: Lightning's plugin for it: the standard one stands for this file's, another one
-            is the user's own.
+        layer_sync: Lightning's plugin; the standard one is replaced by this file, another is the
+            user's own.
         collectives: of this worker.
     """
     if layer_sync is not None and not isinstance(layer_sync, TorchSyncBatchNorm):
@@ -137,5 +136,5 @@ def _replace(module: torch.nn.Module, collectives: Collectives) -> None:
 
 
 def is_synchronised(module: torch.nn.Module) -> bool:
-    """Whether the user has converted layers already, with torch's own tool."""
+    """Whether the user has converted layers with torch's ``convert_sync_batchnorm``."""
     return any(isinstance(layer, torch.nn.SyncBatchNorm) for layer in module.modules())

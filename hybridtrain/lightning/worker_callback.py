@@ -1,4 +1,4 @@
-"""What happens at the boundaries between mini-batches and epochs."""
+"""The worker's callback: at the boundaries of mini-batches and epochs."""
 
 from __future__ import annotations
 
@@ -10,21 +10,19 @@ from hybridtrain.lightning.async_training.agreement import Validations
 from hybridtrain.lightning.async_training.update_count import agree_on_validating
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
-from hybridtrain.lightning.preflight.correction_checks import advise
-from hybridtrain.lightning.preflight.own_parameter_checks import advise_on_interval
+from hybridtrain.lightning.preflight.strategy_checks import advise, advise_on_interval
 from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.monitoring.heartbeat import Doing
 from hybridtrain.worker.client import Client
 
 
 class WorkerCallback(pl.Callback):
-    """Stops where it is asked to, with whole steps behind it; aligns workers that ran freely.
+    """Stops the worker between steps on request; aligns free-running workers; sends heartbeats.
 
-    It also gives the signs of life by which a worker that hangs is found: another callback would
-    cost more than they do.
+    One callback does all three, because another one would cost more than a heartbeat.
 
     Args:
-        client: knows of requests to stop.
+        client: receives requests to stop.
         strategy: aligns.
         position: of this worker in the epoch.
     """
@@ -89,14 +87,14 @@ class WorkerCallback(pl.Callback):
             if self._strategy.session is not None and self._position.resumed is None:
                 advise_on_interval(self._strategy.exchange, self._strategy.session.steps)
             self._advises = False
-        self._position.on(EpochEvent.CLOSES)  # not if this is broken off
+        self._position.on(EpochEvent.CLOSES)  # not if an exception ends this hook
 
     def on_validation_start(self, *_: Any) -> None:
-        """Before any other callback, which may swap parameters for the validation."""
+        """Before the other callbacks, which may swap parameters for the validation."""
         self._beat(Doing.EPOCH)
         self._strategy.align()
 
-    # ---- signs of life --------------------------------------------------------------------------
+    # ---- heartbeats -----------------------------------------------------------------------------
 
     def _end(self, *_: Any, **__: Any) -> None:
         self._beat(Doing.ENDING)
@@ -104,7 +102,7 @@ class WorkerCallback(pl.Callback):
     on_train_end = teardown = on_exception = _end
 
     def _mark_checkpoints(self, trainer: Any) -> None:
-        """Saving may take long, whoever asks for it."""
+        """Send a heartbeat around every checkpoint, which may take long."""
         save, beat, heartbeat = trainer.save_checkpoint, self._beat, self._client.heartbeat
 
         def marked(*args: Any, **kwargs: Any) -> Any:

@@ -1,1 +1,1 @@
-"""What workers that run freely must agree on: counts of updates, stops, validations."""
+"""Free-running workers agree on counts of updates, stops and validations."""

@@ -1,14 +1,13 @@
-"""What workers that run freely agree on wherever all of them meet.
+"""Agreements of free-running workers at their meetings.
 
-Lightning asks every callback in every worker, and expects that all come to the same decisions. But
-workers that run freely see other steps, other losses and other clocks: one has reached ``max_time``
-where another waits for the end of the epoch already, and would begin the next one alone. So if one
-worker wants to stop, all stop.
+Lightning asks every callback in every worker and expects the same decisions. But free-running
+workers see different steps, losses and clocks: one has reached ``max_time`` while another waits at
+the end of the epoch and would begin the next one alone. So if one worker wants to stop, all stop.
 
-``ModelCheckpoint`` even meets in the midst of its decisions (whether a file exists, whether a
-metric is among the best). What is in the files is what worker 0 had; so all take over what its
-callbacks know. And since updates are counted that others have made, a multiple of
-``every_n_train_steps`` is reached at a worker's first step that is not before it.
+``ModelCheckpoint`` even meets within its decisions (whether a file exists, whether a metric is
+among the best). The files are worker 0's, so all take over the state of its callbacks. And because
+``global_step`` counts all workers' updates, a worker's first step at or after a multiple of
+``every_n_train_steps`` counts as that multiple.
 """
 
 from __future__ import annotations
@@ -35,40 +34,35 @@ from hybridtrain.lightning.step.session import Session
 
 
 def agree(session: Session | None, count: UpdateCount | None, collectives: Collectives) -> None:
-    """All workers meet, at the same parameters. In lock-step nobody counts others' updates."""
+    """All workers meet, at the same parameters. In lock-step there is nothing to agree on."""
     if session is None or count is None:
         return
     trainer = session.trainer
     trainer.should_stop = collectives.decide(trainer.should_stop, all_must_agree=False)
     count.reach(session.pull())
     count.by_hand.meet()
-    know_the_files(trainer, collectives)  # nobody moves parameters before all have read them
+    know_the_files(trainer, collectives)  # no worker trains on before all have pulled
 
 
 class Validations:
-    """All workers validate, or none: their epochs end at other mini-batches, or without any.
-
-    Args:
-        trainer: of this worker.
-        strategy: of this worker.
-    """
+    """All workers validate, or none, although their epochs end at different mini-batches."""
 
     def __init__(self, trainer: Any, strategy: WorkerContext) -> None:
         self._trainer, self._strategy = trainer, strategy
         loop = trainer.fit_loop.epoch_loop
-        self._decided: tuple[int, bool] | None = None  # in which epoch, and how
+        self._decided: tuple[int, bool] | None = None  # the epoch, and its decision
         self._alone = replace_validation_check(trainer, self._is_due)
         self._advance, loop.advance = loop.advance, self._go_on
 
     def _is_due(self, fetcher: Any) -> bool:
-        """Whether to validate behind this mini-batch, which may be the last of this worker."""
+        """Whether to validate after this mini-batch, which may be this worker's last."""
         if not validates_this_epoch(self._trainer):
             return False
         mine = bool(self._alone(fetcher))
         return self._decide(mine) if mine or has_trained_epoch(self._trainer) else False
 
     def _decide(self, mine: bool) -> bool:
-        """Whether anybody has come to where a validation is due. Once in an epoch, all meet."""
+        """Whether a validation is due in any worker. All meet, once in an epoch."""
         epoch = self._trainer.fit_loop.epoch_progress.total.ready
         if self._decided is None or self._decided[0] != epoch:
             self._strategy.align(ends=True)
@@ -83,7 +77,7 @@ class Validations:
             self._advance(fetcher)
         except EpochIsOver:
             raise
-        except StopIteration:  # there is none (any more) for this worker, which Lightning lets go
+        except StopIteration:  # no mini-batch is left for this worker; Lightning skips validation
             if validates_this_epoch(trainer) and self._decide(False):
                 step = logged_step(trainer)
                 trainer.fit_loop.epoch_loop.on_advance_end(fetcher)
@@ -92,7 +86,7 @@ class Validations:
 
 
 def know_the_files(trainer: Any, collectives: Collectives) -> None:
-    """A meeting of all: the files are worker 0's, or those of the first who is there."""
+    """All meet and take over the ``ModelCheckpoint`` states of worker 0, or the first not lost."""
     callbacks = checkpoints_of(trainer)
     module = trainer.lightning_module
     mine = [(standing_of(each, module), vars(_multiples(each))) for each in callbacks]
@@ -103,9 +97,9 @@ def know_the_files(trainer: Any, collectives: Collectives) -> None:
 
 
 class Multiples(int):
-    """As ``every_n_train_steps``: no remainder for the first step at or behind a multiple."""
+    """An ``every_n_train_steps`` without remainder for the first step at or after a multiple."""
 
-    since = 0  # the last step that was asked for
+    since = 0  # the last step that was divided
 
     def __rmod__(self, step: int) -> int:
         before, self.since = self.since, step
@@ -113,7 +107,7 @@ class Multiples(int):
 
 
 def count_all_updates(callback: ModelCheckpoint, trainer: Any) -> None:
-    """A multiple may be an update that another worker has made."""
+    """Let the callback count updates of all workers."""
     every = Multiples(saves_every(callback))
     save_every(callback, every)
 
@@ -124,6 +118,6 @@ def count_all_updates(callback: ModelCheckpoint, trainer: Any) -> None:
 
 
 def _multiples(callback: ModelCheckpoint) -> Multiples:
-    """Its own, or some that nobody asks if the callback has come to the trainer in mid-run."""
+    """The callback's, or an unused one if the callback was added during the run."""
     every = saves_every(callback)
     return every if isinstance(every, Multiples) else Multiples(every)

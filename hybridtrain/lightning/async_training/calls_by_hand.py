@@ -1,10 +1,10 @@
-"""Learning-rate schedules that user code steps by hand, where workers run freely.
+"""Schedulers that user code steps by hand, in free-running workers.
 
 On one device ``scheduler.step()`` in a mini-batch is a call for every mini-batch. Here each worker
-has a schedule of its own and runs some of the mini-batches. So a call in a mini-batch is told to
-the other workers, which make it as well, and the calls of all workers add up. A call that every
-worker makes (in a hook at the end of an epoch, in a validation, or because
-``trainer.is_last_batch``) is one call, and is not told.
+has its own scheduler and runs some of the mini-batches. So a worker sends each call made in a
+mini-batch to the other workers, which repeat it, and the calls of all workers add up. A call that
+every worker makes (in a hook at the end of an epoch, in a validation, or because
+``trainer.is_last_batch``) counts once and is not sent.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class CallsByHand:
 
     Args:
         trainer: of this worker.
-        client: tells of the calls, and hears of those of the others.
+        client: sends this worker's calls, and receives those of the others.
         expected: whether user code has asked for the end of the epoch.
     """
 
     def __init__(self, trainer: Any, client: Client, expected: ExpectedUpdates) -> None:
         self._trainer, self._client, self._expected = trainer, client, expected
         self._manual = not trainer.lightning_module.automatic_optimization
-        self._together = True  # all workers make the calls that are made now
-        self._steps: dict[int, Step] = {}  # by the number of the schedule
+        self._together = True  # all workers make the current calls
+        self._steps: dict[int, Step] = {}  # by the number of the scheduler
         alone = client.n_workers == 1 or context_of(trainer).requirements.parameters == "own"
         for number, config in enumerate(() if alone else trainer.lr_scheduler_configs):
             by_step = config.reduce_on_plateau and config.interval == "step"
@@ -52,12 +52,12 @@ class CallsByHand:
         client.take_calls = self._take
 
     def begin_batch(self) -> None:
-        """Take each call from here on for this worker's own: a mini-batch begins."""
+        """A mini-batch begins: calls from now on are this worker's own."""
         self._together = False
         self._expected.begin_batch()
 
     def meet(self) -> None:
-        """All workers are here: they go on with the schedules that have counted most calls."""
+        """All workers meet and take over the schedulers with most calls."""
         self._together = self._manual
         if not self._steps:
             return
@@ -65,18 +65,18 @@ class CallsByHand:
         take_schedules(self._trainer, *max(known, key=_n_calls))
 
     def _call(self, number: int, *args: Any, **options: Any) -> Any:
-        """User code has called ``step`` of this worker's schedule."""
+        """User code has called ``step`` of this worker's scheduler."""
         step = self._steps[number]
         if self._together or self._expected.asked_for_end:
             return step(*args, **options)
         self._client.settle()
-        if not self._client.counted:  # another worker does the mini-batch, and calls
+        if not self._client.counted:  # another worker repeats the mini-batch and its call
             return None
         self._client.call((number, *apply_to_collection((args, options), Tensor, Tensor.item)))
         return step(*args, **options)
 
     def _take(self, calls: Sequence[ScheduleCall]) -> None:
-        """Other workers have called."""
+        """Repeat calls of other workers."""
         for optimizer in self._trainer.optimizers:
             vars(optimizer)["_opt_called"] = True  # or schedules warn about the order
         for number, args, options in calls:
@@ -88,9 +88,9 @@ def _n_calls(found: Schedules) -> list[int]:
 
 
 def replace_step(schedule: Any, call: Step) -> Step:
-    """Let ``call`` be the schedule's ``step``; returns the original one.
+    """Let ``call`` be the scheduler's ``step``; return the original.
 
-    In its class, since what is an attribute of a schedule is a part of its state.
+    In its class, because a scheduler's attributes are part of its state.
     """
     kind = type(schedule)
     instead = {"step": lambda self, *args, **options: call(*args, **options)}

@@ -1,10 +1,9 @@
-"""Steps, schedulers and rows of loggers follow the updates, where workers run freely.
+"""Free-running workers: ``global_step``, schedulers and rows of loggers follow the updates.
 
-Lightning counts what its own process does: it would step a scheduler once for each push of this
-worker, also of one that made no update, and number the rows of loggers by the mini-batches of this
-worker. Then one worker's numbers are not another's, and a worker that logs instead of one that was
-lost would write rows that are there already. So a row has the number of the update that it tells
-of, as on one device, whichever worker has made it; and an update has one row at most.
+Lightning counts its own process: it would step a scheduler at each push of this worker, also one
+without an update, and number logged rows by this worker's mini-batches. Then the workers' numbers
+differ, and a worker that logs in place of a lost one would repeat rows. So a row has the number of
+its update, as on one device, whichever worker has made it; and an update has at most one row.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class LogEvery(int):
-    """As ``log_every_n_steps``: a worker's first step at or behind a multiple is one itself."""
+    """A ``log_every_n_steps``: a worker's first step at or after a multiple counts as one."""
 
     trainer: Any
-    before = 0  # the last step that could have had a row
+    before = 0  # the last step that may have had a row
 
     def __rmod__(self, step: int) -> int:
         if not self.trainer.training:  # an evaluation counts its own mini-batches
@@ -39,18 +38,18 @@ class LogEvery(int):
         return 0 if multiples(int(self), self.before, step) > 0 else 1
 
     def pass_over(self, step: int) -> None:
-        """Rows up to this step are another worker's."""
+        """Leave rows up to this step to another worker."""
         self.before = max(self.before, step)
 
 
 class UpdateCount:
-    """Of one worker, whose training begins.
+    """The count of updates in one training worker.
 
     Args:
         trainer: of this worker.
-        client: knows how many updates are behind the worker's parameters.
-        expected: how many the user's schedulers were told.
-        absence: knows of mini-batches that do not count.
+        client: has the version of this worker's parameters.
+        expected: the number of updates that the user's schedulers were given.
+        absence: knows mini-batches that do not count.
     """
 
     def __init__(
@@ -74,19 +73,19 @@ class UpdateCount:
         self._every.pass_over(client.version)
 
     def reach(self, version: int) -> None:
-        """This worker's parameters are those after so many updates."""
+        """Count up to ``version``, which is that of this worker's parameters."""
         set_global_step(self._trainer, version)
         self._client.version = version
         self._catch_up()
         self._number_rows()
 
     def join(self, version: int) -> None:
-        """As ``reach``, in a worker that was lost: another one has logged meanwhile."""
+        """As ``reach``, in a restarted worker: another worker has logged meanwhile."""
         self.reach(version)
         self._every.pass_over(version)
 
     def begin_rows(self) -> None:
-        """What comes now has the number of the last update: Lightning has not counted it yet."""
+        """Give the next rows the number of the last update, which Lightning has not counted."""
         if not accumulates(self._trainer):
             self._counted = False
             self._number_rows()
@@ -107,14 +106,14 @@ class UpdateCount:
             self._every.pass_over(self._made)
 
     def _must_be_exact(self) -> bool:
-        """Whether somebody needs the number of the update before the release says it."""
+        """Whether a logger or scheduler needs the update's number before the release brings it."""
         now, schedules = self._client.expected_version, self._trainer.lr_scheduler_configs
         logs = self._trainer.loggers and multiples(int(self._every), self._every.before, now) > 0
         follow = any(config.interval == "step" for config in schedules) and not self._own
         return bool(logs) or follow
 
     def _step_own(self) -> None:
-        """Schedules of the worker's own optimizer, behind a step of that."""
+        """Step the schedulers of the worker's own optimizer, after its step."""
         limit = self._expected.limit
         if not self._absence.passed and (limit is None or self._steps < limit):
             self._lightnings("step", False)

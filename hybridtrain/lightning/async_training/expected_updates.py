@@ -1,29 +1,26 @@
-"""How many updates a training will make, where workers run freely.
+"""The number of updates of a training with free-running workers.
 
-``trainer.estimated_stepping_batches`` is what schedules take as their length. Lightning works it
-out from the length of this worker's loader, but mini-batches from the shared queue have none.
-Schedulers that count steps are stepped once for every update, whoever has made it
-(:mod:`hybridtrain.lightning.async_training.update_count`), so the total is that of all workers.
+Schedulers take ``trainer.estimated_stepping_batches`` as their length. Lightning computes it from
+this worker's loader, which has no length when it draws from the shared queue. Schedulers in steps
+follow the updates of all workers (:mod:`hybridtrain.lightning.async_training.update_count`), so the
+total is that of all workers.
 
-It is the number that will be made where each mini-batch makes an update (async, hogwild,
-synchronous). It is an estimate
+It is exact where each mini-batch makes an update (async, hogwild, synchronous). It is an estimate
 
-- where an update gathers several contributions (k_async, backup, softsync, ...): as if each
-  gathered what is usual. At the end of an epoch, before a validation, or with fewer workers left,
-  some gather less; with ``backup`` and ``k=auto`` nobody knows who will be late; with ``ssp`` those
-  whose worker is held back count together;
-- with ``switch``: exact up to the above if it is known when; else as if it had followed the part
-  that makes more updates from the beginning;
+- where an update gathers several contributions (k_async, backup, softsync, ...): as if all gathered
+  the usual number. At the end of an epoch, before a validation, or with fewer workers, some gather
+  less; with ``backup`` and ``k=auto`` late workers are not known; with ``ssp`` contributions of
+  held workers count together;
+- with ``switch``: exact up to the above if the switch is at a known update; else as if the part
+  with more updates had applied from the beginning;
 - where several workers accumulate mini-batches: each has a last, smaller group in every epoch;
-- where workers have mini-batches of other sizes (as if all took equally many), where each has a
-  loader of its own (as if all were as long as this worker's), and where several loaders are
-  combined;
-- where workers have optimizers of their own, and schedules count each worker's steps: as if all
-  made equally many;
-- where gradients are dropped (``on_nonfinite``), workers lost, or the training is stopped.
+- where workers have different batch sizes (as if all made equally many mini-batches), or own
+  loaders (as if all were as long as this worker's), and where several loaders are combined;
+- where schedulers count the steps of each worker's own optimizer: as if all made equally many;
+- where gradients are dropped (``on_nonfinite``), workers are lost, or training is stopped.
 
-Where the estimate is too low, schedulers stay where they are for the steps beyond it, as
-``OneCycleLR`` refuses to go on.
+If the estimate is too low, schedulers stay at their end for the remaining steps, because
+``OneCycleLR`` raises beyond it.
 """
 
 from __future__ import annotations
@@ -43,24 +40,24 @@ _BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequent
 
 
 class ExpectedUpdates:
-    """Answers for one trainer, of a worker.
+    """Computes the number in one worker.
 
     Args:
         trainer: of this worker.
-        requirements: how many contributions make an update.
+        requirements: contributions to an update.
         n_workers: W.
     """
 
     def __init__(self, trainer: pl.Trainer, requirements: Requirements, n_workers: int) -> None:
         self._trainer: Any = trainer
         self._requirements, self._n_workers = requirements, n_workers
-        self.limit: int | None = None  # of scheduler steps, if somebody has been told an estimate
-        self.asked_for_end = False  # user code knows that this mini-batch is the worker's last
+        self.limit: int | None = None  # of scheduler steps, if an estimate was given
+        self.asked_for_end = False  # user code has read that this mini-batch is the worker's last
 
     def total(self) -> int | None:
-        """Of the whole training; ``None``: nobody can tell, or it is Lightning's to say.
+        """Updates of the whole training, before a checkpoint included; ``None``: ask Lightning.
 
-        ``max_steps`` limits it. What a checkpoint has behind it is part of it.
+        ``max_steps`` limits it.
         """
         trainer = self._trainer
         if trainer.max_epochs == -1:
@@ -86,11 +83,11 @@ class ExpectedUpdates:
         return found
 
     def know_end(self) -> None:
-        """User code has asked whether this mini-batch is the last, and it is."""
+        """User code has read ``is_last_batch``, and it is True."""
         self.asked_for_end = True
 
     def begin_batch(self) -> None:
-        """It has not asked yet."""
+        """A mini-batch begins: user code has not read it."""
         self.asked_for_end = False
 
     def _loaders(self) -> list[Any]:
@@ -98,7 +95,7 @@ class ExpectedUpdates:
         return [] if combined is None else combined.flattened
 
     def mini_batches(self) -> float:
-        """Of all workers in one epoch; infinite: unknown."""
+        """Mini-batches of all workers in one epoch; infinite: unknown."""
         combined = combined_loader(self._trainer.fit_loop)
         if not self._loaders() or combined.limits is None:
             return 0
@@ -113,7 +110,7 @@ class ExpectedUpdates:
 
 
 def updates_of(requirements: Requirements, pushes: int, epochs: int) -> int:
-    """How many updates so many pushes an epoch make."""
+    """How many updates ``pushes`` in each epoch make."""
     usual = epochs * math.ceil(pushes / requirements.gathers)
     if requirements.later is None or usual <= requirements.later[0]:
         return usual
@@ -122,13 +119,13 @@ def updates_of(requirements: Requirements, pushes: int, epochs: int) -> int:
 
 
 def batches_of(plan: EpochPlan) -> int:
-    """How many mini-batches the shared queue makes of an epoch."""
+    """How many mini-batches the shared queue has in an epoch."""
     batches = plan.length * len(plan.sizes) / sum(plan.sizes)
     return math.floor(batches) if plan.drop_last else math.ceil(batches)
 
 
 def plan_behind(loader: Any) -> EpochPlan | None:
-    """Of the sampler that we have put into a loader; ``None``: it has another one."""
+    """The plan of our sampler in a loader; ``None``: the loader has another sampler."""
     batches = getattr(loader, "batch_sampler", None)
     for sampler in (getattr(batches, "sampler", None), getattr(loader, "sampler", None)):
         if isinstance(sampler, EpochSampler):
@@ -136,21 +133,21 @@ def plan_behind(loader: Any) -> EpochPlan | None:
     return None
 
 
-# ---- what users ask -----------------------------------------------------------------------------
+# ---- properties of the trainer ------------------------------------------------------------------
 
 _lightnings: Any = pl.Trainer.estimated_stepping_batches
 _is_last: Any = pl.Trainer.is_last_batch
 
 
 def answer_for_all_workers() -> None:
-    """From now on trainers of this process ask their strategy first."""
+    """From now on trainers of this process ask ``ExpectedUpdates`` first."""
     lightnings: Any = pl.Trainer
     lightnings.estimated_stepping_batches = property(_estimated)
     lightnings.is_last_batch = property(_looked)
 
 
 def _estimated(trainer: pl.Trainer) -> float:
-    """The updates that training will make, of all workers; see Lightning's own."""
+    """All workers' updates in this training; see Lightning's own."""
     context = context_if_ours(trainer)
     expected = None if context is None else context.expected_updates
     found = None if expected is None else expected.total()
@@ -158,7 +155,7 @@ def _estimated(trainer: pl.Trainer) -> float:
 
 
 def _looked(trainer: pl.Trainer) -> bool:
-    """Whether this mini-batch is the worker's last of the epoch; it is noted that it is known."""
+    """Whether this mini-batch is the worker's last of the epoch; note that user code knows."""
     context = context_if_ours(trainer)
     expected, last = None if context is None else context.expected_updates, _is_last.fget(trainer)
     if expected is not None and last:

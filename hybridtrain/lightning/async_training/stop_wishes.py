@@ -1,9 +1,9 @@
 """If one worker stops training (``trainer.should_stop``), all stop.
 
-Lightning would end the epoch in that worker and go on in the others. Here the worker asks, at the
-end of its mini-batch, whether all want it. If they do, training ends there, as elsewhere. If not,
-all hear of it and end together at the beginning of the next mini-batch but one, or, where workers
-run freely, of their next.
+Lightning would end the epoch in that worker and continue in the others. Here the worker asks, at
+the end of its mini-batch, whether all want to stop. If so, training ends there. If not, all receive
+the request and end together at the beginning of the next mini-batch but one; free-running workers
+of their next.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from hybridtrain.worker.client import Client
 
 
 class OthersStop(Exception):
-    """A worker has wanted training to end; the mini-batch that was to begin is not done."""
+    """A worker has stopped training; the next mini-batch is not begun."""
 
 
 class Stopping:
-    """Of one worker.
+    """Exchanges requests to stop for one worker.
 
     Args:
         trainer: of this worker.
         client: to the server.
-        whole_rounds: all take the same steps.
+        whole_rounds: whether all workers take the same steps.
     """
 
     def __init__(self, trainer: Any, client: Client, whole_rounds: bool) -> None:
@@ -32,10 +32,10 @@ class Stopping:
         self._told = False
 
     def begin_batch(self) -> None:
-        """Before anything of it is run.
+        """Before a mini-batch.
 
         Raises:
-            OthersStop: if it is not to be run.
+            OthersStop: if training ends here.
         """
         client, stop = self._client, self._client.stop
         if stop is None or stop.behind is None or client.solo or client.version < stop.behind:
@@ -45,7 +45,7 @@ class Stopping:
             raise OthersStop
 
     def end_batch(self) -> None:
-        """The mini-batch has ended, and Lightning is about to look whether training has."""
+        """After a mini-batch, before Lightning reads ``should_stop``."""
         trainer, client = self._trainer, self._client
         if not trainer.should_stop or self._told or client.n_workers == 1:
             return
@@ -55,10 +55,10 @@ class Stopping:
         all_wish = set(client.met) >= set(client.there)
         self._told = all_wish or not self._whole_rounds
         if not self._told:
-            trainer.should_stop = False  # until the others are where this worker is then
+            trainer.should_stop = False  # until all workers stop at the same step
 
     def meet(self) -> None:
-        """All are here, at the end of an epoch or before a validation."""
+        """All workers meet, at the end of an epoch or before a validation."""
         trainer, client = self._trainer, self._client
         if self._whole_rounds and client.n_workers > 1 and not trainer.sanity_checking:
             told = client.stop is not None and client.stop.behind is not None

@@ -1,9 +1,8 @@
-"""Where training is, as Lightning counts it, and how that is changed.
+"""Read and set Lightning's counters: ``global_step`` and schedulers.
 
-When workers run freely a worker's own count of steps says little, since fast workers take more.
-With the server's version as Lightning's ``global_step``, ``max_steps``, checkpoint names, loggers
-and schedules in steps mean the same under every policy
-(:mod:`hybridtrain.lightning.async_training.counting`).
+A free-running worker's own count of steps depends on its speed. With the server's version as
+Lightning's ``global_step``, ``max_steps``, checkpoint names, loggers and schedulers in steps mean
+the same under every policy (:mod:`hybridtrain.lightning.async_training.counting`).
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ def set_global_step(trainer: pl.Trainer, completed: int) -> None:
 
 
 def last_version(trainer: Any) -> int | None:
-    """How many updates the user wants at most, where Lightning alone would not see to it."""
+    """The user's limit of updates, where Lightning's own counting would not keep it."""
     exact = context_of(trainer).requirements.counts == "worker" or trainer.max_steps == -1
     return None if exact else int(trainer.max_steps)
 
 
 def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
-    """Step the schedules with ``interval=step`` for the steps from ``before`` to ``now``."""
+    """Step the schedulers with ``interval=step`` for the steps from ``before`` to ``now``."""
     progress = trainer.fit_loop.epoch_loop.scheduler_progress
     for config in trainer.lr_scheduler_configs:
         if config.interval == "step" and not config.reduce_on_plateau:
@@ -51,13 +50,13 @@ def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
 
 
 def scheduled_steps(trainer: pl.Trainer) -> int:
-    """How many steps schedules that count steps have seen."""
+    """How many steps the schedulers in steps have counted."""
     configs = [c for c in trainer.lr_scheduler_configs if c.interval == "step"]
     return max((getattr(c.scheduler, "last_epoch", 0) * c.frequency for c in configs), default=0)
 
 
 def schedules_of(trainer: pl.Trainer) -> Schedules:
-    """The states of all schedules, and the hyper-parameters that they have moved."""
+    """The states of all schedulers, and the hyper-parameters that they have changed."""
     states = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
     return states, list(map(plain, trainer.optimizers))
 
@@ -65,7 +64,7 @@ def schedules_of(trainer: pl.Trainer) -> Schedules:
 def take_schedules(
     trainer: pl.Trainer, states: Sequence[dict[str, Any]], groups: Sequence[Groups]
 ) -> None:
-    """Go on with those of another worker."""
+    """Take over another worker's schedulers."""
     for config, state in zip(trainer.lr_scheduler_configs, states, strict=True):
         config.scheduler.load_state_dict(state)
     for optimizer, theirs in zip(trainer.optimizers, groups, strict=True):
@@ -74,7 +73,7 @@ def take_schedules(
 
 
 def multiples(every: int, before: int, now: int) -> int:
-    """How many multiples of ``every`` steps were made behind step ``before``, up to ``now``."""
+    """How many multiples of ``every`` lie after step ``before``, up to ``now``."""
     return now // every - before // every
 
 
@@ -90,7 +89,7 @@ def precede(owner: Any, method: str, first: Callable[[], object]) -> None:
 
 
 def agree_on_validating(trainer: Any, decide: Callable[[bool, bool], bool]) -> None:
-    """Where the clock says when to validate, clocks differ: the first that is due decides for all.
+    """With ``val_check_interval`` as a time, clocks differ: the first worker due decides for all.
 
     Args:
         trainer: of this worker.

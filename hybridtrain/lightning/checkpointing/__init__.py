@@ -1,1 +1,1 @@
-"""Checkpoints: written whole, of one version, and resumed in the middle of an epoch."""
+"""Checkpoints: whole files of one version, and resuming in the middle of an epoch."""

@@ -1,8 +1,8 @@
 """Check the content of a Lightning checkpoint before anything is restored from it.
 
-Lightning and torch take what they find: a count of −5, a learning rate of NaN, a text for an epoch.
-What this describes is theirs, and what this package adds; states of callbacks, of schedulers and of
-users' own parts are for these to judge.
+Lightning and torch accept a count of −5, a learning rate of NaN, a text for an epoch. Checked are
+Lightning's and torch's entries and this package's own; states of callbacks, of schedulers and of
+users' parts are not.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ _MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta"
 
 
 def check_content(content: Any, source: str, resumes: bool) -> None:
-    """Refuse what no run can have written.
+    """Refuse content that no run can have written.
 
     Args:
         content: of the checkpoint.
-        source: what the user has given, for the complaint: ``ckpt=last.ckpt``.
-        resumes: training is to go on from it; else only its weights are wanted.
+        source: the user's argument, for the error: ``ckpt=last.ckpt``.
+        resumes: training resumes from it; else only its weights are loaded.
 
     Raises:
-        UserError: naming the entry, and what it may be.
+        UserError: naming the entry, and its allowed values.
     """
     if not isinstance(content, Mapping) or not isinstance(content.get("state_dict"), Mapping):
         raise UserError(f"{source}: this file holds no Lightning checkpoint (no state_dict)")
@@ -100,10 +100,10 @@ def check_content(content: Any, source: str, resumes: bool) -> None:
 
 
 def _uneven(optimizer: Mapping[str, Any], alike: bool) -> str | None:
-    """Name what the state of one parameter lacks, or has of another kind than its neighbours.
+    """The fault of a state that is incomplete, or of another type than the other parameters'.
 
     Args:
-        alike: no weight is a scalar or empty, so no state of a weight is, either.
+        alike: no weight is a scalar or empty, so no state may be, either.
     """
     states, groups = optimizer.get("state", {}), optimizer.get("param_groups", [])
     numbers = [number for group in groups for number in group["params"]]
@@ -134,7 +134,7 @@ def _kind(value: Any) -> str:
 
 
 def restore_or_refuse(trainer: Any) -> None:
-    """Let the trainer raise ``UserError`` where a callback or optimizer cannot restore."""
+    """Let the trainer raise ``UserError`` where a callback or optimizer cannot be restored."""
     connector = dumper(trainer)
     for name in ("restore_callbacks", "restore_training_state"):
         vars(connector)[name] = restoring()(getattr(connector, name))
@@ -142,7 +142,7 @@ def restore_or_refuse(trainer: Any) -> None:
 
 @contextmanager
 def restoring() -> Iterator[None]:
-    """Raise ``UserError`` where what a checkpoint holds cannot be restored."""
+    """Turn the errors of restoring a checkpoint into ``UserError``."""
     try:
         yield
     except UserError:

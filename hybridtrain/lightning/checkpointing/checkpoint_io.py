@@ -1,59 +1,61 @@
-"""Checkpoints written while training goes on, whole or not at all, and again after a failure.
+"""Write checkpoints in a background thread: whole files, retried after a refusing disk.
 
-Everything that has to be of one moment happens at that moment: the checkpoint is made into the
-bytes of its file, by ``torch.save``, before anybody trains on. A thread only brings these bytes to
-the disk. So the file is the one that would have been written while all wait, to the bit, and what
-cannot be saved is said at once. Files appear whole (see :mod:`hybridtrain.util.files`). What a
-callback deletes is deleted after what replaces it is there.
+``torch.save`` serializes the checkpoint into memory before training continues; the thread only
+writes these bytes. So the file equals, to the bit, one written while all workers wait, and an
+object that cannot be saved raises at once. Files appear whole (:mod:`hybridtrain.util.files`). A
+file that a callback deletes stays until its replacement is on disk.
 
-A disk that refuses a file (full, or read-only by now) ends no run: that is said, the next
-checkpoint is tried again, and nothing is deleted until one has been written. What is missing at
-the end is said again, see :class:`Unsaved`.
+A disk that refuses a file (full, or read-only) ends no run: the writer warns, tries the next
+checkpoint, and deletes nothing until one is written. The calling process warns again of files that
+are missing at the end (:class:`Unsaved`).
 
-Only the files of ``ModelCheckpoint`` are waited for later: at the end of training, when one is read
-or its name is looked for, and when a third would have to be kept in memory. Whoever calls
-``trainer.save_checkpoint`` finds the file when it returns.
+The writer waits for files of ``ModelCheckpoint`` only at the end of training, when one is read or
+its existence is asked, and before a third is kept in memory. ``trainer.save_checkpoint`` returns
+when its file is on disk.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from hybridtrain.lightning.checkpointing.unsaved import Unsaved
+from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.util.files import seal, write_whole
 
 _MOST = 2  # checkpoints in memory
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
-    """Writes checkpoints to local files in a thread, in order; others as Lightning does.
+    """Writes local files in a thread, in order; other paths as Lightning does.
 
     Args:
-        unsaved: is told of what could not be written.
+        unsaved: records files that could not be written.
     """
 
     def __init__(self, unsaved: Unsaved | None = None) -> None:
         self.unsaved = Unsaved() if unsaved is None else unsaved
-        self.defers = False  # whether saving returns before the file is there
+        self.defers = False  # whether saving returns before the file is on disk
         self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[tuple[str, Future[None]]] = deque()
         self._n_kept = 0  # checkpoints in memory
-        self._kept_back: list[str] = []  # to be deleted when one has been written again
+        self._kept_back: list[str] = []  # to be deleted after the next successful write
 
     @contextmanager
     def deferring(self) -> Iterator[None]:
-        """What is saved inside is not waited for."""
+        """Let ``save_checkpoint`` return before the file is written."""
         former, self.defers = self.defers, True
         try:
             yield
@@ -63,7 +65,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Make it into bytes now, write them later. Raises what is not the disk's fault."""
+        """Serialize now, write later. Raises all errors but the disk's."""
         if storage_options is not None or not _is_local(path):
             self.wait()
             plainly = super().save_checkpoint
@@ -80,12 +82,12 @@ class WholeCheckpointIO(TorchCheckpointIO):
             self.wait()
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """When all that was saved is there."""
+        """Load after all pending files are written."""
         self.wait()
         return super().load_checkpoint(path, *args, **kwargs)
 
     def remove_checkpoint(self, path: Any) -> None:
-        """After what was saved before; if that could not be saved, when something has been."""
+        """Delete after the pending writes; if these fail, after the next successful one."""
         if self._pending and _is_local(path):
             self._later(path, lambda: self._remove(os.fspath(path)))
         else:
@@ -93,7 +95,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
             self._remove(os.fspath(path))
 
     def teardown(self) -> None:
-        """The end of training: all files are there."""
+        """Wait for all files, and end the thread."""
         try:
             self.wait()
         finally:
@@ -101,7 +103,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
                 self._thread.shutdown()
                 self._thread = None
 
-    # ---- in the thread, or when nobody is in it -------------------------------------------------
+    # ---- in the thread, or while it is idle -----------------------------------------------------
 
     def _write_local(self, path: Path, content: io.BytesIO) -> None:
         try:
@@ -137,11 +139,11 @@ class WholeCheckpointIO(TorchCheckpointIO):
     # ---- waiting --------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Until nothing is left to be written. Raises what writing has raised, once."""
+        """Wait until no write is pending. Raises a write's error, once."""
         self._wait_until(lambda: not self._pending)
 
     def wait_for(self, path: Any) -> None:
-        """Until it is known whether there is such a file."""
+        """Wait until no write of this file is pending."""
         self._wait_until(lambda: all(os.fspath(path) != name for name, _ in self._pending))
 
     def _make_room(self) -> None:
@@ -161,7 +163,7 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
 @contextmanager
 def _checksums() -> Iterator[None]:
-    """Let the file have them, whatever the user's program has told torch."""
+    """Write CRC32 checksums, whatever the user's program has set."""
     former = get_crc32_options()
     set_crc32_options(True)
     try:
@@ -172,3 +174,75 @@ def _checksums() -> Iterator[None]:
 
 def _is_local(path: Any) -> bool:
     return "://" not in os.fspath(path)
+
+
+# ---- refused by the disk ------------------------------------------------------------------------
+
+
+@dataclass
+class Unsaved:
+    """Checkpoints that a disk has refused.
+
+    The writing worker leaves the record in an anonymous file in memory, which the calling process
+    holds: the worker may end in any way, and the disk may be full.
+
+    ``failures``: failed attempts; ``lost``: missing (or old) files that are still wanted, with the
+    reason; ``refused``: whether the last attempt failed; ``room``: path of the anonymous file.
+    """
+
+    failures: int = 0
+    lost: dict[str, str] = field(default_factory=dict)
+    refused: bool = False
+    room: str = ""
+
+    def lose(self, path: str, error: OSError) -> None:
+        """Record that the file could not be written, and warn."""
+        reason = error.strerror or str(error)
+        self.failures, self.refused = self.failures + 1, True
+        self.lost[path] = reason
+        rank_zero_warn(
+            f"the checkpoint {path} could not be written ({reason}); training goes on, the next "
+            "one is tried again, and older ones are kept until then"
+        )
+        self._leave()
+
+    def found(self, path: str) -> None:
+        """Record that the file has been written."""
+        self.refused = False
+        if self.lost.pop(path, None) is not None or self.failures:
+            self._leave()
+
+    def unwanted(self, path: str) -> None:
+        """Record that the file is no longer wanted."""
+        if self.lost.pop(path, None) is not None:
+            self._leave()
+
+    def cannot_delete(self, path: str, error: OSError) -> None:
+        """Warn that an old file stays."""
+        rank_zero_warn(f"the old checkpoint {path} could not be deleted ({error.strerror})")
+
+    def _leave(self) -> None:
+        if self.room:
+            content = {k: v for k, v in asdict(self).items() if k != "room"}
+            with suppress(OSError):  # the calling process has ended
+                Path(self.room).write_text(json.dumps(content))
+
+
+class UnsavedReport:
+    """The calling process's end of :class:`Unsaved`. Not for other processes."""
+
+    def __init__(self) -> None:
+        self._scratch = Scratch()
+
+    @property
+    def fresh(self) -> Unsaved:
+        """For the worker that writes."""
+        return Unsaved(room=self._scratch.path)
+
+    def hear(self) -> Unsaved:
+        """Read the writer's record."""
+        path = self._scratch.path
+        text = Path(path).read_text() if path else ""
+        self._scratch.close()
+        said: dict[str, Any] = json.loads(text) if text else {}
+        return Unsaved(**said)

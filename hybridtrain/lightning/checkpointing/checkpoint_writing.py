@@ -1,4 +1,4 @@
-"""How the checkpoints of a run are written, in the worker that writes them: who waits for what."""
+"""How a run's checkpoints are written: blocking or in the background, by the writing worker."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.agreement import count_all_updates
 from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.checkpoint_content import restore_or_refuse
-from hybridtrain.lightning.checkpointing.checkpoint_io import WholeCheckpointIO
-from hybridtrain.lightning.checkpointing.unsaved import Unsaved, UnsavedReport
+from hybridtrain.lightning.checkpointing.checkpoint_io import (
+    Unsaved,
+    UnsavedReport,
+    WholeCheckpointIO,
+)
 from hybridtrain.lightning.hooks.callback_hooks import (
     DECIDING,
     replace_finding,
@@ -31,7 +34,7 @@ from hybridtrain.lightning.hooks.callback_hooks import (
     uploads_checkpoints,
 )
 from hybridtrain.lightning.hooks.trainer_hooks import checkpoint_plugin
-from hybridtrain.lightning.results.full_disk import let_write
+from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
 from hybridtrain.util.files import fault_of
 from hybridtrain.util.input_files import check_input
@@ -42,9 +45,9 @@ CHOICES = ("blocking", "background")
 
 @dataclass
 class CheckpointWriting:
-    """The option ``checkpoint`` of a strategy; ``unsaved`` is of the last run.
+    """The option ``checkpoint`` of a strategy; ``unsaved``: of the last run.
 
-    ``broken_since_s``: when the last run began, if it was of training and has failed.
+    ``broken_since_s``: when the last run began, if it was a training that failed.
     """
 
     how: str
@@ -54,7 +57,7 @@ class CheckpointWriting:
 
     @contextmanager
     def listening(self, trainer: Any) -> Iterator[None]:
-        """In the calling process, while workers run: ``unsaved`` is known afterwards."""
+        """In the calling process, while workers run: read ``unsaved`` at the end."""
         told, began_s = UnsavedReport(), time.time()
         self.unsaved, self.broken_since_s = told.fresh, None
         try:
@@ -68,13 +71,13 @@ class CheckpointWriting:
                 rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
 
     def figures(self) -> dict[str, Any]:
-        """For ``run_stats()``: the checkpoints that are missing, and why."""
+        """For ``run_stats()``: missing checkpoints, with the reason."""
         return {"unsaved": dict(self.unsaved.lost)}
 
     def forget_lost(self, trainer: Any) -> None:
-        """In the calling process, after training: no callback names a file that is not there.
+        """In the calling process, after training: let callbacks name only files that exist.
 
-        The best is then the best of those that are.
+        The best is then the best of these.
         """
         gone = {path for path in self.unsaved.lost if not Path(path).is_file()}
         for callback in checkpoints_of(trainer):
@@ -89,10 +92,10 @@ class CheckpointWriting:
                 callback.best_model_score = scores[path]
 
     def refuses(self, path: Any) -> bool:
-        """Whether the calling process has nothing to write there: what was trained is not here.
+        """Whether the calling process must not write there, because training failed.
 
-        Callbacks that save when training fails have done it in the worker that had trained, and
-        Lightning asks them again in this process.
+        Callbacks that save on a failure did so in the worker. Lightning calls them again in this
+        process, which lacks the trained state.
         """
         if self.broken_since_s is None:
             return False
@@ -105,10 +108,10 @@ class CheckpointWriting:
         return True
 
     def take_over(self, trainer: Any, changes: bool = True) -> None:
-        """In every worker, of which one writes; a plugin of the user's own stays.
+        """In every worker: install the background writer, unless the user has an own plugin.
 
         Args:
-            changes: whether callbacks may be changed, which cannot travel then.
+            changes: whether callbacks may be changed, which cannot be pickled then.
         """
         strategy = strategy_of(trainer)
         let_write(trainer.loggers)
@@ -119,7 +122,7 @@ class CheckpointWriting:
             self.prepare(trainer)
 
     def prepare(self, trainer: Any) -> None:
-        """Change callbacks that save; those from ``configure_callbacks`` come later than others."""
+        """Change callbacks that save; called again after ``configure_callbacks``."""
         for callback in checkpoints_of(trainer):
             if callback not in self._prepared:
                 self._prepared.append(callback)
@@ -127,7 +130,7 @@ class CheckpointWriting:
 
     def _prepare(self, callback: Any, trainer: Any) -> None:
         context = context_of(trainer)
-        # Or it would remember a file of a step that is broken off before there is one.
+        # Or it would remember the file of a step that is then broken off.
         precede(callback, DECIDING, context.client.settle)
         if not context.requirements.whole_rounds:
             count_all_updates(callback, trainer)
@@ -143,10 +146,10 @@ class CheckpointWriting:
 
 
 def check_whole(path: Any) -> None:
-    """A checkpoint to go on from, before processes are started for it.
+    """Check a checkpoint to resume from, before processes start.
 
     Raises:
-        UserError: if it is damaged; what is not here, or no such archive, is Lightning's to judge.
+        UserError: if the archive is damaged; Lightning judges other files and missing ones.
     """
     if not isinstance(path, str | Path) or not Path(path).exists() or Path(path).is_dir():
         return
@@ -157,7 +160,7 @@ def check_whole(path: Any) -> None:
 
 
 def _finding_whole(find: Callable[..., Any]) -> Callable[..., Any]:
-    """``ckpt_path="last"`` passes over what is torn."""
+    """Let ``ckpt_path="last"`` skip damaged files."""
 
     def find_whole(trainer: Any) -> set[str]:
         found = {path: fault_of(Path(path)) for path in find(trainer) if "://" not in path}
@@ -170,7 +173,7 @@ def _finding_whole(find: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _linking_if_possible(unsaved: Unsaved, link: Callable[..., Any]) -> Callable[..., Any]:
-    """To a file that is there, on a disk that takes the link."""
+    """Link only to an existing file, and survive a disk that refuses the link."""
 
     def try_to_link(trainer: Any, filepath: str, linkpath: str) -> None:
         try:
@@ -179,7 +182,7 @@ def _linking_if_possible(unsaved: Unsaved, link: Callable[..., Any]) -> Callable
                 return
         except OSError as error:
             unsaved.lose(linkpath, error)
-        strategy_of(trainer).barrier()  # as the others do, who link nothing
+        strategy_of(trainer).barrier()  # as in the other workers, which link nothing
 
     return try_to_link
 
@@ -203,10 +206,10 @@ def _defer(callback: Any, writer: WholeCheckpointIO) -> None:
 
 
 def may_come_later(callback: Any) -> bool:
-    """Whether nobody relies on the file right after the callback has saved it.
+    """Whether the file may appear after the callback has saved it.
 
-    A link would lead nowhere until the file is there, and a callback of the user's own may do
-    something with it.
+    Not for a link, which would be broken until then, nor for a user's own callback, which may read
+    the file.
     """
     known = isinstance(callback, ModelCheckpoint) and saves_as_lightning(callback)
     return known and callback.save_last != "link"

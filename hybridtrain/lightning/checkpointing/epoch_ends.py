@@ -1,13 +1,12 @@
-"""The end of an epoch, in a run that goes on from a checkpoint.
+"""The end of an epoch in a run that resumes from a checkpoint.
 
-Metrics are not in Lightning's checkpoints. A callback that monitors one may not find it before the
-next validation, and Lightning leaves schedulers that wait for a metric (``ReduceLROnPlateau``) out
-where it cannot know one: at the end of the epoch in which a run goes on, and of the one that was
-over but for them when the checkpoint was written (by a callback, at the end of the epoch). Under
-our key a checkpoint therefore holds the metrics as they were, and these steps are made.
+Lightning's checkpoints hold no metrics. So a callback may not find its monitored metric before the
+next validation, and Lightning skips schedulers that need one (``ReduceLROnPlateau``) at the end of
+the resumed epoch, and of an epoch whose checkpoint a callback wrote at its very end. Under our key
+a checkpoint holds the metrics, and these scheduler steps are made.
 
-Behind a checkpoint that was written at the end of a mini-batch Lightning leaves the validation out
-that is due there, and behind the last mini-batch the end of the epoch. Here both come.
+After a checkpoint written at the end of a mini-batch, Lightning skips the validation that is due,
+and after the last mini-batch the end of the epoch. Here both are made.
 """
 
 from __future__ import annotations
@@ -32,46 +31,41 @@ from hybridtrain.lightning.run_context import context_of
 
 
 class EpochIsOver(StopIteration):
-    """For all workers, as the checkpoint says; Lightning ends the loop."""
+    """By the checkpoint, the epoch is over for all workers; Lightning ends the loop."""
 
 
 class EpochEnds:
-    """Of one worker.
-
-    Args:
-        trainer: of this worker.
-        position: of this worker.
-    """
+    """Makes the missing parts of a resumed epoch's end in one worker."""
 
     def __init__(self, trainer: Any, position: EpochPosition) -> None:
         self._trainer, self._position = trainer, position
-        self._found: dict[str, torch.Tensor] = {}  # metrics in a checkpoint, to go on with
-        self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts them
+        self._found: dict[str, torch.Tensor] = {}  # the checkpoint's metrics
+        self._stepped: int | None = None  # mini-batches with a step, if Lightning miscounts
 
     def attach(self) -> None:
-        """Stand in the way of training at its beginning, and of each epoch at its end."""
+        """Listen to the beginning of training and to the ends of epochs."""
         precede(self._trainer.fit_loop, "reset", self._settle)
         precede(self._trainer.fit_loop.epoch_loop, "advance", self._go_on)
         precede(log_connector(self._trainer), "on_epoch_end", self._allow)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The metrics as they were collected last, which is not done again: all would have to."""
+        """The metrics as last collected: to collect anew, all workers would have to meet."""
         known = callback_metrics(self._trainer).items()
         return {name: value.detach().cpu().clone() for name, value in known}
 
     def keep(self, state: Mapping[str, torch.Tensor]) -> None:
-        """This is what a checkpoint says of metrics; of the epoch ``position`` has heard."""
+        """Take over a checkpoint's metrics; ``position`` has its epoch."""
         self._found, resumed = dict(state), self._position.resumed
         self._stepped = None if resumed is None else resumed.stepped
 
     def begin_batch(self) -> None:
-        """A mini-batch begins, or there is none any more."""
+        """A mini-batch begins, or the epoch has no more."""
         if self._stepped is not None:
             set_logged_step(self._trainer, self._stepped)
             self._stepped = None
 
     def _settle(self) -> None:
-        """Counters and schedulers have been restored."""
+        """Counters and schedulers are restored: restore metrics, step schedulers left out."""
         found, self._found = self._found, {}
         device = context_of(self._trainer).root_device
         known = callback_metrics(self._trainer)
@@ -81,9 +75,9 @@ class EpochEnds:
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
     def _go_on(self) -> None:
-        """Behind the last mini-batch of the checkpoint: a validation, the epoch's end, or others.
+        """After the checkpoint's last mini-batch: validate, end the epoch, or continue it.
 
-        Lightning would leave the first two out, or take what loaders have left.
+        Lightning would skip the first two.
 
         Raises:
             EpochIsOver: so that Lightning ends the epoch.
@@ -103,7 +97,7 @@ class EpochEnds:
             raise EpochIsOver
 
     def _allow(self) -> None:
-        """The epoch in which training has gone on ends as every other."""
+        """Let the resumed epoch end like any other."""
         loop = self._trainer.fit_loop
         if self._trainer.training and loop.restarting and not loop.restarted_on_epoch_end:
             set_restarting(loop, not self._all_known())
@@ -114,11 +108,11 @@ class EpochEnds:
             for config in self._trainer.lr_scheduler_configs
             if config.reduce_on_plateau and config.interval == "epoch"
         }
-        # Collected only where Lightning is about to do that, too: it may be a meeting of all.
+        # Collected only where Lightning is about to collect, too: all workers may meet for it.
         return not monitored or monitored <= self._trainer.callback_metrics.keys()
 
 
 def _was_ending(trainer: Any) -> bool:
-    """Whether nothing was left to do of an epoch but what Lightning does after its callbacks."""
+    """Whether only the part of the epoch after its callbacks was left."""
     counted = is_in_end_hook(vars(trainer.fit_loop.epoch_progress.current))
     return counted and is_at_last_batch(trainer)

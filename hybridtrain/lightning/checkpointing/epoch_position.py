@@ -1,7 +1,7 @@
-"""Where in an epoch one worker is, for all that go by it.
+"""A worker's position in an epoch: its state and Lightning's number of the epoch.
 
-Loaders, checkpoints and the making up for lost samples tell it what happens and ask it for the
-state (:mod:`hybridtrain.lightning.data.epoch_state`) and for the epoch as Lightning counts it.
+Loaders, checkpoints and the redistribution of lost samples send events and read the state
+(:mod:`hybridtrain.lightning.data.epoch_state`).
 """
 
 from __future__ import annotations
@@ -14,47 +14,43 @@ from hybridtrain.lightning.hooks.loop_hooks import remeasure
 
 
 class EpochPosition:
-    """Of one worker.
-
-    Args:
-        trainer: of this worker.
-    """
+    """Applies the table of states in one worker."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.state = EpochState.BETWEEN
-        self.resumed: Resumed | None = None  # what a checkpoint says, until its epoch is over
-        self._begun: int | None = None  # the epoch that has begun last
+        self.resumed: Resumed | None = None  # from a checkpoint, until its epoch is over
+        self._begun: int | None = None  # the last epoch that has begun
         self._has_other_lengths = False
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that is under way, or that comes next, as Lightning counts."""
+        """Lightning's number of the current epoch, or between epochs of the next."""
         return self._trainer.fit_loop.epoch_progress.current.processed
 
     @property
     def is_closing(self) -> bool:
-        """Whether Lightning has counted the epoch, but not all workers have come to its end."""
+        """Whether Lightning has counted the epoch, but not all workers have reached its end."""
         begun = self.state is not EpochState.BETWEEN and self._begun is not None
         return begun and self._begun != self.epoch
 
     def on(self, event: EpochEvent) -> bool:
-        """Something has happened; whether it has changed the state."""
+        """Apply an event; return whether it has changed the state."""
         before, self.state = self.state, TABLE.get((self.state, event), self.state)
         return self.state is not before
 
     def resume(self, resumed: Resumed | None) -> None:
-        """A checkpoint has been read; ``None``: it is not of the middle of an epoch."""
+        """Take over from a checkpoint; ``None``: it was not written within an epoch."""
         self.resumed = resumed
         if resumed is not None:
             self.on(resumed.event)
 
     def change_lengths(self) -> None:
-        """The loaders have other lengths in the next epoch than Lightning knows."""
+        """Let Lightning measure the loaders anew in the next epoch."""
         self._has_other_lengths = True
 
     def begin(self) -> bool:
-        """Lightning begins with an epoch, or goes on with one; whether its loaders have changed."""
+        """Lightning begins or resumes an epoch; return whether its loaders have changed."""
         changed, self._has_other_lengths = self._has_other_lengths, False
         self._begun = self.epoch
         if self.resumed is None or self.resumed.epoch != self._begun:

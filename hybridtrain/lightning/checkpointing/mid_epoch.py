@@ -1,14 +1,13 @@
-"""Going on in the middle of an epoch: what a checkpoint says about the samples not seen yet.
+"""Resume in the middle of an epoch: save which samples are left, and restore from that.
 
-Lightning writes how many mini-batches of the epoch are done, but not which samples they were of,
-and starts the loaders from the beginning when it goes on. Under the one key ``hybridtrain`` a
-checkpoint therefore holds, for every loader, the positions of the epoch's order that are still to
-do, and how to draw that order again (its seed, or the remaining indices of a user's own sampler).
-So a run may go on with another number of workers, other mini-batches or another policy. Nobody
-needs the key: elsewhere the checkpoint is Lightning's own.
+Lightning saves the number of mini-batches done, but not their samples, and restarts the loaders
+from the beginning. So under the one key ``hybridtrain`` a checkpoint holds, for every loader, the
+remaining positions in the epoch's order, and how to draw that order again (its seed, or the
+remaining indices of a user's sampler). A run may resume with another number of workers, another
+batch size or another policy. Without the key the checkpoint is Lightning's own.
 
-Gradients that wait for others to be accumulated are not in a checkpoint, so mini-batches count as
-done up to the last step, and Lightning's counters are set back to it.
+A checkpoint holds no accumulated gradients, so mini-batches count up to the last step, and
+Lightning's counters are set back to it.
 """
 
 from __future__ import annotations
@@ -21,9 +20,8 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.epoch_order import Begun, Fixed, Order, Seeded
 from hybridtrain.lightning.data.epoch_state import EpochEvent, is_in_end_hook, is_settled
-from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
+from hybridtrain.lightning.data.samplers import Begun, EpochPlan, EpochSampler, Fixed, Order, Seeded
 from hybridtrain.lightning.hooks.loop_hooks import saved_logged_step
 from hybridtrain.protocol.messages import LoaderPass
 from hybridtrain.protocol.spans import Spans, positions
@@ -34,16 +32,16 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Resumed:
-    """An epoch to go on with; ``loaders`` is ``None`` if the checkpoint was written elsewhere."""
+    """An epoch to resume; ``loaders``: ``None`` if another strategy wrote the checkpoint."""
 
     epoch: int
     batches: int
     loaders: list[dict[str, Any]] | None
-    stepped: int | None = None  # mini-batches with a step so far, if Lightning would miscount them
-    event: EpochEvent = EpochEvent.RESUMES  # says where in the epoch the checkpoint was written
+    stepped: int | None = None  # mini-batches with a step so far, if Lightning would miscount
+    event: EpochEvent = EpochEvent.RESUMES  # where in the epoch the checkpoint was written
 
     def begun(self, number: int, plan: EpochPlan) -> Begun | None:
-        """What is left for loader ``number``; nothing is known: a whole epoch."""
+        """The remaining pass of loader ``number``; ``None``: a whole epoch."""
         if self.loaders is None:
             whole = sum(plan.sizes)
             steps = max(-(-plan.length // whole), 1)
@@ -75,11 +73,11 @@ def _order(state: dict[str, Any]) -> Order:
 def describe(
     epoch: int, batches: int, samplers: Sequence[EpochSampler], unseen: dict[LoaderPass, Spans]
 ) -> dict[str, Any]:
-    """What goes under the key.
+    """The entry under the key.
 
     Args:
-        epoch: that training is in, or that comes next.
-        batches: of this epoch that are done.
+        epoch: the current epoch, or the next.
+        batches: mini-batches of it that are done.
         samplers: of the training loaders.
         unseen: see :meth:`EpochSampler.progress`.
     """
@@ -88,24 +86,24 @@ def describe(
 
 
 def others_go_on(samplers: Sequence[EpochSampler], ours: dict[str, Any]) -> bool:
-    """Whether this worker has had the last of its mini-batches, but the epoch is not over."""
+    """Whether this worker has done its last mini-batch, and other workers have not."""
     ended = any(sampler.ended for sampler in samplers)
     return ended and any(loader["spans"] for loader in ours["loaders"])
 
 
 def reopen(loops: dict[str, Any]) -> None:
-    """The epoch that this worker has ended is to be ended again."""
+    """Let the resumed run end this epoch again."""
     for counts in loops["epoch_progress"].values():
         counts["processed"] -= 1
 
 
 def validate_again(loops: dict[str, Any], before: int) -> None:
-    """A validation is still to do, from its beginning.
+    """Let the resumed run repeat the validation from its beginning.
 
-    As if in its first mini-batch, which Lightning takes for a reason to go back to it.
+    With counters of its first mini-batch, Lightning resumes in the validation.
 
     Args:
-        loops: their counters, as they are saved.
+        loops: saved counters.
         before: mini-batches of earlier validations in this epoch.
     """
     progress = loops["epoch_loop.val_loop.batch_progress"]
@@ -138,7 +136,7 @@ def _state(sampler: EpochSampler, unseen: dict[LoaderPass, Spans]) -> dict[str, 
 
 
 def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What lies under the key, if anything does.
+    """The entry under the key, if there is one.
 
     Raises:
         UserError: if a newer version of this package wrote it.
@@ -154,9 +152,9 @@ def read_format(checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def read(checkpoint: dict[str, Any]) -> Resumed | None:
-    """What a loaded checkpoint says, if it is of the middle of an epoch.
+    """Read a checkpoint that was written within an epoch; ``None`` for any other.
 
-    Lightning's counters in it are set to the last step, from where the samplers go on.
+    Sets Lightning's counters in it to the last step, from which the samplers resume.
 
     Raises:
         UserError: if a newer version of this package wrote it.
@@ -172,7 +170,7 @@ def read(checkpoint: dict[str, Any]) -> Resumed | None:
     if ours is None or not ours["loaders"]:
         if ours is None and (n_done := _done(progress)) > 0:
             return _elsewhere(epoch["processed"], n_done)
-        return None  # streams: they go on as Lightning lets them
+        return None  # streams resume as Lightning lets them
     in_hook = _in_hook(progress) and _done(progress) == ours["batches"]
     stepped = _leave_hook(loops) if in_hook else _set_back(loops, ours["batches"])
     event = EpochEvent.RESUMES_IN_HOOK if in_hook else EpochEvent.RESUMES
@@ -191,17 +189,17 @@ def _elsewhere(epoch: int, batches: int) -> Resumed:
 
 
 def _done(progress: dict[str, Any]) -> int:
-    """Mini-batches of the epoch that Lightning will count as done when it goes on."""
+    """Mini-batches of the epoch that Lightning will count as done when it resumes."""
     return int(progress["current"]["processed" if _in_hook(progress) else "completed"])
 
 
 def _in_hook(progress: dict[str, Any]) -> bool:
-    """Written by a callback at the end of a mini-batch, which is then counted when going on."""
+    """Whether a callback wrote it at the end of a mini-batch, which Lightning then counts."""
     return is_in_end_hook(progress["total"])
 
 
 def _leave_hook(loops: dict[str, Any]) -> int:
-    """Count the mini-batch, with its step."""
+    """Count the mini-batch; return the number of mini-batches with a step."""
     progress = loops["epoch_loop.batch_progress"]
     for counts in (progress["total"], progress["current"]):
         counts["completed"] = counts["processed"]
@@ -209,10 +207,10 @@ def _leave_hook(loops: dict[str, Any]) -> int:
 
 
 def _set_back(loops: dict[str, Any], batches: int) -> int | None:
-    """Let ``batches`` mini-batches of the epoch be done, no more; with a step, so many of all.
+    """Let ``batches`` mini-batches of the epoch be done; return those with a step, of all epochs.
 
-    Where the last of them was validated after, Lightning would take the file for one that was
-    written then, before it counted that mini-batch.
+    If a validation followed the last of them, Lightning would take the file for one written
+    then, before it counted that mini-batch.
     """
     progress = loops["epoch_loop.batch_progress"]
     if _done(progress) == batches and is_settled(progress["total"]):
@@ -227,5 +225,5 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
             counts.update(dict.fromkeys(("ready", "started"), counts["processed"]))
     automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
     for steps in (automatic, loops["epoch_loop.manual_optimization.optim_step_progress"]):
-        steps["total"]["ready"] = steps["total"]["completed"]  # one was under way
+        steps["total"]["ready"] = steps["total"]["completed"]  # a step was under way
     return saved_logged_step(loops)

@@ -1,12 +1,12 @@
 """Checkpoints every so many seconds and every so many updates, for runs that may be killed.
 
-Lightning's ``ModelCheckpoint`` can do one of the two, and asks all workers on every mini-batch when
-it goes by time. Here the worker that writes decides and writes alone: it waits for nobody, and in
-lock-step nobody can go on meanwhile, so that the file is of one update
+Lightning's ``ModelCheckpoint`` does one of the two, and by time it asks all workers on every
+mini-batch. Here the writing worker decides and writes alone, without waiting; in lock-step no other
+worker can continue meanwhile, so that the file is of one update
 (:meth:`HybridStrategy.before_checkpoint`).
 
-A record of the run must be able to repeat it, and clocks cannot be repeated, so it is told after
-which mini-batch a checkpoint was written because of the time; a replay goes by that.
+A replay cannot repeat the clock, so the record notes after which mini-batches a checkpoint was due
+by time.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class PeriodicCheckpoint(Checkpoint):
     """Keeps the newest few.
 
     Args:
-        dirpath: where they lie, as ``periodic-UPDATES.ckpt``.
-        every_s: seconds of training from one to the next; None: whatever the time.
-        every_updates: updates of the parameters from one to the next; None: however many.
-        keep: how many stay.
+        dirpath: folder of the files ``periodic-UPDATES.ckpt``.
+        every_s: seconds of training between two; None: not by time.
+        every_updates: updates of the parameters between two; None: not by updates.
+        keep: number of files kept.
 
     Raises:
-        UserError: if an argument makes no sense.
+        UserError: if an argument is invalid.
     """
 
     @typed("")
@@ -65,30 +65,30 @@ class PeriodicCheckpoint(Checkpoint):
 
     @property
     def state_key(self) -> str:
-        """Of this callback in a checkpoint."""
+        """The callback's key in a checkpoint."""
         return self._generate_state_key(every_s=self.every_s, every_updates=self.every_updates)
 
     def state_dict(self) -> dict[str, Any]:
-        """The files that are there."""
+        """The files written so far."""
         return {"dirpath": self.dirpath, "files": list(self._files)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on in the same directory: what is old there will be deleted."""
+        """Continue in the same directory: older files there will be deleted."""
         if state_dict["dirpath"] == self.dirpath:
             self._files = list(state_dict["files"])
 
     def succeed(self, trainer: pl.Trainer) -> None:
-        """The worker that wrote is lost, and this one writes from now on, and deletes."""
+        """Write and delete from now on, in place of a lost worker."""
         found = Path(self.dirpath).glob("periodic-*.ckpt")
         self._files = [str(x) for x in sorted(found, key=lambda x: x.stat().st_mtime_ns)]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The clock starts."""
+        """Start the clock."""
         self._batches = self._saved = 0
         self._last_s, self._last_step = time.monotonic(), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any, **__: Any) -> None:
-        """Write one, if it is time."""
+        """Write a checkpoint if one is due."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
         self._batches += 1
@@ -99,7 +99,7 @@ class PeriodicCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _enough_updates(self, step: int) -> bool:
-        """Where workers run freely, several have been made since the last mini-batch."""
+        """Free-running workers: other workers may have made some of the updates."""
         every = self.every_updates
         return every is not None and multiples(every, self._last_step, step) > 0
 
@@ -120,7 +120,7 @@ class PeriodicCheckpoint(Checkpoint):
         strategy, context = strategy_of(trainer), context_if_ours(trainer)
         with nullcontext() if context is None else context.collectives.refusing(_ALONE):
             checkpoint = dump_checkpoint(trainer)
-        step = checkpoint["global_step"]  # others may have made updates that this worker had not
+        step = checkpoint["global_step"]  # other workers may have made updates meanwhile
         path = str(Path(self.dirpath) / f"periodic-{step}.ckpt")
         self._files = [*(name for name in self._files if name != path), path]
         checkpoint["callbacks"][self.state_key] = self.state_dict()
@@ -135,7 +135,7 @@ class PeriodicCheckpoint(Checkpoint):
 
 
 def scheduled(trainer: pl.Trainer, told: Mapping[str, Any]) -> None:
-    """Let a replay save where the run did, by what its record tells."""
+    """Let a replay save after the mini-batches that the record notes."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, PeriodicCheckpoint):
             key = f"{callback.state_key} "

@@ -1,15 +1,14 @@
-"""Random numbers of a run that goes on are those that would have come next.
+"""Save and restore the RNG state, so that a resumed run draws the same numbers.
 
-Lightning's checkpoints do not say how far the generators of random numbers had got, so dropout and
-noise would begin again with the first numbers of the seed. Under our key a checkpoint holds the
-states of the worker that writes it (torch, CUDA, numpy, Python). All workers are seeded alike and
-draw alike, as under ddp; where a module has seeded them apart, only the worker that writes goes on
-with its numbers. What loaders draw in worker 0's own process for mini-batches fetched ahead is
-drawn anew.
+Lightning's checkpoints lack it: dropout and noise would repeat the first numbers of the seed. Under
+our key a checkpoint holds the writing worker's states (torch, CUDA, numpy, Python). All workers are
+seeded alike and draw alike, as under ddp; where a module seeds them differently, only the writing
+worker resumes its numbers. Numbers that loaders in worker 0's process drew for prefetched
+mini-batches are drawn anew.
 
-A checkpoint may be written in the middle of a mini-batch, when a run is interrupted. That one is
-done again, so torch's state of its beginning is kept (a microsecond for each step; the others'
-would take a hundred, so that after an interrupt numpy's and Python's numbers are some further on).
+An interrupted run writes its checkpoint in the middle of a mini-batch, which the resumed run
+repeats. So torch's state at the beginning of each step is kept (1 µs a step). The other states
+would take 100 µs, so after an interrupt numpy's and Python's are some numbers ahead.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hybridtrain.worker.client import Client
 
 
 def look() -> dict[str, Any]:
-    """The states of this process' generators."""
+    """This process's RNG states."""
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
@@ -36,7 +35,7 @@ def look() -> dict[str, Any]:
 
 
 def put(states: dict[str, Any]) -> None:
-    """Go on from there."""
+    """Set this process's RNG states."""
     torch.set_rng_state(states["torch"])
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
@@ -45,31 +44,31 @@ def put(states: dict[str, Any]) -> None:
 
 
 class RngState:
-    """The generators of this process, in a worker.
+    """A worker's RNG states.
 
     Args:
-        client: to compare them with the others'.
+        client: to compare them with the other workers'.
     """
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._kept: dict[str, Any] | None = None  # to go on with
+        self._kept: dict[str, Any] | None = None  # to be restored
         self._compared = False  # with the other workers' states
         self._whole = True  # no mini-batch has begun since the last step
-        self._before: torch.Tensor | None = None  # torch's state then
-        self._aside: dict[str, Any] = {}  # all of them, as the last validation began
+        self._before: torch.Tensor | None = None  # torch's state at that time
+        self._aside: dict[str, Any] = {}  # all states, at the beginning of the last validation
 
     # ---- saving ---------------------------------------------------------------------------------
 
     def begin_batch(self) -> None:
-        """A mini-batch begins."""
+        """A mini-batch begins: restore, or remember torch's state."""
         if self._kept is not None:
             self._throw(self._kept)
         if self._whole:
             self._before, self._whole = torch.get_rng_state(), False
 
     def begin_validation(self) -> None:
-        """One begins, and an iterator draws a number."""
+        """A validation begins, whose iterator draws a number."""
         self.throw()
         self._aside = look()
 
@@ -83,17 +82,17 @@ class RngState:
         return not self._whole
 
     def take_back(self) -> None:
-        """It was broken off."""
+        """The step was broken off."""
         self._whole = False
 
     def state(self, validates: bool = False) -> dict[str, Any]:
-        """From where training goes on behind the last step; plain data and tensors.
+        """The states after the last step, as plain data and tensors.
 
         Args:
-            validates: a validation is under way, which will be done again.
+            validates: a validation is under way, which the resumed run repeats.
         """
         if self._kept is not None:
-            return self._kept  # nothing has been drawn since the checkpoint that training came from
+            return self._kept  # nothing has been drawn since the checkpoint was restored
         found = dict(self._aside) if validates else look()
         if self._before is not None and not self._whole:
             found["torch"] = self._before
@@ -103,22 +102,22 @@ class RngState:
         found["numpy"] = str(name), _tensor(keys), place, has_gauss, cached
         return found
 
-    # ---- going on -------------------------------------------------------------------------------
+    # ---- restoring ------------------------------------------------------------------------------
 
     def keep(self, state: dict[str, Any] | None) -> None:
-        """This is what a checkpoint says."""
+        """Restore these states, from a checkpoint, at the next ``throw``."""
         self._kept, self._compared = state, False
 
     @property
     def waits(self) -> bool:
-        """Whether there is something to go on with."""
+        """Whether there are states to restore."""
         return self._kept is not None
 
     def compare(self) -> None:
-        """Keep the state only if it is this worker's too. A meeting of all, once for a checkpoint.
+        """Drop the states unless this worker draws like worker 0. All meet, once per checkpoint.
 
-        A worker that has no mini-batch in the epoch that goes on still waits in the next one, where
-        the others, which had some, do not meet it.
+        A worker without a mini-batch in the resumed epoch asks again in the next, where the other
+        workers do not: hence only once.
         """
         if self._compared:
             return
@@ -129,7 +128,7 @@ class RngState:
             self._kept = None
 
     def throw(self) -> None:
-        """Go on from there now."""
+        """Restore the states now."""
         if self._kept is not None:
             self._throw(self._kept)
 
@@ -142,7 +141,7 @@ class RngState:
 
 
 def _tensor(numbers: Any) -> torch.Tensor:
-    """Of 32 bits each, which torch has only with a sign."""
+    """32-bit unsigned numbers as torch's int32."""
     return torch.from_numpy(np.asarray(numbers, np.uint32).view(np.int32).copy())
 
 

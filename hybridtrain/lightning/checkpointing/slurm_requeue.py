@@ -1,10 +1,9 @@
-"""SLURM's warning that a job is about to end: a checkpoint, and the job is queued again.
+"""On SLURM's warning that a job is about to end: save a checkpoint and queue the job again.
 
-Lightning does that in the signal's handler, in the process that trains. Here the signal comes to
-the calling process, and to workers too where SLURM sends it to all. Workers pass over it; the
-calling process notes it in memory that all share. Whoever saves looks there behind each mini-batch,
-writes Lightning's own ``hpc_ckpt_N.ckpt``, alone, and has the job queued again. Training goes on
-until SLURM ends it, and the script that is started then goes on from that file.
+Lightning does that in the signal handler of the training process. Here the calling process receives
+the signal and counts it in shared memory; workers ignore it. After each mini-batch the saving
+worker reads the count, writes Lightning's own ``hpc_ckpt_N.ckpt`` alone, and requeues the job.
+Training continues until SLURM ends it; the next job resumes from that file.
 """
 
 from __future__ import annotations
@@ -23,22 +22,22 @@ from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint, requeue_s
 from hybridtrain.lightning.run_context import cluster_environment, context_of
 from hybridtrain.util.anonymous_files import SharedBytes
 
-_ASKED, _DONE = 0, 1  # places in what is shared; how often, modulo 256
+_ASKED, _DONE = 0, 1  # bytes of the shared memory; counts modulo 256
 
 
 @dataclass
 class Warned:
-    """``number``: of the signal; ``shared``: how often it has come, and how often it was heeded."""
+    """``number``: of the signal; ``shared``: counts of signals received and handled."""
 
     number: int
     shared: SharedBytes
 
     def note(self, *_: Any) -> None:
-        """It has come."""
+        """Count a signal."""
         self.shared.map[_ASKED] = (self.shared.map[_ASKED] + 1) % 256
 
     def heed(self) -> bool:
-        """Whether it has come since this was last asked, by anybody."""
+        """Whether a signal was received since the last call in any process."""
         asked = self.shared.map[_ASKED]
         news, self.shared.map[_DONE] = asked != self.shared.map[_DONE], asked
         return news
@@ -46,7 +45,7 @@ class Warned:
 
 @contextmanager
 def warnings_noted(trainer: Any) -> Iterator[Warned | None]:
-    """In the calling process, while workers run. Only where Lightning would listen, too."""
+    """In the calling process, while workers run: count signals that Lightning would handle."""
     environment = cluster_environment(trainer)
     queued = isinstance(environment, SLURMEnvironment) and environment.auto_requeue
     number = environment.requeue_signal if queued else None
@@ -64,18 +63,14 @@ def warnings_noted(trainer: Any) -> Iterator[Warned | None]:
 
 
 def listen(trainer: Any, warned: Warned | None) -> None:
-    """In a worker."""
+    """In a worker: ignore the signal, and add the callback."""
     if warned is not None:
-        signal.signal(warned.number, signal.SIG_IGN)  # the calling process has heard it
+        signal.signal(warned.number, signal.SIG_IGN)  # the calling process counts it
         trainer.callbacks.append(Requeue(warned))
 
 
 class Requeue(pl.Callback):
-    """Saves, and has the job queued again, when it has been warned.
-
-    Args:
-        warned: tells.
-    """
+    """Saves and requeues the job after a warning."""
 
     def __init__(self, warned: Warned) -> None:
         self._warned = warned
@@ -84,7 +79,7 @@ class Requeue(pl.Callback):
         if not trainer.is_global_zero or trainer.fast_dev_run or not self._warned.heed():
             return
         context = context_of(trainer)
-        together = trainer.save_checkpoint  # which waits for all workers
+        together = trainer.save_checkpoint  # waits for all workers
 
         def alone(path: str) -> None:
             context.save_checkpoint(dump_checkpoint(trainer), path)

@@ -1,1 +1,1 @@
-"""Which samples a worker trains and evaluates on: samplers and loaders."""
+"""Samplers and loaders: which samples each worker trains and evaluates on."""

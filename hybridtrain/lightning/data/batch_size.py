@@ -1,7 +1,7 @@
-"""How many samples a mini-batch has, and so how much its gradient weighs.
+"""The number of samples in a mini-batch: the weight of its gradient.
 
-The user's own word comes first (``strategy.num_samples_key``, or a method ``num_samples(batch)`` of
-the module), then what the sampler knows, then what the batch shows. A filler weighs nothing.
+Taken from the user (``strategy.num_samples_key``, or the module's method ``num_samples(batch)``),
+else from the sampler, else from the first tensor of the batch. A filler has weight 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Scales:
 
     Args:
         module: the user's; may have a method ``num_samples(batch) -> int``.
-        key: which entry or attribute of a batch tells its number of samples, if the user says so.
+        key: the entry or attribute of a batch with its number of samples, if the user gives one.
     """
 
     def __init__(self, module: object, key: Key | None = None) -> None:
@@ -35,10 +35,10 @@ class Scales:
 
         Args:
             batch: as the training step gets it.
-            known: what the sampler says; 0 for a filler, ``None`` where it cannot tell.
+            known: the sampler's number; 0: a filler; ``None``: unknown.
 
         Raises:
-            UserError: if nobody can tell, or the user's key or hook tells nonsense.
+            UserError: if the number cannot be found, or the user's key or hook gives no number.
         """
         if known == 0:
             return 0.0
@@ -76,7 +76,7 @@ def _entry(batch: Any, key: Key) -> Any:
 
 
 def _described(batch: Any) -> str:
-    """What the user could have named instead."""
+    """A batch's type, and the entries that the user could have named."""
     kind = f"of type {type(batch).__name__}"
     if isinstance(batch, Mapping):
         return f"{kind} and has the keys {', '.join(repr(each) for each in batch)}"
@@ -89,7 +89,7 @@ def _described(batch: Any) -> str:
 
 
 def _number(value: Any, asked: str, whole: bool = False) -> float:
-    """A number as it is; of a tensor its first dimension, of a list its length."""
+    """The number itself; the first dimension of a tensor; the length of a list."""
     if isinstance(value, torch.Tensor) and value.ndim and not whole:
         return float(value.shape[0])
     if isinstance(value, Sized) and not isinstance(value, str | torch.Tensor) and not whole:

@@ -1,4 +1,4 @@
-"""Which samples a worker validates, tests and predicts: all workers together each exactly once."""
+"""Samplers of validation, test and prediction: all workers together use each sample once."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hybridtrain.worker.client import Client
 
 @dataclass
 class Group:
-    """The loaders of one evaluation, and how many workers share them."""
+    """The lengths of an evaluation's loaders, and the number of workers that share them."""
 
     n_workers: int
     lengths: list[int] = field(default_factory=list)
 
     @property
     def n_active(self) -> int:
-        """Workers that take part; an empty loader is nobody's."""
+        """Workers with a sample in every loader; empty loaders do not count."""
         return min([self.n_workers, *(n for n in self.lengths if n)])
 
 
 class EvaluationSampler(Sampler[int]):
-    """Every m-th sample of m workers, none twice, in the order of the user's sampler."""
+    """Every m-th sample, of m workers, in the order of the user's sampler."""
 
     def __init__(self, indices: Sequence[int], place: int, group: Group) -> None:
         self._indices, self._place, self._group = indices, place, group
@@ -47,7 +47,7 @@ class EvaluationSampler(Sampler[int]):
 
 
 class Whole(Sampler[int]):
-    """All samples, in the order of the user's sampler as worker 0 has drawn it."""
+    """All samples, in worker 0's draw of the user's sampler."""
 
     def __init__(self, indices: Sequence[int]) -> None:
         self._indices = indices
@@ -60,11 +60,11 @@ class Whole(Sampler[int]):
 
 
 class Dealt(Sampler[Any]):
-    """Every W-th of the mini-batches that one device would predict, from ``worker`` on.
+    """Every W-th of one device's mini-batches for prediction, starting with this worker's number.
 
     Args:
-        batches: all of them, or all items where the items are mini-batches.
-        client: whose.
+        batches: all mini-batches, or all items where items are mini-batches.
+        client: of this worker.
         limit: ``Trainer(limit_predict_batches=…)``, of all workers together.
     """
 

@@ -1,4 +1,4 @@
-"""Which sampler replaces the one in a user's DataLoader."""
+"""Replace the samplers of the user's DataLoaders; save and restore their position in the epoch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,21 @@ from hybridtrain.lightning.checkpointing.mid_epoch import (
     validate_again,
 )
 from hybridtrain.lightning.checkpointing.rng_state import RngState
-from hybridtrain.lightning.data.batch_resizing import check_batches, with_batches
-from hybridtrain.lightning.data.batch_samplers import Batches, handed, makes_its_own
 from hybridtrain.lightning.data.batch_size import Scales, step_fetches
 from hybridtrain.lightning.data.evaluation_sampler import Dealt, EvaluationSampler, Group, Whole
-from hybridtrain.lightning.data.loader_plan import order_of, plan_of
 from hybridtrain.lightning.data.samplers import EpochSampler, ShareSampler
-from hybridtrain.lightning.data.stream_dealing import Dealing, shares_nothing, warn_of_repetition
+from hybridtrain.lightning.data.user_loaders import (
+    Batches,
+    Dealing,
+    check_batches,
+    handed,
+    makes_its_own,
+    order_of,
+    plan_of,
+    shares_nothing,
+    warn_of_repetition,
+    with_batches,
+)
 from hybridtrain.lightning.hooks.loader_hooks import (
     decide_on_loaders,
     gets_our_sampler,
@@ -52,14 +60,12 @@ from hybridtrain.worker.client import Client
 class QueueSampler(EpochSampler):
     """Mini-batches drawn one by one from the server's queue. It has no length, on purpose.
 
-    Lightning believes a length, and would miss validation and the last step if it were only an
-    upper bound.
+    Lightning relies on a length: with an upper bound it would miss validation and the last step.
     """
 
-    _reopened = False  # the next iteration does what workers that are gone have left
+    _reopened = False  # the next iteration does what lost workers have left
 
     def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
-        """The next iteration draws what is left of the current pass."""
         super().go_on(crew, spans)
         self._reopened = True
 
@@ -67,9 +73,9 @@ class QueueSampler(EpochSampler):
         order, spans, batches = self._begin()
         lap, begins = LoaderPass(self.number, self.epoch, self._lap), True
         plan, n_drawn, fills = self.plan, self.batch_size, self.plan.fills()
-        turn = 0 if self._reopened else plan.turn()  # of what is left over nothing is dealt
+        turn = 0 if self._reopened else plan.turn()  # the rest of a pass is not dealt in turns
         self._reopened = False
-        # The loader makes mini-batches by counting, so a smaller one must be the last.
+        # The loader counts samples into mini-batches, so a smaller one must be the last.
         while n_drawn == self.batch_size:
             ask = Draw(
                 lap, spans, len(order), plan.sizes, plan.drop_last, begins, turn, fills, plan.visits
@@ -85,13 +91,13 @@ class QueueSampler(EpochSampler):
 
 
 class Loaders:
-    """Stands where Lightning would put a ``DistributedSampler``.
+    """Puts our samplers where Lightning would put a ``DistributedSampler``.
 
     Args:
         trainer: of this worker.
         client: to the server.
         requirements: whether mini-batches are fixed shares, drawn from the shared queue, or dealt.
-        options: what the user has said about data.
+        options: the user's, about data.
     """
 
     def __init__(
@@ -106,17 +112,17 @@ class Loaders:
         self._options = options
         self._tell = data_teller(client, trainer)
         self.samplers: list[EpochSampler] = []
-        self.remembers = False  # which step was made with which mini-batches
+        self.remembers = False  # whether samplers remember each step's mini-batches
         self._made_in_epoch: int | None = None
-        self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it that are done
+        self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
         self._former: tuple[int, int] | None = None  # the same before the last step
         self.position = EpochPosition(trainer)
         self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
         self._begin_evaluation(client.there)
-        self._moved = False  # what Lightning iterates over has another length now
+        self._moved = False  # Lightning's iterator has an outdated length
 
     def attach(self) -> None:
-        """Take the decision over from the trainer's data connector."""
+        """Listen to Lightning's loaders, loops and checkpoints."""
         self._lightnings_prepare = decide_on_loaders(self._trainer, self.prepare, self.resolve)
         context = context_of(self._trainer)
         load, save = context.load_checkpoint, context.save_checkpoint
@@ -145,7 +151,7 @@ class Loaders:
     def resolve(
         self, dataloader: DataLoader[Any], shuffle: bool, mode: RunningStage | None = None
     ) -> Any:
-        """The sampler that this worker's loader gets (Lightning re-creates the loader with it)."""
+        """The sampler of this worker's loader (Lightning rebuilds the loader with it)."""
         if not gets_our_sampler(self._trainer, dataloader):
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
@@ -166,7 +172,7 @@ class Loaders:
         return Dealt(batches, self._client, self._predict_limit)
 
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
-        """Lightning's own, with mini-batches of this worker's size."""
+        """Lightning's loader, with this worker's batch size."""
         if makes_its_own(dataloader, self._trainer):
             if mode == RunningStage.TRAINING and self._options.batch_size_per_worker is not None:
                 check_batches(dataloader)
@@ -191,7 +197,7 @@ class Loaders:
             size = self._options.batch_size_per_worker[self._client.worker]
             check_batches(prepared)
             prepared.batch_sampler.batch_size = size  # type: ignore[union-attr]
-            vars(prepared)["batch_size"] = size  # what a user may read; torch guards the attribute
+            vars(prepared)["batch_size"] = size  # for the user; torch guards the attribute
         return prepared
 
     def _training(self, dataloader: DataLoader[Any], shuffle: bool) -> EpochSampler:
@@ -212,11 +218,11 @@ class Loaders:
         return self.samplers[-1]
 
     def _turn(self) -> int:
-        """Mini-batches that belong to one optimizer step, and so to one worker."""
+        """Mini-batches of one worker's turn: those of one optimizer step; 0: no turns."""
         return int(self._trainer.accumulate_grad_batches) if self._requirements.takes_turns else 0
 
     def _fills(self) -> bool:
-        """Whether a loader may not end early: beside another, or where the user's step fetches."""
+        """Whether a loader must not end early: beside another, or where the user's step fetches."""
         return len(self.samplers) > 1 or step_fetches(self._trainer.lightning_module)
 
     # ---- mini-batches ---------------------------------------------------------------------------
@@ -226,10 +232,10 @@ class Loaders:
         return Scales(self._trainer.lightning_module, self._options.num_samples_key)
 
     def weigh(self, batch: Any) -> tuple[float, float | None]:
-        """Samples in the mini-batch that begins, and in those of all workers, if that is known.
+        """Samples in this mini-batch, and in those of all workers, if known.
 
         Raises:
-            UserError: if nobody can tell.
+            UserError: if the number cannot be found.
         """
         self._rng_state.begin_batch()
         self._ends.begin_batch()
@@ -238,15 +244,15 @@ class Loaders:
         known = [weight for weight in weights if weight is not None]
         sure = len(known) == len(portions) > 0
         if batch is None and not sure:
-            return 1.0, None  # training_step(dataloader_iter) fetches by itself, in a moment
+            return 1.0, None  # training_step(dataloader_iter) is about to fetch by itself
         planned = sum(known) if sure else None
         weight = self._scales.weigh(batch, planned)
-        # What others have in this step is known in samples, not in what the user counts.
+        # The others' share of this step is known in samples, not in the user's own count.
         in_step = len(portions) == 1 and portions[0] is not None and weight == planned
         return weight, portions[0].together if in_step and portions[0] else None
 
     def pass_over(self) -> float | None:
-        """This worker has nothing in the step that begins; samples of all workers, if known."""
+        """This worker skips the step; return the samples of all workers, if known."""
         self._ends.begin_batch()
         (portion,) = [sampler.next_portion() for sampler in self.samplers]
         return None if portion is None else portion.together
@@ -267,24 +273,24 @@ class Loaders:
         return self._rng_state.under_way
 
     def take_back(self) -> None:
-        """The last step was broken off: its mini-batches are still to do."""
+        """The last step was broken off: its mini-batches are left to do."""
         for sampler in self.samplers:
             sampler.take_back(self._client.version)
         self._rng_state.take_back()
         self._committed = self._former
 
-    # ---- going on in the middle of an epoch -----------------------------------------------------
+    # ---- resuming in the middle of an epoch -----------------------------------------------------
 
     def write(self, checkpoint: dict[str, Any], for_now: bool = False) -> dict[str, Any]:
-        """The checkpoint, with what is left of the epoch.
+        """Add the rest of the epoch to a checkpoint.
 
-        ``for_now``: for a worker of this run, whose shared queue knows what is left.
+        ``for_now``: for a worker of this run, whose shared queue has the rest.
         """
         if self._trainer.state.fn != "fit" or "optimizer_states" not in checkpoint:
             return checkpoint
         epoch, resumed = self.position.epoch, self.position.resumed
         loops, batches = checkpoint["loops"]["fit_loop"], 0
-        # Of the shared queue; what was unseen at the last checkpoint is no longer what is left.
+        # Of the shared queue, now: the last checkpoint's rest is outdated.
         unseen = {} if self._requirements.whole_rounds or for_now else self._client.unseen
         closing = self.position.is_closing
         over = closing and any(sampler.has_begun(epoch - 1) for sampler in self.samplers)
@@ -298,7 +304,7 @@ class Loaders:
         ours = describe(epoch, batches, self.samplers, unseen)
         if others_go_on(self.samplers, ours):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
-        before = None if self.under_way else self._validation.before  # it comes behind a step
+        before = None if self.under_way else self._validation.before  # it follows a step
         if before is not None:
             validate_again(loops, before)
         dice = self._rng_state.state(before is not None)
@@ -306,7 +312,7 @@ class Loaders:
         return {**checkpoint, KEY: {**ours, **state}}
 
     def restore(self, checkpoint: dict[str, Any], source: str = "ckpt_path") -> dict[str, Any]:
-        """The checkpoint as Lightning is to see it; training will go on from there."""
+        """Check a checkpoint and prepare to resume from it; return what Lightning is to load."""
         resumes = self._trainer.state.fn == "fit"
         check_content(checkpoint, source, resumes)
         with restoring():
@@ -317,14 +323,14 @@ class Loaders:
         if resumes:
             self.position.resume(read(checkpoint))
             self._ends.keep(checkpoint.get(KEY, {}).get("metrics", {}))
-            if not self._client.joins:  # who comes back has the generators of who has told
+            if not self._client.joins:  # a restarted worker has the RNG states of another
                 self._rng_state.keep(checkpoint.get(KEY, {}).get("dice"))
         if self.position.resumed is not None:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
-            warnings.filterwarnings("ignore", message)  # and it is all right
+            warnings.filterwarnings("ignore", message)  # which works here
 
     def _settle(self) -> None:
-        """Counters have been restored, and loaders may have been made before they were."""
+        """Counters are restored: set the epoch of loaders that were made before."""
         epoch = self.position.epoch
         late = [sampler for sampler in self.samplers if sampler.epoch != epoch]
         for sampler in late:
@@ -334,7 +340,7 @@ class Loaders:
             self._moved = True
 
     def _begin_epoch(self) -> None:
-        """Lengths are those of this epoch, and so is what is iterated over."""
+        """Let lengths and iterators be those of this epoch."""
         loop = self._trainer.fit_loop
         self._moved |= self.position.begin()
         goes_on = loop.is_resuming or loop.epoch_loop.restarting
@@ -342,7 +348,7 @@ class Loaders:
         stale = self._moved or any(sampler.stale() for sampler in self.samplers)
         if self._rng_state.waits:
             self._rng_state.compare()
-            if self.position.resumed is None:  # an epoch begins, and an iterator draws a number
+            if self.position.resumed is None:  # an epoch begins, whose iterator draws a number
                 self._rng_state.throw()
                 stale = True
         if stale and not lightning_iterates:

@@ -1,7 +1,7 @@
-"""What ``trainer.predict`` returns: all workers' outputs, as one device would have returned them.
+"""Results of ``trainer.predict``: all workers' outputs in one device's order.
 
-Every worker predicts every W-th mini-batch; what came out travels home once, at the end, and is put
-in order there.
+Every worker predicts every W-th mini-batch and sends its outputs once, at the end; the calling
+process puts them in order.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hybridtrain.lightning.hooks.loop_hooks import combined_loader, predictions
 
 @dataclass(frozen=True)
 class Outputs:
-    """One worker's: ``payload`` is a pickled list (loaders) of lists (mini-batches).
+    """One worker's outputs: ``payload`` is a pickled list (loaders) of lists (mini-batches).
 
-    ``dealt`` says of each loader whether the workers have shared its mini-batches; where a stream
-    has been read by everybody, worker 0 speaks for all.
+    ``dealt``: of each loader, whether the workers have shared its mini-batches; of a stream, which
+    every worker reads whole, worker 0's outputs count.
     """
 
     payload: bytes
@@ -34,10 +34,10 @@ class Outputs:
 
 
 def collect(trainer: pl.Trainer) -> Outputs | None:
-    """What this worker has predicted, if somebody wants to know.
+    """This worker's predictions, if they are to be returned.
 
     Raises:
-        UserError: if it cannot travel.
+        UserError: if they cannot be pickled.
     """
     loop, found = trainer.predict_loop, predictions(trainer)
     if trainer.state.fn != "predict" or not loop.return_predictions or not found:
@@ -60,13 +60,13 @@ def _is_dealt(loader: Any) -> bool:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the rest of the buffer that it is a view of."""
+    """Without the rest of the storage that it is a view of."""
     whole = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if whole else tensor.clone()
 
 
 def in_order(everybodys: Sequence[Outputs | None]) -> list[Any]:
-    """Mini-batches as one device would have predicted them: a list, or one for each loader."""
+    """Outputs in one device's order: a list of mini-batches, or one for each loader."""
     first = everybodys[0]
     assert first is not None, "the first mini-batch is worker 0's"
     parts = [pickle.loads(each.payload) if each is not None else [] for each in everybodys]
@@ -78,6 +78,6 @@ def in_order(everybodys: Sequence[Outputs | None]) -> list[Any]:
 
 
 def _merged(shares: Sequence[list[Any]]) -> list[Any]:
-    """Worker w has mini-batches w, w + W, …; those who have none are left out, or have fewer."""
+    """Interleave: worker w has mini-batches w, w + W, …; shares may be shorter, or missing."""
     longest = max(len(share) for share in shares)
     return [share[n] for n in range(longest) for share in shares if n < len(share)]

@@ -1,10 +1,10 @@
-"""The next mini-batch is on the device before the step that runs has ended.
+"""Copy the next mini-batch to the device while the current step runs.
 
-When backward has been queued, the host has nothing to do until the gradients arrive: it takes the
-next mini-batch from the loader and queues its copy on a lane of its own. Lightning gets it when it
-asks, and the compute lane waits for the copy, not the host. Only where it changes nothing else:
-loaders with processes of their own (others would draw random numbers earlier than without this),
-whose length is known and that keep no state, and modules that leave the transfer to Lightning.
+After backward is queued, the host is idle until the gradients arrive: it takes the next mini-batch
+from the loader and queues its copy on a separate stream. The compute stream waits for the copy, not
+the host. Only where nothing else changes: loaders with worker processes (others would draw random
+numbers earlier), of known length and without state, and modules that leave the transfer to
+Lightning.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batc
 
 
 class OneAhead(Iterator[Any]):
-    """What an iterator gives; the next of it may be fetched before it is asked for."""
+    """An iterator whose next item may be fetched early."""
 
     def __init__(self, inner: Iterator[Any]) -> None:
         self._inner = inner
         self._fetched: list[Any] = []
 
     def fetch(self) -> Any:
-        """The next item, once; ``None`` if it is here already, or there is none."""
+        """Fetch the next item; ``None`` if it is fetched already, or there is none."""
         if self._fetched:
             return None
         try:
@@ -53,7 +53,7 @@ class OneAhead(Iterator[Any]):
 
 
 class Ahead:
-    """Fetches for one worker.
+    """Prefetches for one worker.
 
     Args:
         streams: of its device.
@@ -64,12 +64,12 @@ class Ahead:
         self._streams, self._trainer = streams, trainer
         self._device = context_of(trainer).root_device
         self._batch: Any = None  # on the host
-        self._moved: list[Any] = []  # the same on the device, once the lane has begun with it
+        self._moved: list[Any] = []  # the same on the device, once its copy has begun
         self._mark: Any = None
         self._changes_nothing = leaves_transfer_alone(trainer)
 
     def fetch(self) -> None:
-        """Backward has been queued."""
+        """Backward is queued: fetch the next mini-batch and queue its copy."""
         fetcher = training_fetcher(self._trainer)
         if not self._changes_nothing or not _may_be_asked_early(fetcher):
             return
@@ -83,14 +83,14 @@ class Ahead:
         self._batch, self._moved = batch, []
         moved, device = self._moved, self._device
         if not all(map(_is_plain, tree_leaves(batch))):
-            # Its tensors cannot be marked as used by the compute lane, so the memory that they
-            # leave may be given to this copy while that lane still reads them: wait for it.
+            # Tensors inside cannot be marked as used by the compute stream, so their freed memory
+            # may be reused by this copy while that stream still reads it: wait for the stream.
             self._streams.wait(Lane.DATA, self._streams.record(Lane.COMPUTE))
         self._streams.do(Lane.DATA, lambda: moved.append(move_data_to_device(batch, device)))
         self._mark = self._streams.record(Lane.DATA)
 
     def take(self, batch: Any) -> Any:
-        """What was made of this mini-batch, if it was; else ``None``."""
+        """The copy of this mini-batch on the device; ``None``: it was not prefetched."""
         if batch is None or batch is not self._batch:
             return None
         self._streams.wait(Lane.COMPUTE, self._mark)
@@ -103,17 +103,17 @@ class Ahead:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether a part of a mini-batch is a tensor, or is not moved at all."""
+    """Whether a leaf of a mini-batch is a tensor, or is not moved at all."""
     return isinstance(leaf, torch.Tensor) or not hasattr(leaf, "to")
 
 
 def ahead(exchange: Replica, trainer: Any) -> Ahead | None:
-    """Where there is something to cross."""
+    """Prefetching for a worker on a device; ``None`` on the host."""
     return Ahead(exchange.streams, trainer) if isinstance(exchange, CudaReplica) else None
 
 
 def leaves_transfer_alone(trainer: Any) -> bool:
-    """Whether a mini-batch is only copied."""
+    """Whether the transfer of a mini-batch is a plain copy."""
     module, data = trainer.lightning_module, trainer.datamodule
     own = any(is_overridden(hook, module, parent=LightningModule) for hook in _HOOKS)
     own = own or (
@@ -124,7 +124,7 @@ def leaves_transfer_alone(trainer: Any) -> bool:
 
 
 def _may_be_asked_early(fetcher: Any) -> bool:
-    """Whether there is another mini-batch, which its loader makes in processes of its own."""
+    """Whether a mini-batch follows, which the loader makes in worker processes."""
     if getattr(fetcher, "length", None) is None or fetcher.fetched >= fetcher.length:
         return False
     loaders = fetcher.combined_loader.flattened

@@ -1,17 +1,16 @@
-"""Who trains on which samples: fixed shares in lock-step, a shared queue when running freely.
+"""Training samplers: fixed shares in lock-step; free-running workers draw from a shared queue.
 
-The order of an epoch is the same in every worker: a permutation seeded with ``seed + epoch`` (what
-``DistributedSampler`` uses), or the order of the user's own sampler as worker 0 has drawn it. The
-union of the workers' mini-batches of one step is a slice of that order, whatever the number of
-workers and the sizes of their mini-batches; nothing is repeated and nothing is left out. A worker
-without a sample in the last step sits it out
-(:mod:`hybridtrain.lightning.participation.absent_steps`). Only where that cannot be, beside another
-loader that has some for it, it gets a filler that has no weight.
+The order of an epoch is the same in every worker: a permutation seeded with ``seed + epoch`` (as in
+``DistributedSampler``), or worker 0's draw from the user's own sampler. The union of the workers'
+mini-batches of one step is a slice of that order, for any number of workers and any batch sizes;
+no sample is repeated or left out. A worker without a sample in the last step skips it
+(:mod:`hybridtrain.lightning.participation.absent_steps`); if another loader has samples for it, it
+gets a filler of weight 0 instead.
 
-A *lap* is one pass over the order; a short loader beside a longer one is passed over several times
-in an epoch. A sampler knows what training has done of its lap, which is not what it has handed out:
-loaders and Lightning fetch ahead, and gradients that wait for others to be accumulated do not count
-yet. That is what a checkpoint in the middle of an epoch needs.
+A *lap* is one pass over the order; a short loader beside a longer one makes several laps in an
+epoch. A sampler counts the part of its lap that training has done, which a checkpoint in the middle
+of an epoch needs. That is less than the part handed out: loaders prefetch, and accumulated
+gradients without a step do not count.
 """
 
 from __future__ import annotations
@@ -20,21 +19,74 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.utils.data import Sampler
 
-from hybridtrain.lightning.data.epoch_order import Begun, Order
 from hybridtrain.protocol.messages import DrawnBatch, Gone, LoaderPass, Visits
 from hybridtrain.protocol.spans import Spans, dealt, merged, positions, split, total, without
 from hybridtrain.worker.client import Client
 
+Order = Callable[[int], Sequence[int]]  # epoch -> indices into the data set
+
+
+@dataclass(frozen=True)
+class Seeded:
+    """The order of ``DistributedSampler``, unpadded; ``seed=None``: not shuffled."""
+
+    length: int
+    seed: int | None
+
+    def __call__(self, epoch: int) -> list[int]:
+        if self.seed is None:
+            return list(range(self.length))
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        return torch.randperm(self.length, generator=generator).tolist()
+
+
+class Drawn:
+    """The order of the user's own sampler, drawn by worker 0 for all (it may be random)."""
+
+    def __init__(self, sampler: Sampler[int], client: Client) -> None:
+        self._sampler, self._client = sampler, client
+
+    def __call__(self, epoch: int) -> list[int]:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        mine = list(self._sampler) if self._client.is_leader else None
+        return self._client.gather("order of the epoch", mine)[0]
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The order of one epoch, from a checkpoint."""
+
+    indices: tuple[int, ...]
+
+    def __call__(self, epoch: int) -> Sequence[int]:
+        return self.indices
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A pass that a checkpoint left unfinished: number ``lap`` of its epoch.
+
+    ``spans`` of ``order`` are left; ``batches`` mini-batches are done.
+    """
+
+    epoch: int
+    order: Order
+    spans: Spans
+    batches: int = 0
+    lap: int = 0
+
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """What the sampler of one loader needs to know.
+    """How workers share one loader.
 
-    ``sizes`` are the workers' mini-batches; 1 where the data set's items are whole mini-batches.
-    ``turn``: mini-batches of one turn, where workers take turns; 0: they do not. ``fills``: who has
-    nothing in a step gets a filler. ``visits``: shards that workers draw from.
+    ``sizes``: samples in each worker's mini-batch; 1 where items are whole mini-batches. ``turn``:
+    mini-batches of a worker's turn; 0: workers take no turns. ``fills``: whether a worker without
+    samples in a step gets a filler. ``visits``: shards to draw from.
     """
 
     order: Order
@@ -49,12 +101,12 @@ class EpochPlan:
 
 @dataclass(frozen=True)
 class EpochPortion:
-    """One mini-batch as the sampler has planned it.
+    """One planned mini-batch.
 
-    ``weight`` in samples, ``None``: look at the mini-batch itself; ``batches`` and ``done`` of the
-    lap, mini-batches and positions, this one included; ``cover``: where it was drawn from;
-    ``together``: samples that all workers have in this step, where they go in step; ``without``:
-    the workers that have nothing in it, and no filler.
+    ``weight``: samples, ``None``: count in the mini-batch; ``batches``, ``done``: mini-batches and
+    positions of the lap up to and including this one; ``cover``: its draw from the queue;
+    ``together``: samples of all workers in this step, in lock-step; ``without``: workers that have
+    neither samples nor a filler in it.
     """
 
     weight: float | None
@@ -67,7 +119,7 @@ class EpochPortion:
 
 
 class EpochSampler(Sampler[int]):
-    """A sampler that knows its epoch and lap, and what of it has been handed out and done."""
+    """A sampler that counts, of its epoch and lap, the parts handed out and done."""
 
     def __init__(
         self,
@@ -80,8 +132,8 @@ class EpochSampler(Sampler[int]):
         self.plan, self.epoch, self.number = plan, epoch, number
         self._client, self._begun = client, begun
         self._planned: deque[EpochPortion] = deque()
-        self._running: EpochPortion | None = None  # the mini-batch that training has got last
-        self._without_now: tuple[int, ...] = ()  # who sits the step out
+        self._running: EpochPortion | None = None  # training's last mini-batch
+        self._without_now: tuple[int, ...] = ()  # workers that skip the step
         self._done: tuple[int, EpochPortion] | None = None  # in which epoch
         self._former: tuple[int, EpochPortion] | None = None  # the same before the last step
         self._iterated: int | None = None  # the epoch of the current lap
@@ -89,12 +141,12 @@ class EpochSampler(Sampler[int]):
         self.order: Sequence[int] = ()
         self._lap = 0
         self.ended = False  # the current pass has nothing more for this worker
-        self._crew = client.there  # who shares the passes that begin from now on
-        self._steps: list[tuple[int, int]] = []  # version, mini-batches then done of this iteration
+        self._crew = client.there  # workers that share the next passes
+        self._steps: list[tuple[int, int]] = []  # version, mini-batches of this iteration done then
 
     @property
     def batch_size(self) -> int:
-        """This worker's."""
+        """Of this worker."""
         return self.plan.sizes[self._client.worker]
 
     def set_epoch(self, epoch: int) -> None:
@@ -102,22 +154,22 @@ class EpochSampler(Sampler[int]):
         self.epoch = epoch
 
     def has_begun(self, epoch: int) -> bool:
-        """Whether something of the epoch has been done, here or before the checkpoint."""
+        """Whether a part of the epoch is done, in this run or before the checkpoint."""
         begun = self._begun is not None and self._begun.epoch == epoch
         return self.epoch == epoch and (begun or self._iterated == epoch)
 
     def stale(self) -> bool:
-        """Whether the current iteration is one over another epoch."""
+        """Whether the current iteration is over another epoch."""
         return self._iterated not in (None, self.epoch)
 
     def _resumed(self, lap: int | None = None) -> Begun | None:
-        """What a checkpoint says of this epoch (and lap)."""
+        """A checkpoint's pass, if it is of this epoch (and lap)."""
         begun = self._begun
         fits = begun and begun.epoch == self.epoch and lap in (None, begun.lap)
         return begun if fits else None
 
     def _begin(self) -> tuple[Sequence[int], Spans, int]:
-        """A lap begins (anew): the epoch's order, what is to be done of it, mini-batches before."""
+        """Begin a lap: the epoch's order, the spans to do, mini-batches done before."""
         if self._iterated != self.epoch:
             first = self._resumed()
             self._lap = first.lap if first else 0
@@ -149,7 +201,7 @@ class EpochSampler(Sampler[int]):
         self._planned.append(EpochPortion(weight, self._lap, batches, done, cover, known, without))
 
     def next_portion(self) -> EpochPortion | None:
-        """Training has got the next mini-batch; ``None``: it was not planned here."""
+        """Training takes the next mini-batch; ``None``: this sampler has not planned it."""
         portion = self._planned.popleft() if self._planned else None
         if portion is not None:
             self._running, self._without_now = portion, portion.without
@@ -159,19 +211,19 @@ class EpochSampler(Sampler[int]):
 
     @property
     def has_nothing_next(self) -> bool:
-        """Whether this worker is to sit the next step out."""
+        """Whether this worker is to skip the next step."""
         return bool(self._planned) and self._client.worker in self._planned[0].without
 
     def pop_without(self) -> tuple[int, ...]:
-        """The workers that sit the step out which training is in; asked once in a step."""
+        """The workers that skip the current step; to be called once in a step."""
         without, self._without_now = self._without_now, ()
         return without
 
     def commit(self, version: int | None = None) -> None:
-        """A step has been made with all the mini-batches that training has got.
+        """A step has been made with all mini-batches that training has taken.
 
         Args:
-            version: of the parameters after it, if it is to be remembered.
+            version: of the parameters after it, if the step is to be remembered.
         """
         if self._running is not None:
             self._former, self._done = self._done, (self.epoch, self._running)
@@ -179,27 +231,27 @@ class EpochSampler(Sampler[int]):
                 self._steps.append((version, self._running.batches))
 
     def take_back(self, version: int) -> None:
-        """The last step was broken off; ``version``: of the parameters, as they are."""
+        """The last step was broken off; ``version``: of the current parameters."""
         self._done = self._former
         self._steps = [each for each in self._steps if each[0] <= version]
 
     def left_by(self, gone: Sequence[Gone]) -> Spans:
-        """Positions of the current pass that these workers would have done."""
+        """Positions of the current pass that these workers have not done."""
         return ()
 
     def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
-        """The next iteration does these positions of the current pass, too, shared by ``crew``."""
+        """Let ``crew`` share these positions of the current pass in the next iteration."""
         self._crew, self.ended = crew, False
 
     def shares_with(self, crew: tuple[int, ...]) -> None:
-        """Who shares the passes that begin from now on."""
+        """Let ``crew`` share the next passes."""
         self._crew = crew
 
     def progress(self, unseen: dict[LoaderPass, Spans]) -> tuple[int, int, Spans]:
-        """Of the current epoch: the lap, mini-batches done in it, and positions still to do.
+        """Of the current epoch: the lap, its mini-batches done, and its positions left.
 
         Args:
-            unseen: by the parameters, as the server's queue knows it.
+            unseen: spans of the server's queue that no update has used.
         """
         begun = self._resumed()
         lap, batches, done = (begun.lap, begun.batches, 0) if begun else (0, 0, 0)
@@ -229,7 +281,7 @@ class ShareSampler(EpochSampler):
 
     @property
     def _sizes(self) -> tuple[int, ...]:
-        """Mini-batches of those who share."""
+        """Batch sizes of the workers that share the pass."""
         return tuple(self.plan.sizes[worker] for worker in self._crew)
 
     def _shares(self, todo: int, worker: int) -> Iterator[list[int]]:
@@ -243,7 +295,6 @@ class ShareSampler(EpochSampler):
         return dealt(self._sizes)[self._crew.index(worker)]
 
     def left_by(self, gone: Sequence[Gone]) -> Spans:
-        """Positions of the current pass that these workers would have done."""
         left: list[int] = []
         for each in gone:
             if each.worker in self._crew and self._iterated == self.epoch:
@@ -254,27 +305,25 @@ class ShareSampler(EpochSampler):
         return merged((position, position + 1) for position in left)
 
     def go_on(self, crew: tuple[int, ...], spans: Spans) -> None:
-        """The next iteration does these positions of the current pass, too, shared by ``crew``."""
         super().go_on(crew, spans)
         batches = self._done[1].batches if self._done is not None else 0
         self._begun = Begun(self.epoch, self.source, spans, batches, self._lap)
 
     def _todo(self) -> tuple[int, int]:
-        """Positions to do in the first lap of the epoch, and mini-batches done before."""
+        """Positions left of the epoch's first lap, and mini-batches done before."""
         begun = self._resumed()
         return (total(begun.spans), begun.batches) if begun else (self.plan.length, 0)
 
     def _without(self, rest: int) -> tuple[int, ...]:
-        """Who has nothing of a global mini-batch that has only its first ``rest`` places."""
+        """Workers without a sample in a global mini-batch of only ``rest`` places."""
         if rest >= sum(self._sizes) or self.plan.fills():
             return ()
         return tuple(worker for worker in self._crew if self._places(worker)[0] >= rest)
 
     def __len__(self) -> int:
-        """Indices of the epoch, as if every worker had something in every step, as all count.
+        """Indices of the epoch, as if every worker had a mini-batch in every step.
 
-        Lightning counts on from the mini-batches that were done before a checkpoint, so they are
-        part of the length, though they do not come again.
+        Includes those done before a checkpoint, because Lightning continues its count from them.
         """
         todo, before = self._todo()
         whole, size = sum(self._sizes), self.batch_size
@@ -299,5 +348,5 @@ class ShareSampler(EpochSampler):
 
 
 def filler(order: Sequence[int], size: int) -> list[int]:
-    """A mini-batch for a worker without samples: an ordinary one, so that any module can run it."""
+    """A mini-batch for a worker without samples: an ordinary one, which any module can run."""
     return list(order[:size])

@@ -1,1 +1,1 @@
-"""A worker that is lost: the others go on, and another process takes its place."""
+"""Lost workers: the other workers continue, or a new process takes the worker's place."""

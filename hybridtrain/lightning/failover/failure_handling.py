@@ -1,4 +1,4 @@
-"""What a worker does so that others may be lost: the parts that the user's choice needs."""
+"""The parts of a worker that ``strategy.on_failure`` needs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hybridtrain.lightning.run_context import WorkerContext
 
 
 class FailureHandling:
-    """Of one worker, whose training begins.
+    """Prepares one worker, at the start of training, for the loss of others.
 
     Args:
         strategy: of this worker.
-        trainer: its trainer.
-        loaders: its loaders.
-        back: if this worker is there again.
+        trainer: of this worker.
+        loaders: of this worker.
+        back: if this worker has been restarted.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class FailureHandling:
             )
 
     def _meet_early(self) -> None:
-        """All meet, but the hooks of this mini-batch are still to come, and others have none."""
+        """All workers meet, before the hooks of this mini-batch, which not every worker has."""
         self._strategy.meet()
         self._strategy.collectives.local = not self._whole_rounds
 
     def end_epoch(self) -> None:
-        """All will meet; a worker that has stopped early has not met the others at its end yet."""
+        """Before all workers meet: a worker that stopped early has not met them at its end yet."""
         if self._making_up is not None and not self._whole_rounds:
             self._making_up.end()
 
     def meet(self) -> None:
-        """All workers are here."""
+        """All workers meet."""
         if self._making_up is not None:
             self._making_up.meet()

@@ -1,6 +1,6 @@
-"""While worker 0 is gone, the one with the lowest number left logs, saves and reports.
+"""While worker 0 is lost, the remaining worker with the lowest number logs, saves and reports.
 
-Lightning decides in many places, some of them only once, by whether the process is rank 0.
+Lightning asks in many places, in some only once, whether the process has rank 0.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridtrain.worker.client import Client
 
 
 def know_the_loggers(trainer: pl.Trainer, collectives: Collectives) -> None:
-    """All workers' loggers would write to where worker 0's do."""
+    """Let all workers' loggers write to the places of worker 0's."""
     for logger in trainer.loggers:
         _ = logger.version  # chosen now, if it has not been
     known = collectives.broadcast([identity(logger) for logger in trainer.loggers], 0)
@@ -28,18 +28,18 @@ def know_the_loggers(trainer: pl.Trainer, collectives: Collectives) -> None:
 
 
 class LeaderFailover:
-    """Makes this worker the first, when it is.
+    """Gives this worker rank 0's duties while it has the lowest number.
 
     Args:
         trainer: of this worker.
-        client: knows who is gone.
+        client: has the lost workers.
     """
 
     def __init__(self, trainer: pl.Trainer, client: Client) -> None:
         self._trainer: Any = trainer
         self._client, self._leads = client, client.worker == 0
         client.on_change = self._look
-        self._look()  # a new process may begin as the first
+        self._look()  # a new process may begin with the lowest number
 
     def _look(self) -> None:
         before, self._leads = self._leads, self._client.is_leader
@@ -71,7 +71,7 @@ class LeaderFailover:
 
 
 def hand_over(trainer: Any) -> None:
-    """Callbacks that write files go on with those that another process has written."""
+    """Let callbacks that write files continue with those of another process."""
     for callback in trainer.callbacks:
         if (succeed := getattr(callback, "succeed", None)) is not None:
             succeed(trainer)

@@ -1,10 +1,9 @@
-"""What a worker that is gone has left of the epoch is done by the others, at the epoch's end.
+"""The remaining workers process a lost worker's samples, at the end of the epoch.
 
-When a worker has had its last mini-batch, all meet, and so learn who is gone. If these have left
-anything, the epoch is not over: the loaders are iterated over once more, for the rest, as if
-training went on from a checkpoint in the middle of the epoch. So each sample is used once, the mean
-of every step is over those who are there, and nothing changes before the others have done their own
-part. From the next epoch on it is shared among them.
+After their last mini-batch all workers meet and learn which are lost. If these left samples, the
+epoch continues: the loaders iterate once more, over the rest, as if training had resumed in the
+middle of the epoch. So each sample is used once, every step averages over the remaining workers,
+and nothing changes before these have done their own shares. From the next epoch on they share all.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from hybridtrain.worker.client import Client
 
 
 class LostSampleRedistribution:
-    """Looks, at the end of an epoch, whether that is the end.
+    """Continues an epoch that lost workers left unfinished.
 
     Args:
-        trainer: of this worker, whose training begins.
+        trainer: of this worker.
         client: to the server.
         samplers: of the training loaders.
         position: of this worker.
         align: brings all workers to the same parameters, and calls ``meet``.
-        keep: tells the parent where training is, behind the last update.
+        keep: sends the parent the state of training after the last update.
     """
 
     def __init__(
@@ -52,17 +51,17 @@ class LostSampleRedistribution:
         precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._look)
 
     def _look(self) -> None:
-        """After each mini-batch, before anything that follows from its being the last."""
+        """After each mini-batch, before Lightning acts on its being the last."""
         if is_at_last_batch(self._trainer):
             self.end()
 
     def end(self) -> None:
-        """This worker has had its last mini-batch: meet the others, once."""
+        """This worker has done its last mini-batch: meet the others, once."""
         if self._position.on(EpochEvent.REACHES_END):
             self._align()
 
     def meet(self) -> None:
-        """All are here, wherever in the epoch that is; behind its end they have looked already."""
+        """All workers meet, anywhere in the epoch; after its end this does nothing."""
         if self._position.state is EpochState.OVER:
             return
         client, samplers = self._client, self._samplers()

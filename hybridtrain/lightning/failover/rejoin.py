@@ -1,15 +1,14 @@
-"""A worker that is restarted: where training is, told by another, and how it goes on from there.
+"""Restart a lost worker: another worker sends it the state of training, from which it resumes.
 
-Parameters and the optimizers' states lie in host memory, so they need not be restored. What is
-missing is what Lightning knows of the course of training: its counters, callbacks, schedulers, what
-is left of the epoch. All of that makes a checkpoint, but for weights and states. One of the workers
-makes it while it waits in the middle of the step that the lost worker has left undone; a checkpoint
-of such a moment is one of the last whole step, from which the step is done again.
+Parameters and optimizer states lie in host memory. Missing are Lightning's counters, callbacks,
+schedulers and the rest of the epoch: a checkpoint without weights and states. Another worker makes
+it while it waits in the step that the lost worker left unfinished; it is a checkpoint of the last
+whole step, and the new worker repeats the unfinished one.
 
-Until its first step is made the new worker meets nobody: the others have been in those meetings.
-In lock-step it goes on with the random numbers of the lost one (:class:`RngMailbox`). Where
-these are not known it takes those of the worker that tells: all draw alike (a seed for all) as long
-as their mini-batches are equal. (Processes of a loader's own draw from others.)
+Until its first step the new worker skips all meetings: the others have been in them. In lock-step
+it restores the lost worker's RNG states (:class:`RngMailbox`); where these are unknown, those of
+the sending worker, because all draw alike from one seed as long as their mini-batches are equal.
+(Worker processes of a DataLoader have their own.)
 """
 
 from __future__ import annotations
@@ -49,18 +48,15 @@ _OURS = "hybridtrain_run"
 
 
 def has_begun(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
-    """Whether a checkpoint of now tells how the epoch is shared.
-
-    Where workers run freely, the shared queue knows that.
-    """
+    """Whether a checkpoint of now has the epoch's shares; free-running workers need none."""
     waits = context_of(trainer).requirements.whole_rounds
     return not waits or all(each.has_begun(trainer.current_epoch) for each in samplers)
 
 
 def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
-    """Whether such a checkpoint will say all that is needed.
+    """Whether such a checkpoint can be advanced by later steps.
 
-    In lock-step that is one loader, and one step for so many mini-batches.
+    In lock-step only with one loader and a fixed number of mini-batches a step.
     """
     if not context_of(trainer).requirements.whole_rounds:
         return True
@@ -68,7 +64,7 @@ def can_be_advanced(trainer: Any, samplers: Sequence[EpochSampler]) -> bool:
 
 
 def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None:
-    """Let ``steps`` more be done of the epoch."""
+    """Count ``steps`` more steps of the epoch as done."""
     if steps <= 0:
         return
     ours = checkpoint[KEY]
@@ -83,14 +79,14 @@ def advance(checkpoint: dict[str, Any], steps: int, trainer: pl.Trainer) -> None
 
 
 class RejoinState:
-    """In a worker that trains: tells where training is.
+    """In a training worker: sends the state of training.
 
     Args:
         trainer: of this worker.
         loaders: of this worker.
-        pages: for the states of this worker's generators, in lock-step.
-        back: if this worker itself is there again.
-        asked: by others, in the middle of a step; else this worker tells by itself.
+        pages: for this worker's RNG states, in lock-step.
+        back: if this worker itself has been restarted.
+        asked: whether the parent may ask, in the middle of a step; else the worker sends by itself.
     """
 
     def __init__(
@@ -104,10 +100,10 @@ class RejoinState:
         self._trainer: Any = trainer
         self._client = context_of(trainer).client
         self._loaders, self._pages, self._back = loaders, pages, back
-        self._kept_in: int | None = None  # the epoch in which something was left to be kept
+        self._kept_in: int | None = None  # the epoch of the last state that the parent keeps
         self._breaks = 0 if back is None else back.breaks  # evaluations and ends of epochs so far
-        self._begun: int | None = None  # the version that the step under way began with
-        self._generators: dict[str, Any] = {}  # their states before its first mini-batch came
+        self._begun: int | None = None  # the version at the beginning of the current step
+        self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
         if asked:
             precede(trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._fetch)
             self._client.tells = self.tell
@@ -130,21 +126,21 @@ class RejoinState:
                 self._pages.begin(client.worker, client.version, self._generators)
         samplers = self._loaders.samplers
         if client.is_leader and self._kept_in != epoch and has_begun(self._trainer, samplers):
-            self._kept_in = epoch  # once in an epoch, in case that all are lost at once
+            self._kept_in = epoch  # once an epoch, in case all workers are lost at once
             known = can_be_advanced(self._trainer, samplers)
             client.note(Progress(None, self.tell() if known else b""))
 
     def keep(self) -> None:
-        """Training is complete: if all are lost now, one process can do what follows."""
+        """After the last update: if all workers are lost now, one new process can finish."""
         if self._client.is_leader:
             self._client.note(Progress(None, self.tell()))
 
     def _push(self, *_: Any) -> None:
-        assert self._pages is not None, "nobody looks otherwise"
+        assert self._pages is not None, "it listens only with pages"
         self._pages.push(self._client.worker, self._client.version, self._breaks, look())
 
     def tell(self) -> bytes:
-        """A checkpoint between two steps, though this worker is in the middle of one."""
+        """A checkpoint of the last whole step, from a worker in the middle of the next."""
         trainer, context = self._trainer, context_of(self._trainer)
         module = trainer.lightning_module
         parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
@@ -173,11 +169,11 @@ class RejoinState:
 
 
 class Rejoin:
-    """In a worker that is restarted: lets Lightning go on from what was told.
+    """In a restarted worker: lets Lightning resume from the state it was sent.
 
     Args:
-        told: by :class:`RejoinState`.
-        version: updates so far; more than there were then, if it was told some time ago.
+        told: the state, of :class:`RejoinState`.
+        version: updates so far; more than in ``told`` if that is older.
         trainer: of this worker.
         client: to the server.
     """
@@ -196,12 +192,12 @@ class Rejoin:
         precede(trainer.fit_loop, "run", self._agree)
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-        """Of the trainer's function, with a checkpoint to go on from."""
+        """Arguments of the trainer's function, with a checkpoint to resume from."""
         given = signature(function).bind(*args, **kwargs).arguments
         return {**given, "ckpt_path": _PLACE}
 
     def prepare(self) -> None:
-        """Loggers write to where they have written; called before they are opened."""
+        """Let loggers continue their files; called before they are opened."""
         for logger, content in zip(self._trainer.loggers, self._ours["loggers"], strict=True):
             vars(logger).update(content)
             if isinstance(logger, CSVLogger) and self._trainer.is_global_zero:
@@ -209,18 +205,15 @@ class Rejoin:
 
     def _load(self, *_: Any, **__: Any) -> dict[str, Any]:
         self._take_unsaved_buffers()
-        weights = self._trainer.lightning_module.state_dict()  # which are not used
+        weights = self._trainer.lightning_module.state_dict()  # not used
         return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
 
     def _agree(self) -> None:
-        """Whether to end is decided together.
-
-        A callback that has looked at the clock as this process began has looked alone.
-        """
+        """Undo a stop that a callback of this new process decided alone, by its clock."""
         self._trainer.should_stop = self._ours["should_stop"]
 
     def catch_up(self) -> None:
-        """Counters and schedulers are restored; before training begins."""
+        """Bring counters and schedulers to the current version, before training begins."""
         if self._trainer.is_global_zero:
             hand_over(self._trainer)
         if context_of(self._trainer).requirements.whole_rounds:
@@ -228,7 +221,7 @@ class Rejoin:
             set_global_step(self._trainer, self._version)
 
     def _take_unsaved_buffers(self) -> None:
-        """Those that no checkpoint has; caches may have grown since the module was made."""
+        """Restore buffers outside of checkpoints; caches may have grown since the start."""
         for name, value in self._ours["unsaved"].items():
             path, _, last = name.rpartition(".")
             buffers = self._trainer.lightning_module.get_submodule(path)._buffers
@@ -239,7 +232,7 @@ class Rejoin:
                 buffers[last] = value.to(self._trainer.lightning_module.device)
 
     def begin(self, pages: RngMailbox | None) -> None:
-        """The first mini-batch is about to come."""
+        """Before the first mini-batch is fetched: restore the RNG states."""
         worker = context_of(self._trainer).client.worker
         known = None if pages is None else pages.find(worker, self._version, self.breaks)
         put(known or self._ours["generators"])

@@ -1,11 +1,4 @@
-"""The states of every worker's random generators, where one that takes its place finds them.
-
-A worker that is about to die tells nobody, so each writes them down as it goes, to memory that it
-shares with the parent and with its successor: before it fetches the first mini-batch of a step, and
-when it pushes. In lock-step the successor makes either that step, or the one behind it. What an
-evaluation or the end of an epoch draws between the two is in neither: there the states of another
-worker serve, which has drawn alike.
-"""
+"""Every worker's RNG states, for the process that takes its place."""
 
 from __future__ import annotations
 
@@ -17,7 +10,7 @@ import torch
 
 from hybridtrain.util.anonymous_files import SharedBytes
 
-# The updates that there were (or blank); evaluations and ends of epochs; the number of bytes.
+# Updates so far (or blank); evaluations and ends of epochs; the number of bytes.
 _HEAD = struct.Struct("<qqq")
 _ROOM = 32 * 1024 - _HEAD.size  # about 11 KiB are needed
 _BLANK = -2  # less than the version before the first
@@ -25,10 +18,15 @@ _BEFORE, _AFTER = 0, 1  # the fetching, the push
 
 
 class RngMailbox:
-    """Two pages for each of W workers, which only processes of this run read.
+    """Every worker's RNG states in shared memory, where the process that replaces it reads them.
+
+    A worker cannot send them when it dies, so it writes them as it goes: before it fetches the
+    first mini-batch of a step, and when it pushes. In lock-step its replacement makes that step or
+    the next. Numbers that an evaluation or the end of an epoch draws between the two are in neither
+    page: then another worker's states serve, which has drawn alike.
 
     Args:
-        n_workers: W.
+        n_workers: W; each has two pages.
     """
 
     def __init__(self, n_workers: int) -> None:
@@ -38,18 +36,18 @@ class RngMailbox:
                 self._blank(self._place(worker, page))
 
     def begin(self, worker: int, version: int, states: dict[str, Any]) -> None:
-        """The worker is about to fetch what it makes update ``version`` + 1 of."""
+        """Write the states before the worker fetches its mini-batches of update ``version`` + 1."""
         self._write(self._place(worker, _BEFORE), version, 0, states)
 
     def push(self, worker: int, version: int, breaks: int, states: dict[str, Any]) -> None:
-        """The worker has computed, and what it has is to become a part of that update.
+        """Write the states at the push for that update.
 
         ``breaks``: evaluations and ends of epochs so far.
         """
         self._write(self._place(worker, _AFTER), version, breaks, states)
 
     def find(self, worker: int, version: int, breaks: int) -> dict[str, Any] | None:
-        """With which the worker would fetch what it makes update ``version`` + 1 of, if known."""
+        """The states with which the worker would fetch for update ``version`` + 1, if known."""
         for page, wanted in ((_BEFORE, (version, 0)), (_AFTER, (version - 1, breaks))):
             place = self._place(worker, page)
             *found, n_bytes = _HEAD.unpack_from(self._shared.map, place)
@@ -59,7 +57,7 @@ class RngMailbox:
         return None
 
     def close(self) -> None:
-        """Nobody looks any more."""
+        """Release the shared memory."""
         self._shared.close()
 
     def _place(self, worker: int, page: int) -> int:
@@ -69,7 +67,7 @@ class RngMailbox:
         _HEAD.pack_into(self._shared.map, place, _BLANK, 0, 0)
 
     def _write(self, place: int, version: int, breaks: int, states: dict[str, Any]) -> None:
-        """Blank until it is whole: this process may be killed in the middle."""
+        """Write a page, blank until it is whole: this process may be killed in the middle."""
         self._blank(place)
         shared = self._shared.map
         plain = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in states.items()}
@@ -81,5 +79,5 @@ class RngMailbox:
 
 
 def _tensors(states: dict[str, Any]) -> dict[str, Any]:
-    """Torch's were written as arrays."""
+    """Torch's states as tensors; they were written as arrays."""
     return {k: torch.from_numpy(v) if k in ("torch", "cuda") else v for k, v in states.items()}

@@ -1,4 +1,4 @@
-"""The last actions of a worker that is stopped or has failed."""
+"""The last actions of a stopped or failed worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NO_GROUP = "Default process group has not been initialized"  # torch's words
 
 
 def advise(error: BaseException) -> None:
-    """Say what to use instead of torch.distributed, where the user's code has asked for it."""
+    """Add a note on replacements for torch.distributed, if the user's code has called it."""
     if any(_NO_GROUP in line for line in traceback.format_exception_only(error)):
         error.add_note(
             "Workers of this strategy have no process group of torch.distributed. Use "
@@ -36,9 +36,9 @@ def advise(error: BaseException) -> None:
 
 
 def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
-    """In a worker whose code has raised: say so, and save if the run ends and nobody else can.
+    """Report the exception to the parent; if chosen, write the final checkpoint.
 
-    The parent must hear of it first: others may wait for this worker.
+    The report comes first: other workers may wait for this one.
     """
     context = context_of(trainer)
     client = context.client
@@ -55,17 +55,17 @@ def report_failure(trainer: pl.Trainer, error: BaseException) -> None:
         counted = trainer.global_step == client.version or not context.requirements.whole_rounds
         take_turn_saving(trainer, able=counted)
     except ChannelClosed:
-        client.solo = True  # the parent is gone, and nothing can be done any more
+        client.solo = True  # the parent has ended
 
 
 def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
-    """In a worker that has stopped: one of them writes the last checkpoint.
+    """In a stopped worker: wait for permission; one worker writes the final checkpoint.
 
-    Not ``able``: it stands between an update and Lightning's counting of it.
+    Not ``able``: Lightning has not counted the last update yet.
     """
     client = context_of(trainer).client
     while client.save_permission is None:
-        reply = client.line.receive()[0]  # or an answer to what was asked before
+        reply = client.line.receive()[0]  # may be the reply to an earlier request
         client.save_permission = reply if isinstance(reply, SavePermission) else None
     client.is_saver = client.save_permission.saves
     if client.is_saver:
@@ -73,7 +73,7 @@ def take_turn_saving(trainer: pl.Trainer, able: bool = True) -> None:
 
 
 def save_interrupted(trainer: pl.Trainer) -> bool:
-    """One checkpoint of the last whole update, near the others; whether one was written.
+    """Write a checkpoint of the last whole update beside the others; return whether it was written.
 
     Needs no other worker.
     """
@@ -83,8 +83,8 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
         return False
     path, context = interrupted_in(Path(folder)), context_of(trainer)
     try:
-        context.before_checkpoint()  # others may have made updates that this one has not
-        context.collectives.local = False  # with nobody else: what user code gathers is its own
+        context.before_checkpoint()  # other workers may have made later updates
+        context.collectives.local = False  # user code may gather, from this worker alone
         if trainer.global_step == 0:
             return False
         if context.client.worker != 0:
@@ -98,13 +98,13 @@ def save_interrupted(trainer: pl.Trainer) -> bool:
         # Not Lightning's, which only worker 0 gives.
         warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
         return False
-    if written := str(path) not in context.keeping.unsaved.lost:  # else it has been said why
+    if written := str(path) not in context.keeping.unsaved.lost:  # else a warning was given
         print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
     return written
 
 
 def end_worker(trainer: pl.Trainer, error: BaseException) -> None:
-    """What Lightning does in the process that called it: tell callbacks and loggers."""
+    """Call the callbacks' ``on_exception`` and finish the loggers, as Lightning does."""
     try:
         end_interrupted(trainer, error)
     except (Exception, StopRequested) as second:  # the first error is the one to report

@@ -1,1 +1,1 @@
-"""How faults on purpose are carried out, in the parent and in workers."""
+"""Fault injection in the parent and in workers."""

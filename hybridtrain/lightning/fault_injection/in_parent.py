@@ -1,8 +1,7 @@
-"""What is to go wrong in a run, as its parent sees it, and the faults that the parent carries out.
+"""A run's injected faults, and those that the parent carries out: of the phase *update*.
 
-Those are the ones in the phase *update*: a worker is killed or stopped while the server steps the
-parameters with what it has pushed, in the middle of the arithmetic (where that is one piece: after
-it, before anybody is released).
+The parent kills or stops a worker while the server steps the parameters with its push, in the
+middle of the arithmetic (if that is one task: after it, before any worker is released).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _DYING_S = 5.0
 
 @dataclass
 class Faults:
-    """What is to go wrong in a run, and what has.
+    """The faults to inject into a run, and their log.
 
     Args:
         wanted: by the user.
@@ -39,20 +38,20 @@ class Faults:
 
     wanted: tuple[Fault, ...] = ()
     fault_log: FaultLog | None = None  # of the run under way
-    rehearses: bool = False  # what happens is a replay
+    rehearses: bool = False  # the run is a replay
 
     @classmethod
     def of(cls, given: Any) -> Faults:
-        """As the user gives them. Raises UserError."""
+        """Parse the user's argument. Raises UserError."""
         return cls(read_faults(given))
 
     @property
     def in_updates(self) -> bool:
-        """Whether any is to come while the server updates."""
+        """Whether a fault is of the phase *update*."""
         return any(fault.phase == "update" for fault in self.wanted)
 
     def check(self, requirements: Requirements, n_workers: int) -> None:
-        """Before a process starts. Raises UserError."""
+        """Check the faults before a process starts. Raises UserError."""
         check_workers(self.wanted, n_workers)
         if requirements.in_place and self.in_updates:
             raise UserError(
@@ -61,16 +60,13 @@ class Faults:
             )
 
     def begin(self, trainer: pl.Trainer, n_workers: int, rehearses: bool = False) -> None:
-        """A run begins; only training is disturbed."""
+        """A run begins; faults are injected only into training."""
         self.fault_log, self.rehearses = None, rehearses
         if self.wanted and trainer.state.fn == "fit":
             self.fault_log = FaultLog(len(self.wanted), n_workers)
 
     def conclude(self, well: bool) -> dict[str, Any]:
-        """For the statistics of the run. ``well``: nothing has ended it; then all should have been.
-
-        Warns of what never came.
-        """
+        """The log, for the run's statistics; if the run ended ``well``, warn of missed faults."""
         if self.fault_log is None:
             return {}
         fault_log, self.fault_log = self.fault_log, None
@@ -84,18 +80,13 @@ class Faults:
 
 
 def say(text: str) -> None:
-    """On a line of its own, whoever else writes."""
+    """Print a whole line to stderr."""
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
 
 
 def interrupt_updates(server: Server, faults: Faults) -> None:
-    """Kill or stop workers while the server updates with what they have pushed.
-
-    Args:
-        server: of that run.
-        faults: of the run that begins.
-    """
+    """Let the server's updates kill or stop workers whose pushes they use."""
     fault_log, wanted = faults.fault_log, faults.wanted
     if fault_log is None or faults.rehearses or not faults.in_updates:
         return
@@ -115,7 +106,7 @@ def interrupt_updates(server: Server, faults: Faults) -> None:
 
 
 def _struck(pool: Any, due: Sequence[tuple[int, Fault]], run: Callable[[], Any]) -> Any:
-    """Run it, and strike in the middle."""
+    """Run it, and inject the faults in the middle."""
     left = list(due)
 
     def strike() -> None:
@@ -143,7 +134,7 @@ def _struck(pool: Any, due: Sequence[tuple[int, Fault]], run: Callable[[], Any])
 
 
 def _strike(pid: int, fault: Fault) -> None:
-    """The process is dead, or stopped, when this returns."""
+    """Kill or stop the process, and wait until it is."""
     say(f"faults: {fault}, process {pid}")
     with suppress(OSError):  # it has ended by itself
         if os.getsid(pid) != os.getsid(0):

@@ -1,15 +1,16 @@
-"""How faults on purpose are carried out inside a worker.
+"""Fault injection inside a worker.
 
-Nothing here is in the way of a run without faults. With them, the worker's own objects are given
-methods that first ask whether something is due. See :mod:`hybridtrain.testing.faults` for what
-there is.
+A run without faults is unchanged. With faults, methods of the worker's objects first check whether
+one is due. :mod:`hybridtrain.testing.faults` lists the kinds. The phases:
 
-In a phase a fault comes here: *compute*: before the module's ``training_step``; *push*: the
-gradient lies in shared memory, and the server has not been told; *pull*: the release has come, and
-the parameters have not been taken (or the worker has made the step itself, unasked, and perhaps not
-told of it); *validation*: before a mini-batch of it; *checkpoint*: when half
-of the file is written, and for workers other than 0, which write none, as it begins; *teardown*: as
-the run ends. For *update* see :mod:`hybridtrain.lightning.fault_injection.in_parent`.
+- *compute*: before the module's ``training_step``;
+- *push*: the gradient is in shared memory, the push is not sent;
+- *pull*: the release is received, the parameters are not refreshed (or the worker has made the
+  update itself, and perhaps not reported it);
+- *validation*: before one of its mini-batches;
+- *checkpoint*: when half of the file is written; in workers that write none, as it begins;
+- *teardown*: as the run ends;
+- *update*: see :mod:`hybridtrain.lightning.fault_injection.in_parent`.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from hybridtrain.util import files
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.pending_push import Taking, Undoing
 
-EXIT_CODE = 70  # of a worker that ends without a word
-_OF_GRADIENTS = ("nan", "corrupt_gradient", "oom")  # what a replay repeats, too
+EXIT_CODE = 70  # of a worker that ends without a message
+_OF_GRADIENTS = ("nan", "corrupt_gradient", "oom")  # a replay repeats these, too
 
 
 class InjectedFault(RuntimeError):
@@ -45,7 +46,7 @@ class InjectedFault(RuntimeError):
 
 
 def inject(trainer: Any, client: Client, faults: Faults) -> None:
-    """Prepare what is to go wrong in this worker."""
+    """Prepare the faults of this worker."""
     if faults.fault_log is None:
         return
     kinds = _OF_GRADIENTS if faults.rehearses else KINDS  # a replay must not die
@@ -59,19 +60,19 @@ class Injection(pl.Callback):
     Args:
         schedule: of this worker.
         client: to the server.
-        fault_log: where the worker's steps are counted.
+        fault_log: counts the worker's steps.
     """
 
     def __init__(self, schedule: Schedule, client: Client, fault_log: FaultLog) -> None:
         self._schedule, self._client, self._fault_log = schedule, client, fault_log
         self._step = fault_log.progress(client.worker)[0]
-        self._began_s = 0.0  # when this step did
-        self._factor = 1.0  # of the loss that comes next
-        self._slow: tuple[float, float] = (1.0, 0)  # how much slower, until which step
+        self._began_s = 0.0  # start of this step
+        self._factor = 1.0  # of the next loss
+        self._slow: tuple[float, float] = (1.0, 0)  # slowdown, until which step
         fault_log.reach(client.worker, self._step, os.getpid())
 
     def on_fit_start(self, trainer: Any, *_: Any) -> None:
-        """All that is to be wrapped is there."""
+        """All objects to be wrapped exist now."""
         context = context_of(trainer)
         self._wrap_computing(context.session)
         self._wrap_exchange()
@@ -147,7 +148,7 @@ class Injection(pl.Callback):
 
         return torn
 
-    # ---- what happens ---------------------------------------------------------------------------
+    # ---- the faults -----------------------------------------------------------------------------
 
     def _visit(self, phase: str, step: int | None = None) -> None:
         step = self._step if step is None else step
@@ -184,14 +185,14 @@ class Injection(pl.Callback):
                 _lose_data_loader(fault)
 
     def _dawdle(self) -> None:
-        """Take longer for this step than it took."""
+        """Slow this step down."""
         factor, until = self._slow
         if factor > 1 and self._step < until:
             time.sleep((factor - 1) * (time.monotonic() - self._began_s))
 
 
 def _lose_data_loader(fault: Fault) -> None:
-    """Kill the processes that read for this one, or fail as if there had been one."""
+    """Kill the DataLoader's worker processes, or fail if there are none."""
     readers = multiprocessing.active_children()
     for reader in readers:
         with suppress(OSError):

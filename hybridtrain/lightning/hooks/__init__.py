@@ -1,1 +1,1 @@
-"""Private names of Lightning's, behind plain ones: nobody else touches them."""
+"""Lightning's private names, behind functions with plain names: used in this folder only."""

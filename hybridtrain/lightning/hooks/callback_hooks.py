@@ -1,4 +1,4 @@
-"""Lightning's callbacks and loggers: what they know and decide under private names."""
+"""Private attributes and methods of Lightning's callbacks and loggers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from pytorch_lightning.tuner.lr_finder import _determine_lr_attr_name
 
-# Of a ModelCheckpoint: what it has decided.
+# State of a ModelCheckpoint's decisions.
 DECIDED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-DECIDING = "_monitor_candidates"  # the method that begins it
+DECIDING = "_monitor_candidates"  # the method that begins a decision
 HOW_IT_STEPS = "_automatic_optimization"  # of a module
-WRITER = "_experiment"  # where loggers keep what is behind ``logger.experiment``: threads, files
+WRITER = "_experiment"  # of a logger: the object behind ``logger.experiment``, with threads, files
 
 # ---- ModelCheckpoint ----------------------------------------------------------------------------
 
@@ -24,32 +24,32 @@ def saves_every(callback: ModelCheckpoint) -> int:
 
 
 def save_every(callback: ModelCheckpoint, steps: int) -> None:
-    """Set it; ``steps`` may be an ``int`` that takes remainders in its own way."""
+    """Set it; ``steps`` may be a subclass of ``int`` with its own remainders."""
     callback._every_n_train_steps = steps
 
 
 def has_saved(callback: Any, step: int) -> None:
-    """Let it believe that it has."""
+    """Let the callback treat this step as saved."""
     vars(callback)[DECIDED[0]] = step
 
 
 def replace_finding(callback: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """How it looks for ``ckpt_path="last"``; ``by`` wraps what it has done until now."""
+    """Wrap its search for ``ckpt_path="last"``."""
     callback._find_last_checkpoints = by(callback._find_last_checkpoints)
 
 
 def replace_linking(callback: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """How it links ``last.ckpt``."""
+    """Wrap its linking of ``last.ckpt``."""
     callback._link_checkpoint = by(callback._link_checkpoint)
 
 
 def replace_saving(callback: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """How it saves one file."""
+    """Wrap its saving of one file."""
     callback._save_checkpoint = by(callback._save_checkpoint)
 
 
 def saves_as_lightning(callback: ModelCheckpoint) -> bool:
-    """Whether its class has left saving as it is."""
+    """Whether its class does not override saving."""
     kind: Any = type(callback)
     return (
         kind._save_checkpoint is ModelCheckpoint._save_checkpoint
@@ -61,7 +61,7 @@ def saves_as_lightning(callback: ModelCheckpoint) -> bool:
 
 
 def searched_attribute(finder: LearningRateFinder, module: pl.LightningModule) -> str | None:
-    """The module's attribute that a search sets; ``None``: it sets none."""
+    """The module's attribute that the search sets; ``None``: none."""
     return _determine_lr_attr_name(module, finder._attr_name) if finder._update_attr else None
 
 
@@ -69,20 +69,20 @@ def searched_attribute(finder: LearningRateFinder, module: pl.LightningModule) -
 
 
 def writer_of(logger: Any) -> Any:
-    """``None``: it has not been opened."""
+    """The logger's writer; ``None``: not opened."""
     return vars(logger).get(WRITER)
 
 
 def set_writer(logger: Any, writer: Any) -> None:
-    """Instead of one that would be opened."""
+    """Set the writer, so that none is opened."""
     setattr(logger, WRITER, writer)
 
 
 def uploads_checkpoints(logger: Any) -> bool:
-    """Whether a logger that can may do so."""
+    """Whether a logger's option ``log_model`` allows uploads."""
     return bool(getattr(logger, "_log_model", True))
 
 
 def purge_from(logger: Any, step: int) -> None:
-    """TensorBoard hides what was logged from this step on."""
+    """Let TensorBoard hide rows from this step on."""
     logger._kwargs.setdefault("purge_step", step)

@@ -1,4 +1,4 @@
-"""How Lightning makes a loader anew, and who decides on its sampler."""
+"""How Lightning rebuilds a DataLoader, and chooses its sampler."""
 
 from __future__ import annotations
 
@@ -17,10 +17,7 @@ from torch.utils.data import DataLoader
 def decide_on_loaders(
     trainer: Any, prepare: Callable[..., Any], resolve: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """From now on ``prepare`` makes loaders, and ``resolve`` their samplers.
-
-    Returns what has made loaders until now.
-    """
+    """Let ``prepare`` make loaders and ``resolve`` samplers; return Lightning's ``prepare``."""
     connector = trainer._data_connector
     former: Callable[..., Any] = connector._prepare_dataloader
     connector._resolve_sampler, connector._prepare_dataloader = resolve, prepare
@@ -33,7 +30,7 @@ def gets_our_sampler(trainer: Any, dataloader: Any) -> bool:
 
 
 def takes_a_sampler(dataloader: DataLoader[Any]) -> bool:
-    """Whether Lightning can put one into the loader's batch sampler."""
+    """Whether Lightning can put a sampler into the loader's batch sampler."""
     try:
         _dataloader_init_kwargs_resolve_sampler(dataloader, dataloader.sampler)
     except TypeError:
@@ -42,22 +39,22 @@ def takes_a_sampler(dataloader: DataLoader[Any]) -> bool:
 
 
 def rebuilt(dataloader: DataLoader[Any], like: DataLoader[Any], batches: Any) -> DataLoader[Any]:
-    """A loader of the same class, with the arguments of ``like`` and these mini-batches."""
+    """A loader of the same class, with the arguments of ``like`` and another batch sampler."""
     args, kwargs = _get_dataloader_init_args_and_kwargs(like, dataloader.sampler)
     kwargs |= {"sampler": None, "batch_sampler": batches, "batch_size": 1, "drop_last": False}
     return _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)
 
 
 def noting_indices(batches: Any) -> Any:
-    """A batch sampler that keeps the indices of each mini-batch, for prediction writers."""
+    """A batch sampler that records the indices of each mini-batch, for prediction writers."""
     return _IndexBatchSamplerWrapper(batches)
 
 
 def inside(batches: Any) -> Any:
-    """The batch sampler whose indices are noted, or the one that was given."""
+    """The batch sampler inside ``noting_indices``, or the given one."""
     return getattr(batches, "_batch_sampler", batches)
 
 
 def put_inside(noting: Any, batches: Any) -> None:
-    """Note the indices of another one."""
+    """Replace the batch sampler inside ``noting_indices``."""
     noting._batch_sampler = batches

@@ -1,4 +1,4 @@
-"""What Lightning's loops do not offer under a public name: counters, decisions, loaders."""
+"""Private counters, decisions and loaders of Lightning's loops."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pytorch_lightning.trainer.states import RunningStage
 # Methods of loops, to be wrapped.
 BEFORE_FETCH = "_on_before_fetch"  # of the loop over an epoch's mini-batches
 BEHIND_LOADER = "_store_dataloader_outputs"  # of a validation or test
-BEHIND_EVALUATION = "_on_evaluation_end"  # callbacks hear of its outcome
-ITERATING: tuple[tuple[type[Any], str], ...] = (  # what a StopIteration may leave
+BEHIND_EVALUATION = "_on_evaluation_end"  # calls the callbacks of an evaluation's end
+ITERATING: tuple[tuple[type[Any], str], ...] = (  # methods that let a StopIteration pass
     (_FitLoop, "on_advance_start"),
     (_FitLoop, "advance"),
     (_FitLoop, "on_advance_end"),
@@ -33,12 +33,12 @@ _LOGGED_STEP = "_batches_that_stepped"
 
 
 def logged_step(trainer: Any) -> int:
-    """The number that loggers give to a row: mini-batches with a step that this process has run."""
+    """The loggers' number of a row: mini-batches with a step that this process has run."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def set_logged_step(trainer: Any, step: int) -> None:
-    """The next row has this number."""
+    """Set the number of the next row."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
 
 
@@ -48,17 +48,17 @@ def saved_logged_step(loops: dict[str, Any]) -> int:
 
 
 def add_to_saved_logged_step(loops: dict[str, Any], steps: int) -> None:
-    """So many more."""
+    """Add ``steps`` to it."""
     loops["epoch_loop.state_dict"][_LOGGED_STEP] += steps
 
 
 def is_at_last_batch(trainer: Any) -> bool:
-    """Whether the mini-batch that is under way, or was, is this epoch's last."""
+    """Whether the current or last mini-batch is this epoch's last."""
     return bool(trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
 
 def accumulates(trainer: Any) -> bool:
-    """Whether this mini-batch makes no step: its gradient waits for others."""
+    """Whether this mini-batch only accumulates its gradient."""
     return bool(trainer.fit_loop.epoch_loop._should_accumulate())
 
 
@@ -71,28 +71,28 @@ def may_stop_early(trainer: Any) -> bool:
 
 
 def has_trained_epoch(trainer: Any) -> bool:
-    """Whether there is nothing more to train on in this epoch, or by ``max_steps``."""
+    """Whether this epoch has no more mini-batches, or ``max_steps`` is reached."""
     return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
 
 def has_ended_epoch(trainer: Any) -> bool:
-    """Whether no mini-batch follows in this epoch, also because training is to stop."""
+    """Whether no mini-batch follows in this epoch, also because training stops."""
     return has_trained_epoch(trainer) or bool(trainer.should_stop and may_stop_early(trainer))
 
 
 def validates_this_epoch(trainer: Any) -> bool:
-    """As ``check_val_every_n_epoch`` wants it."""
+    """Whether ``check_val_every_n_epoch`` has a validation in this epoch."""
     return bool(trainer.fit_loop.epoch_loop._should_check_val_epoch())
 
 
 def validation_is_due(trainer: Any) -> bool:
-    """Whether Lightning would validate behind this mini-batch."""
+    """Whether Lightning would validate after this mini-batch."""
     loop = trainer.fit_loop
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
 def replace_validation_check(trainer: Any, by: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Let ``by`` say whether a validation is due; returns what has said it until now.
+    """Let ``by`` decide whether a validation is due; return the former function.
 
     Both take the fetcher of mini-batches.
     """
@@ -103,24 +103,24 @@ def replace_validation_check(trainer: Any, by: Callable[[Any], bool]) -> Callabl
 
 
 def validation_seconds(trainer: Any) -> float | None:
-    """Of ``val_check_interval``, where it is a time."""
+    """``val_check_interval`` in seconds, if it is a time."""
     return trainer._val_check_time_interval
 
 
 def validate_from_beginning(trainer: Any) -> None:
-    """Lightning goes back to a validation that it takes for one that was broken off."""
+    """Let Lightning restart a validation, as if it had been interrupted."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.batch_progress.reset_on_run()
     loop._restart_stage = RestartStage.RESTARTED_MID_EVALUATION
 
 
 def set_restarting(loop: Any, restarting: bool) -> None:
-    """Of this loop alone; its property sets that of the loops inside as well."""
+    """Set it in this loop alone; the property would set it in inner loops, too."""
     loop._restarting = restarting
 
 
 def step_with(trainer: Any, closure: Callable[[], Any]) -> None:
-    """One step of automatic optimization, with another closure than that of a mini-batch."""
+    """One step of automatic optimization with this closure."""
     loop = trainer.fit_loop.epoch_loop
     loop.automatic_optimization._optimizer_step(loop.batch_idx, closure)
 
@@ -129,7 +129,7 @@ def step_with(trainer: Any, closure: Callable[[], Any]) -> None:
 
 
 def combined_loader(loop: Any) -> Any:
-    """What a loop iterates over, ``None`` before there is anything."""
+    """The loop's loaders; ``None`` before they are made."""
     return loop._combined_loader
 
 
@@ -145,7 +145,7 @@ def loops_of(trainer: Any) -> list[Any]:
 
 
 def _sizes(trainer: Any) -> dict[str, tuple[Any, str]]:
-    """Where loops keep the number of mini-batches: the loop, and the attribute's name."""
+    """The attributes of sizes: owner and name."""
     loops = loops_of(trainer)
     if trainer.state.fn == "predict":
         return {"predict": (loops[0], "max_batches")}
@@ -157,68 +157,68 @@ def _sizes(trainer: Any) -> dict[str, tuple[Any, str]]:
 
 
 def sizes_of(trainer: Any) -> dict[str, Any]:
-    """How many mini-batches the loops have, and the like."""
+    """Numbers of mini-batches, ``min_epochs`` and ``val_check_batch`` of the loops."""
     return {key: getattr(*where) for key, where in _sizes(trainer).items()}
 
 
 def set_sizes(trainer: Any, sizes: dict[str, Any]) -> None:
-    """The same in a trainer whose loops have not run."""
+    """Set them in a trainer whose loops have not run."""
     for key, (owner, name) in _sizes(trainer).items():
         setattr(owner, name, sizes[key])
 
 
 def has_loaders(loop: Any) -> bool:
-    """Whether there is anything that it iterates over."""
+    """Whether the loop's loaders are made."""
     return loop._combined_loader is not None
 
 
 def source_of(loop: Any) -> Any:
-    """Where its loaders come from."""
+    """Lightning's source of the loop's loaders."""
     return loop._data_source
 
 
 def give_loaders(loop: Any, combined: Any) -> None:
-    """Let the loop iterate over these loaders."""
+    """Set the loop's loaders."""
     loop._combined_loader = combined
 
 
 def forget_loaders(loop: Any) -> None:
-    """An evaluation makes its loaders anew when it begins next."""
+    """Let an evaluation make its loaders anew."""
     loop._combined_loader = None
 
 
 def evaluation_batches(loop: Any) -> Any:
-    """How many mini-batches an evaluation has of each of its loaders."""
+    """An evaluation's number of mini-batches of each loader."""
     return loop._max_batches
 
 
 def set_evaluation_batches(loop: Any, batches: Any) -> None:
-    """Let it look as if it had so many."""
+    """Set them."""
     loop._max_batches = batches
 
 
 def combination_of(combined: Any) -> str:
-    """How it combines several loaders: the ``mode`` of a ``CombinedLoader``."""
+    """The ``mode`` of a ``CombinedLoader``."""
     return combined._mode
 
 
 def training_fetcher(trainer: Any) -> Any:
-    """What fetches mini-batches for training."""
+    """The fetcher of training mini-batches."""
     return trainer.fit_loop._data_fetcher
 
 
 def limited_batches(stage: RunningStage, length: float, limit: float) -> float:
-    """How many mini-batches ``limit_*_batches`` leaves of ``length``."""
+    """The number of mini-batches that ``limit_*_batches`` allows of ``length``."""
     return _parse_num_batches(stage, length, limit)
 
 
 def predictions(trainer: Any) -> list[Any]:
-    """What ``trainer.predict`` has collected in this process."""
+    """This process's outputs of ``trainer.predict``."""
     return trainer.predict_loop._predictions
 
 
 def remeasure(trainer: Any) -> None:
-    """The training loaders have other lengths than when Lightning asked for them."""
+    """Let Lightning measure the training loaders anew."""
     loop, loader = trainer.fit_loop, trainer.fit_loop._combined_loader
     if loader is None or loader.limits is None or (length := sized_len(loader)) is None:
         return
@@ -231,6 +231,6 @@ def remeasure(trainer: Any) -> None:
     ]
     length = len(loader)
     loop.max_batches = length
-    interval = getattr(trainer, "val_check_interval", None)  # not there where the clock says when
+    interval = getattr(trainer, "val_check_interval", None)  # missing if it is a time
     if isinstance(interval, float) and trainer.val_check_batch != float("inf"):
         trainer.val_check_batch = max(1, int(length * interval))

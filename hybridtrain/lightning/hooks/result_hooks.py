@@ -1,4 +1,4 @@
-"""What ``self.log`` leaves behind: entries, metrics that callbacks see, states of torchmetrics."""
+"""Results of ``self.log``: entries, metrics of callbacks and loggers, states of torchmetrics."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _OF_METRIC = ("_computed", "_forward_cache", "_update_count", "_is_synced", "_ca
 
 
 def training_results(trainer: Any) -> dict[str, Any]:
-    """What training has logged in this epoch, by name."""
+    """The training's logged entries of this epoch, by name."""
     return trainer.fit_loop.epoch_loop._results
 
 
 def forget_batch(trainer: Any, and_its_size: bool = False) -> None:
-    """The mini-batch of which something might be logged."""
+    """Forget the current mini-batch, for logging."""
     results = trainer._results
     results.batch = None
     if and_its_size:
@@ -33,36 +33,36 @@ def forget_batch(trainer: Any, and_its_size: bool = False) -> None:
 
 
 def described(entry: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What ``self.log`` was told of a metric, and how it is reduced."""
+    """The options of an entry, and of its reduction."""
     meta: _Metadata = entry.meta
     about = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name != "_sync"}
     return about, {name: getattr(meta.sync, name) for name in _SYNC}
 
 
 def entry_of(about: dict[str, Any], sync: dict[str, Any], is_tensor: bool, reduce: Any) -> Any:
-    """One with nothing in it, described like another."""
+    """An entry without a value, with these options."""
     meta = _Metadata(**about)
     meta.sync = _Sync(fn=reduce, **sync)
     return _ResultMetric(meta, is_tensor)
 
 
 def begin_anew(entry: Any) -> None:
-    """It is of this epoch, and has been updated, or it warns that it was not."""
+    """Mark the entry as updated in this epoch, or it would warn."""
     entry.has_reset = False
-    entry._computed = None  # perhaps in an earlier epoch
+    entry._computed = None  # may be of an earlier epoch
     entry._update_count = 1
 
 
-# ---- what callbacks, loggers and the progress bar see -------------------------------------------
+# ---- metrics of callbacks, loggers and the progress bar -----------------------------------------
 
 
 def callback_metrics(trainer: Any) -> dict[str, Any]:
-    """As they were collected last; the trainer's own would collect them, a meeting of all."""
+    """The metrics as last collected; the trainer's property would collect, a meeting of all."""
     return trainer._logger_connector._callback_metrics
 
 
 def shown_metrics(trainer: Any) -> dict[str, dict[str, Any]]:
-    """The three collections, as they are."""
+    """The three collections, as last collected."""
     connector = trainer._logger_connector
     return {name: dict(getattr(connector, name)) for name in _SHOWN}
 
@@ -74,12 +74,12 @@ def show_metrics(trainer: Any, metrics: dict[str, dict[str, Any]]) -> None:
 
 
 def reset_metrics(trainer: Any) -> None:
-    """Nothing is seen any more."""
+    """Empty the collections."""
     trainer._logger_connector.reset_metrics()
 
 
 def log_connector(trainer: Any) -> Any:
-    """Collects what was logged, at the ends of steps and epochs."""
+    """Lightning's connector, which collects logged values at the ends of steps and epochs."""
     return trainer._logger_connector
 
 
@@ -87,13 +87,13 @@ def log_connector(trainer: Any) -> Any:
 
 
 def state_of_metric(metric: Metric) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its states, copied, and what it knows of them."""
+    """A metric's states, copied, and its private attributes."""
     known = vars(metric)
     return metric._copy_state_dict(), {name: known[name] for name in _OF_METRIC if name in known}
 
 
 def put_back_metric(metric: Metric, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    """Make it what it was."""
+    """Restore them."""
     for name, value in state[0].items():
         setattr(metric, name, value)
     vars(metric).update(state[1])

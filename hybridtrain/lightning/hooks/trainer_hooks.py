@@ -1,4 +1,4 @@
-"""What the trainer does through its connectors, and what strategies and launchers are made of."""
+"""Private parts of the trainer: connectors, teardown, strategies, launchers, modules."""
 
 from __future__ import annotations
 
@@ -23,64 +23,64 @@ from pytorch_lightning.utilities.exceptions import _TunerExitException as TunerE
 
 __all__ = ["GlobalState", "Launcher", "ProcessLauncher", "ScriptLauncher", "TunerExit"]
 
-MODULE = "_lightning_module"  # where a strategy keeps it
-RUNNING_HOOK = "_current_fx_name"  # where a module notes the hook that runs
+MODULE = "_lightning_module"  # of a strategy
+RUNNING_HOOK = "_current_fx_name"  # of a module: the name of the running hook
 
 # ---- checkpoints --------------------------------------------------------------------------------
 
 
 def dumper(trainer: Any) -> Any:
-    """Whose ``dump_checkpoint`` puts every checkpoint together."""
+    """The connector that makes and restores checkpoints."""
     return trainer._checkpoint_connector
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
-    """What a checkpoint would hold now."""
+    """The content of a checkpoint, now."""
     return dumper(trainer).dump_checkpoint(False)
 
 
 def dump_at_once(trainer: Any) -> dict[str, Any]:
-    """The same, without what was made to run before."""
+    """The same, without the listeners of ``dump_checkpoint``."""
     return _CheckpointConnector.dump_checkpoint(dumper(trainer), False)
 
 
 def checkpoint_plugin(strategy: Any) -> Any:
-    """What writes checkpoints; ``None``: nobody has asked for it yet, or given one."""
+    """The plugin that writes checkpoints; ``None``: the default."""
     return strategy._checkpoint_io
 
 
-# ---- the trainer's course -----------------------------------------------------------------------
+# ---- runs ---------------------------------------------------------------------------------------
 
 
 def leave_signals_alone(trainer: Any) -> None:
-    """The trainer installs no handlers."""
+    """Let the trainer install no signal handlers."""
     trainer._signal_connector.register_signal_handlers = lambda: None
 
 
 def requeue_slurm_job(trainer: Any, signum: int) -> None:
-    """What Lightning does at SLURM's warning: save, and queue the job again."""
+    """Save and requeue the job, as Lightning does at SLURM's warning."""
     trainer._signal_connector._slurm_sigusr_handler_fn(signum, None)
 
 
 def step_scheduler(trainer: Any, scheduler: Any) -> None:
-    """By the module's ``lr_scheduler_step``, which users may have one of their own for."""
+    """Step by the module's ``lr_scheduler_step``, which users may override."""
     call._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, None)
 
 
 def tear_down(trainer: Any) -> None:
-    """After a run that has ended as it should: hooks first."""
+    """End a run that has finished: hooks, then the trainer's teardown."""
     call._call_teardown_hook(trainer)
     trainer._teardown()
 
 
 def end_interrupted(trainer: Any, error: BaseException) -> None:
-    """After a run that ``error`` has ended: callbacks and loggers hear of it."""
+    """End a run that ``error`` has interrupted: ``on_exception``, loggers, teardown."""
     call._interrupt(trainer, error)
     trainer._teardown()
 
 
 def attach_data(trainer: Any, given: Mapping[str, Any]) -> None:
-    """Let the loops get their loaders from the arguments of the trainer function."""
+    """Set the loops' loaders from the arguments of the trainer function."""
     fit = trainer.state.fn == "fit"
     stage = str(trainer.state.fn.value)
     stages = ("train", "val") if fit else ({"validate": "val"}.get(stage, stage),)
@@ -94,7 +94,7 @@ def attach_data(trainer: Any, given: Mapping[str, Any]) -> None:
 
 
 def attach_module_callbacks(trainer: Any) -> None:
-    """Those of ``configure_callbacks``."""
+    """Add the callbacks of ``configure_callbacks``."""
     trainer._callback_connector._attach_model_callbacks()
 
 
@@ -102,12 +102,12 @@ def attach_module_callbacks(trainer: Any) -> None:
 
 
 def give_module(strategy: Any, module: pl.LightningModule) -> None:
-    """To a strategy that launches nothing."""
+    """Set the module of a strategy that launches nothing."""
     strategy._lightning_module = module
 
 
 def forget_compiler(module: Any) -> None:
-    """Lightning marks a compiled module, and refuses strategies but its own for it."""
+    """Remove the mark of a compiled module, for which Lightning refuses other strategies."""
     module._compiler_ctx = None
 
 
@@ -118,10 +118,10 @@ def configured_optimizers(module: pl.LightningModule) -> tuple[list[Any], list[A
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """The one inside of Lightning's wrapper, if there is a wrapper."""
+    """The optimizer inside Lightning's wrapper, or the given one."""
     return getattr(optimizer, "_optimizer", optimizer)
 
 
 def layer_sync(strategy: Any) -> Any:
-    """How batch normalisation is synchronised; ``None``: not at all."""
+    """The plugin that synchronises batch normalisation; ``None``: none."""
     return strategy._layer_sync

@@ -1,1 +1,1 @@
-"""Workers without data in a step or an epoch: they run no user code and leave no trace."""
+"""Workers without data in a step or an epoch: they run no user code there."""

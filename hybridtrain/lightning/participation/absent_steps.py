@@ -1,21 +1,24 @@
-"""A worker that has nothing to do in a step, or in an epoch, runs nothing of the user's.
+"""A worker without data in a step, or in an epoch, runs no user code there.
 
-In lock-step the last global mini-batch of an epoch may be too small for all workers to have a part.
-A worker without one skips the step: no ``training_step``, no hooks, no callbacks, so nothing of it
-is in logs, metrics, buffers or counters. The others do not wait for it: their round ends without
-it, and so do their meetings (a reduced metric, a batch normalisation of all, a callback that
-saves). It waits for them three times, patiently:
+In lock-step the last global mini-batch of an epoch may be too small to give every worker a sample.
+A worker without one skips the step: no ``training_step``, hooks or callbacks, and no trace in logs,
+metrics, buffers or counters. The others do not wait for it, neither in their round nor in their
+meetings (a reduced metric, synchronised batch normalisation, a callback that saves). It waits for
+them three times:
 
-- until their gradients are there, because what it has accumulated before belongs to the same
-  update: it steps the optimizer with that;
-- until the update is made: from then on all look whether the epoch is over;
-- until their mini-batch has ended: then it takes over what they have logged and decided.
+- until their gradients are computed: its own accumulated gradients belong to the same update, so it
+  steps the optimizer with them;
+- until the update is made: from then on all check whether the epoch is over;
+- until their mini-batch has ended: then it takes over their logged metrics and decisions.
 
-Where workers run freely, a worker may find the queue empty as the epoch begins. Its epoch ends at
-once, by the path that it ends by elsewhere.
+A free-running worker may find the queue empty as the epoch begins; its epoch ends at once, on the
+usual path. Its contribution may also arrive too late to count: other workers process the samples
+again, so it restores logged values, torchmetrics and buffers (batch normalisation) to their state
+before the mini-batch and skips the hooks that follow it. Attributes that user code changes stay.
+The copies take time at every mini-batch, so they are made only where a contribution may not count.
 
-A worker without data in a whole epoch does not know what modules log in it. At the epoch's end the
-others reduce these metrics with all workers, so it gets the same entries, with neutral values.
+A worker without data in a whole epoch has not logged the module's metrics. At the epoch's end all
+workers reduce them together, so it gets the same entries, with neutral values.
 """
 
 from __future__ import annotations
@@ -25,6 +28,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
+import torch
+from torchmetrics import Metric
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
@@ -36,7 +41,12 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     step_with,
     training_fetcher,
 )
-from hybridtrain.lightning.hooks.result_hooks import forget_batch
+from hybridtrain.lightning.hooks.result_hooks import (
+    forget_batch,
+    put_back_metric,
+    state_of_metric,
+    training_results,
+)
 from hybridtrain.lightning.participation.logged_metrics import (
     Entries,
     StepOutcome,
@@ -45,7 +55,6 @@ from hybridtrain.lightning.participation.logged_metrics import (
     take_entries,
     take_steps,
 )
-from hybridtrain.lightning.participation.uncounted import DoesNotCount, Uncounted
 from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.monitoring.heartbeat import Doing
@@ -59,14 +68,18 @@ _MADE = "the update of a step that some sit out"
 _ENDED = "the end of a step that some sit out"
 
 
+class DoesNotCount(Exception):
+    """The mini-batch just done does not count."""
+
+
 class Absence:
-    """Of one worker.
+    """Lets one worker skip steps.
 
     Args:
         trainer: of this worker.
         client: to the server.
-        loaders: know what this worker has in a step.
-        requirements: whether all take the same steps.
+        loaders: know whether this worker has samples in a step.
+        requirements: whether all workers take the same steps.
     """
 
     def __init__(
@@ -77,11 +90,11 @@ class Absence:
         self._requirements, self._whole_rounds = requirements, requirements.whole_rounds
         self._session: Session | None = None
         self.stopping = Stopping(trainer, client, requirements.whole_rounds)
-        self.uncounted: Uncounted | None = None  # where something may turn out not to count
+        self.uncounted: Uncounted | None = None  # where a contribution may not count
         self._has_had_some = False  # in this epoch
         self._sits_out = False
-        self._to_come: list[str] = []  # where somebody waits who sits this step out
-        self._passed = False  # there was no mini-batch that counted
+        self._to_come: list[str] = []  # meetings left in which workers wait that skip this step
+        self._passed = False  # no mini-batch counted
         loop: Any = self._trainer.fit_loop.epoch_loop
         self._loop, self._advance, self._end_advance = loop, loop.advance, loop.on_advance_end
         loop.advance, loop.on_advance_end = self.advance, self.end_advance
@@ -90,14 +103,14 @@ class Absence:
 
     @property
     def passed(self) -> bool:
-        """Whether there was no mini-batch, or none that counted."""
+        """Whether the last iteration had no mini-batch that counted."""
         return self._passed
 
     def begin(self, session: Session) -> None:
-        """Training begins."""
+        """Start of training."""
         self._session = session
         precede(session, "average", self._gradients_are_there)
-        # Where steps are bounded some may come behind the last.
+        # With a limit of steps, contributions may arrive after the last.
         bounded = not self._whole_rounds and self._loop.max_steps != -1
         if self._requirements.drops_late or bounded:
             self.uncounted = Uncounted(self._trainer, self._client)
@@ -108,7 +121,7 @@ class Absence:
     # ---- mini-batches ---------------------------------------------------------------------------
 
     def advance(self, fetcher: Any) -> None:
-        """As Lightning's, but for those who have nothing, or whose contribution does not count."""
+        """Lightning's, except for a mini-batch that is missing or does not count."""
         self._passed = False
         if self.uncounted is not None and not self._loaders.under_way:
             self.uncounted.keep()
@@ -122,7 +135,7 @@ class Absence:
             self._pass_over()
             return
         except StopIteration:
-            if self._loop.batch_progress.current.ready != ready:  # the user's wish
+            if self._loop.batch_progress.current.ready != ready:  # the user ends the epoch
                 self._tell_outcome()
                 raise
             if not self._has_nothing():
@@ -134,14 +147,14 @@ class Absence:
         self.stopping.end_batch()
 
     def end_advance(self, fetcher: Any) -> None:
-        """What does not count is no mini-batch that has stepped."""
+        """Do not count the step of a mini-batch that does not count."""
         step = logged_step(self._trainer)
         self._end_advance(fetcher)
         if self._passed:
             set_logged_step(self._trainer, step)
 
     def _has_nothing(self) -> bool:
-        """There was no mini-batch; whether there should have been none."""
+        """No mini-batch was found: whether this worker should have none."""
         samplers = self._loaders.samplers
         if self._whole_rounds:
             return any(sampler.has_nothing_next for sampler in samplers)
@@ -150,7 +163,7 @@ class Absence:
     # ---- in lock-step ---------------------------------------------------------------------------
 
     def _step_is_made(self) -> None:
-        """By those who have something in it."""
+        """In a worker with samples: the step is made."""
         if self.uncounted is not None and self.uncounted.happened:
             raise DoesNotCount
         self._look_who_waits()
@@ -165,7 +178,7 @@ class Absence:
             self._to_come = [_READY, _MADE, _ENDED]
 
     def gated(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure of a step, behind which some are awaited who sit it out."""
+        """The closure of a step, followed by the meeting with workers that skip the step."""
         self._look_who_waits()
         return partial(self._close, closure) if self._to_come else closure
 
@@ -183,12 +196,12 @@ class Absence:
         self._client.gather(where, item, patient=True)
 
     def _tell_outcome(self) -> None:
-        """The mini-batch has ended, for those who had one."""
+        """The mini-batch has ended: send its outcome to workers that skipped it."""
         if _ENDED in self._to_come:
             self._come_to(_ENDED, StepOutcome.of(self._trainer, checkpoints_of(self._trainer)))
 
     def _sit_out(self) -> None:
-        """All that Lightning counts is counted, and nothing else happens."""
+        """Skip a step: only count as Lightning does, and contribute accumulated gradients."""
         assert self._session is not None, "training has begun"
         loop, progress = self._loop, self._loop.batch_progress
         progress.is_last_batch = training_fetcher(self._trainer).done
@@ -219,7 +232,7 @@ class Absence:
 
     @property
     def _owes(self) -> bool:
-        """Whether gradients have been accumulated that this step is to have."""
+        """Whether this worker has accumulated gradients for this step."""
         assert self._session is not None, "training has begun"
         undone = any(step.weight > 0 and not step.pushed for step in self._session.steps)
         return undone and bool(self._trainer.lightning_module.automatic_optimization)
@@ -231,7 +244,7 @@ class Absence:
 
     @staticmethod
     def _catch_up(session: Session) -> None:
-        """Others have made updates that this worker had no part in."""
+        """Take over updates that the other workers have made."""
         if session.has_own_parameters:
             return
         version = session.pull()
@@ -242,7 +255,7 @@ class Absence:
             session.buffers.put_back(version)
 
     def _schedule(self) -> None:
-        """As Lightning does behind every mini-batch."""
+        """Step schedulers as Lightning does after every mini-batch."""
         self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         if is_at_last_batch(self._trainer):
             self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -250,13 +263,13 @@ class Absence:
     # ---- where workers run freely ---------------------------------------------------------------
 
     def _end_epoch(self) -> None:
-        """There was no mini-batch for this worker."""
+        """End the epoch: this worker has no mini-batch."""
         self._passed = True
         self._loop.batch_progress.is_last_batch = True
         self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _leave_it(self) -> None:
-        """The mini-batch was fetched, but is not begun."""
+        """Drop a mini-batch that was fetched, but not begun."""
         self._passed = True
         progress = self._loop.batch_progress
         progress.current.ready -= 1
@@ -265,15 +278,15 @@ class Absence:
         forget_batch(self._trainer)
 
     def _pass_over(self) -> None:
-        """The mini-batch has been run, but its contribution came too late."""
-        assert self.uncounted is not None, "it has said so"
+        """Undo a mini-batch whose contribution came too late."""
+        assert self.uncounted is not None, "it raised DoesNotCount"
         self._passed = True
         self.uncounted.put_back()
         forget_batch(self._trainer, and_its_size=True)
         self._loop.batch_progress.increment_processed()
         self._client.heartbeat.beat(Doing.BETWEEN)
         self._schedule()
-        for callback in checkpoints_of(self._trainer):  # they count updates, whose ever these are
+        for callback in checkpoints_of(self._trainer):  # they count all workers' updates
             module, index = self._trainer.lightning_module, self._loop.batch_idx
             callback.on_train_batch_end(self._trainer, module, None, None, index)
         self._loop.batch_progress.increment_completed()
@@ -281,7 +294,7 @@ class Absence:
     # ---- the end of an epoch --------------------------------------------------------------------
 
     def meet(self) -> None:
-        """All are here: who has had nothing learns what the others have logged."""
+        """All workers meet: those without a mini-batch take over what the others have logged."""
         trainer, client = self._trainer, self._client
         callbacks = checkpoints_of(trainer)
         if self._session is None or trainer.sanity_checking or client.n_workers == 1:
@@ -297,3 +310,53 @@ class Absence:
         if not self._has_had_some and found is not None:
             take_entries(trainer, found[0])
             found[1].give(trainer, callbacks)
+
+
+# ---- mini-batches that do not count --------------------------------------------------------------
+
+
+class Uncounted:
+    """Saves and restores the effects of a mini-batch on logged values, metrics and buffers.
+
+    Args:
+        trainer: of this worker.
+        client: receives whether the last push counted.
+    """
+
+    def __init__(self, trainer: pl.Trainer, client: Client) -> None:
+        self._trainer: Any = trainer
+        self._client = client
+        self._results: dict[str, dict[str, Any]] = {}
+        self._metrics: list[tuple[Metric, Any]] = []
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def happened(self) -> bool:
+        """Whether the last step did not count."""
+        return not self._client.counted
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Save, before a mini-batch."""
+        self._client.counted = True
+        module = self._trainer.lightning_module
+        results = training_results(self._trainer)
+        # Entries get other tensors, never other values in the same one.
+        self._results = {key: dict(vars(each)) for key, each in results.items()}
+        metrics = [each for each in module.modules() if isinstance(each, Metric)]
+        self._metrics = [(each, state_of_metric(each)) for each in metrics]
+        self._buffers = [(each, each.clone()) for each in module.buffers()]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Restore."""
+        self._client.counted = True
+        results = training_results(self._trainer)
+        for key in [key for key in results if key not in self._results]:
+            del results[key]
+        for key, kept in self._results.items():
+            vars(results[key]).update(kept)
+        for metric, state in self._metrics:
+            put_back_metric(metric, state)
+        for buffer, value in self._buffers:
+            buffer.copy_(value)

@@ -1,4 +1,4 @@
-"""What a worker takes over from those who had a part in a step, or in an epoch, that it had not."""
+"""Metrics and decisions that a worker without data takes over from workers with data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hybridtrain.lightning.run_context import context_of, strategy_of
 
 @dataclass(frozen=True)
 class Entry:
-    """What ``self.log`` was told of one metric: all but its value."""
+    """The options of ``self.log`` for one metric, without its value."""
 
     about: dict[str, Any]
     sync: dict[str, Any]
@@ -40,13 +40,13 @@ Entries = dict[str, Entry]
 
 
 def entries(trainer: Any) -> Entries:
-    """What training has logged in this epoch."""
+    """The metrics that training has logged in this epoch."""
     results = training_results(trainer).items()
     return {k: Entry(*described(each), each.is_tensor) for k, each in results if not each.has_reset}
 
 
 def take_entries(trainer: Any, known: Entries) -> None:
-    """The same, with nothing in it yet: what is reduced with the others' changes nothing."""
+    """Add the same entries with neutral values, which do not change the reduction."""
     results = training_results(trainer)
     for key, entry in known.items():
         if key not in results:
@@ -63,9 +63,9 @@ def _made(trainer: Any, entry: Entry) -> Any:
 
 
 def metrics_of(trainer: Any, collects: bool = False) -> dict[str, dict[str, Any]]:
-    """What callbacks, loggers and the progress bar see now, in host memory.
+    """Metrics of callbacks, loggers and the progress bar, in host memory.
 
-    ``collects``: with what has been logged, but not reduced yet.
+    ``collects``: reduce what has been logged first.
     """
     if collects:
         _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics
@@ -75,10 +75,10 @@ def metrics_of(trainer: Any, collects: bool = False) -> dict[str, dict[str, Any]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What a mini-batch, or an evaluation, has brought about in a worker that took part in it.
+    """The effects of a mini-batch or an evaluation in a worker that took part.
 
-    Metrics and decisions: the wish to stop, and what the callbacks that decide know.
-    ``schedules``: those that user code steps by hand, which others have not run.
+    Metrics, the request to stop, states of callbacks (``standings``), and ``schedules`` that user
+    code steps by hand.
     """
 
     metrics: dict[str, dict[str, Any]]
@@ -90,7 +90,7 @@ class StepOutcome:
     def of(
         cls, trainer: Any, callbacks: Sequence[pl.Callback], collects: bool = False
     ) -> StepOutcome:
-        """Of this worker; ``collects``: see :func:`metrics_of`."""
+        """In the worker that took part; ``collects``: see :func:`metrics_of`."""
         metrics = metrics_of(trainer, collects)
         standings = [standing_of(each, trainer.lightning_module) for each in callbacks]
         by_hand = not trainer.lightning_module.automatic_optimization
@@ -98,7 +98,7 @@ class StepOutcome:
         return cls(metrics, bool(trainer.should_stop), standings, schedules)
 
     def give(self, trainer: Any, callbacks: Sequence[pl.Callback]) -> None:
-        """To this worker."""
+        """In a worker that did not: take them over."""
         show_metrics(trainer, self.metrics)
         trainer.should_stop = self.should_stop
         for callback, state in zip(callbacks, self.standings, strict=True):
@@ -108,13 +108,13 @@ class StepOutcome:
 
 
 def steps_of(loop: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """How many steps Lightning has counted, of both kinds of optimization."""
+    """Lightning's counters of steps, of both kinds of optimization."""
     automatic, manual = loop.automatic_optimization, loop.manual_optimization
     return automatic.optim_progress.state_dict(), manual.optim_step_progress.state_dict()
 
 
 def take_steps(loop: Any, known: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
-    """Count as many; ``None``: nobody has made any."""
+    """Restore them; ``None``: no worker has made a step."""
     if known is not None:
         loop.automatic_optimization.optim_progress.load_state_dict(known[0])
         loop.manual_optimization.optim_step_progress.load_state_dict(known[1])

@@ -1,11 +1,10 @@
-"""Evaluations in which not every worker has something to do, or as much as the others.
+"""Evaluations in which workers have different numbers of mini-batches, or none.
 
-A worker takes part in an evaluation if it has a sample in each of its loaders. The others rest:
-Lightning skips a loop without mini-batches, and they wait for its end. Meetings of the workers that
-take part (a reduced metric, a callback's decision) go on without them. Then they take over what the
-evaluation has changed: metrics, a request to stop, callbacks' states. Workers whose shares differ
-by one mini-batch wait for each other the same way, so that a reduction within a step is over the
-workers that still have a step to make.
+A worker takes part if it has a sample in each loader. The others rest: Lightning skips a loop
+without mini-batches, and they wait for its end. The participants meet without them (a reduced
+metric, a callback's decision). Then the resting workers take over the evaluation's changes:
+metrics, a request to stop, callbacks' states. Workers whose shares differ by one mini-batch wait
+for each other in the same way, so that a reduction within a step is over the workers that have it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class UnevenEvaluation:
         loop: the loop.
         trainer: of this worker.
         client: to the server.
-        begin: what is to be done before loaders are made, for these workers.
+        begin: called with the workers that share the samples, before loaders are made.
     """
 
     def __init__(
@@ -48,15 +47,15 @@ class UnevenEvaluation:
         self._loop, self._client = loop, client
         self._trainer: Any = trainer
         self._begin = begin
-        self._roll: list[str] | None = None  # what everybody did in the evaluation under way
-        self.before: int | None = None  # mini-batches until it began, if it is not over
-        self._shared: tuple[int, ...] = ()  # the workers that share what the loaders have
+        self._roll: list[str] | None = None  # every worker's part in the current evaluation
+        self.before: int | None = None  # mini-batches before the current evaluation
+        self._shared: tuple[int, ...] = ()  # the workers that share the samples
         self._runs = False
-        self._batches: Any = None  # how many this worker has of each loader
-        self._shown: Any = None  # the same of a worker that takes part
+        self._batches: Any = None  # this worker's number for each loader
+        self._shown: Any = None  # the same of a participant
 
     def attach(self) -> None:
-        """Stand in the loop's way at its beginning and its end."""
+        """Listen to the loop's beginning and end."""
         loop = self._loop
         self._run, self._setup_data = loop.run, loop.setup_data
         loop.run, loop.setup_data = self.run, self.setup_data
@@ -72,7 +71,7 @@ class UnevenEvaluation:
         return self._loop is self._trainer.predict_loop
 
     def setup_data(self) -> None:
-        """Workers without samples are no error; the limit on predictions is one for all workers."""
+        """Allow workers without samples; apply the limit on predictions to all workers together."""
         module, trainer = self._trainer.lightning_module, self._trainer
         name = "allow_zero_length_dataloader_with_multiple_devices"
         allowed, limit = getattr(module, name), trainer.limit_predict_batches
@@ -85,7 +84,7 @@ class UnevenEvaluation:
         self._begin(sharing)
         setattr(module, name, True)
         if self._predicts and isinstance(limit, float) and limit > 0:
-            trainer.limit_predict_batches = 1.0  # `Dealt` has seen to it
+            trainer.limit_predict_batches = 1.0  # `Dealt` applies the limit
         try:
             self._setup_data()
         finally:
@@ -95,9 +94,9 @@ class UnevenEvaluation:
             self._show_batches(known)
 
     def _show_batches(self, known: Any) -> None:
-        """Outside of the evaluation a worker that rests looks as if it had mini-batches, too.
+        """Outside of the evaluation, show a participant's number of mini-batches in every worker.
 
-        Or callbacks that decide when to save would take it that nothing is validated.
+        Else callbacks that decide when to save would assume that there is no validation.
         """
         own = self._batches = evaluation_batches(self._loop)
         if own is not known:  # loaders are new
@@ -107,7 +106,7 @@ class UnevenEvaluation:
             set_evaluation_batches(self._loop, self._shown)
 
     def _sharing(self) -> tuple[int, ...]:
-        """Who shares the samples; where workers may be lost for good, all agree on who is left."""
+        """The workers that share the samples; all agree on them if workers may be lost for good."""
         client, choice = self._client, context_of(self._trainer).on_failure.choice
         if client.n_workers == 1 or client.solo or choice != "continue":
             return client.there
@@ -115,15 +114,15 @@ class UnevenEvaluation:
         return client.met
 
     def run(self) -> Any:
-        """As Lightning's, but all workers come out of it together."""
+        """Lightning's, but all workers leave it together."""
         total = self._loop.batch_progress.total
         self._roll, self.before = None, total.completed
         if not self._predicts and self._loop.restarted_mid_evaluation:
-            total.ready = total.started = total.completed  # Lightning sets the current ones back
+            total.ready = total.started = total.completed  # Lightning resets only the current ones
         self._runs = True
         result = self._run()
         self._runs = False
-        if self._client.n_workers > 1 and self._loop.max_batches:  # nobody has any otherwise
+        if self._client.n_workers > 1 and self._loop.max_batches:  # else no worker has any
             rests = self._roll is None
             roll = self._rest() if rests else self._roll
             if roll is not None and "end" in roll and "rests" in roll and not self._predicts:
@@ -138,18 +137,18 @@ class UnevenEvaluation:
         self._roll = self._meet("end")
 
     def _conclude(self) -> None:
-        """Callbacks hear of the outcome now, and may save it."""
+        """Before the callbacks of the evaluation's end, which may save."""
         self.before = None
 
     def _rest(self) -> list[str]:
         while "between" in (roll := self._meet("rests")):
-            pass  # the others have come to their next loader
+            pass  # the participants begin their next loader
         return roll
 
     def _share_outcome(self, rests: bool) -> None:
-        """Those who have rested become as the first who has not (and is not lost on the way)."""
+        """Let resting workers take over the outcome of the first participant that is not lost."""
         trainer = self._trainer
-        # Both sides have them; the module's own vary.
+        # All workers have the trainer's callbacks; those of the module vary.
         at_home = context_of(trainer).callbacks_at_home
         callbacks = trainer.callbacks if at_home is None else at_home
         mine = None if rests else StepOutcome.of(trainer, callbacks, collects=True)

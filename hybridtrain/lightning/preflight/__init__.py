@@ -1,1 +1,1 @@
-"""What is checked before any process is started."""
+"""Checks before any process is started."""

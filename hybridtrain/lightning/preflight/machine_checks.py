@@ -1,6 +1,6 @@
-"""What this machine has to have for a run: asked before a process is started, one line each.
+"""Check memory, devices, cores, descriptors and data against the machine, before a run.
 
-What cannot work is an error; what works badly is a warning. Nothing here initialises CUDA.
+An impossible run raises, a slow one warns. Nothing here initialises CUDA.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BF16_FROM = 8  # compute capability
 
 
 def check_devices(strategy: RunContext) -> None:
-    """Warns, once for all devices. Nothing is asked of CUDA."""
+    """Warn of unequal devices and of old ones. Does not call CUDA."""
     found = chosen(strategy.parallel_devices or [])
     sizes = sorted(gpu.n_bytes for gpu in found if gpu.n_bytes)
     unequal = bool(sizes) and sizes[-1] > _UNEQUAL * sizes[0]
@@ -64,7 +64,7 @@ def check_devices(strategy: RunContext) -> None:
 
 
 def chosen(devices: list[torch.device]) -> list[Gpu]:
-    """The chosen GPUs; none where their numbers on the machine are not certain.
+    """The chosen GPUs; none if their numbers on the machine are not certain.
 
     ``CUDA_VISIBLE_DEVICES`` may name UUIDs or parts of GPUs (``MIG-...``), and unless
     ``CUDA_DEVICE_ORDER`` says otherwise, CUDA numbers unlike devices by their speed.
@@ -84,7 +84,7 @@ def chosen(devices: list[torch.device]) -> list[Gpu]:
 def check_startup(
     strategy: RunContext, start_method: str, threads: int, cores: int, job: Any
 ) -> None:
-    """Raises UserError for what cannot work, and warns of what will not work well."""
+    """Run all checks; raises UserError where the run is impossible."""
     module, n_workers = job.trainer.lightning_module, strategy.world_size
     on_device = strategy.root_device.type in KINDS
     if job.trainer.state.fn == "fit":
@@ -107,10 +107,10 @@ def check_startup(
 
 
 def check_memory(module: torch.nn.Module, n_workers: int, copies: int) -> None:
-    """Of the host: masters, and for each worker a row of gradients and ``copies``, 0 or 1.
+    """Host memory: masters, and for each worker a row of gradients and ``copies``, 0 or 1.
 
-    Tables with sparse gradients have no such row, only what a mini-batch touches; but they take
-    their size once more when training is over and the weights come home. See docs/memory.md.
+    Tables with sparse gradients have no such row, only the rows that a mini-batch touches; but they
+    take their size once more when the weights are sent back. See docs/memory.md.
     """
     n_bytes, available = _bytes_of(module), available_bytes()
     if available is None:
@@ -133,7 +133,7 @@ def check_memory(module: torch.nn.Module, n_workers: int, copies: int) -> None:
 
 
 def check_device_memory(module: torch.nn.Module, workers_per_device: int) -> None:
-    """Of the largest GPU: each worker has parameters there, and for a moment their gradients."""
+    """The largest GPU: each worker holds parameters and, for a moment, their gradients."""
     needed, largest = 2 * _bytes_of(module) * workers_per_device, largest_device_bytes()
     if largest is not None and needed > largest:
         raise UserError(
@@ -144,7 +144,7 @@ def check_device_memory(module: torch.nn.Module, workers_per_device: int) -> Non
 
 
 def _bytes_of(module: torch.nn.Module, only: Collection[int] | None = None) -> int:
-    """Of parameters that are there already (others are made in ``configure_model``)."""
+    """Bytes of existing parameters (``configure_model`` may make others)."""
     there = [p for p in module.parameters() if p.requires_grad and not is_lazy(p)]
     if only is not None:
         there = [p for p in there if id(p) in only]
@@ -155,7 +155,7 @@ def _bytes_of(module: torch.nn.Module, only: Collection[int] | None = None) -> i
 
 
 def check_threads(n_workers: int, threads: int, cores: int, chosen_here: bool) -> None:
-    """Workers on CPUs get in each other's way where they have more threads than there are cores."""
+    """Warn of more threads of CPU workers than cores."""
     total = n_workers * threads
     if total <= cores:
         return
@@ -169,7 +169,7 @@ def check_threads(n_workers: int, threads: int, cores: int, chosen_here: bool) -
 
 
 def check_descriptors(n_workers: int) -> None:
-    """This process holds a few for each worker; the limit is raised as far as it may be."""
+    """Raise the limit of descriptors as far as allowed; this process holds a few per worker."""
     wanted = open_descriptors() + _PER_WORKER * n_workers + _OTHERS
     enough, limit = allow_descriptors(wanted)
     if not enough:
@@ -181,7 +181,7 @@ def check_descriptors(n_workers: int) -> None:
 
 
 def check_spawning(wanted: str, start_method: str) -> None:
-    """Somebody who could have had forked workers is told why not."""
+    """Warn where ``auto`` spawns workers only because CUDA is initialised."""
     if wanted == "auto" and start_method != "fork" and forbids_fork():
         rank_zero_warn(
             "CUDA is initialised in this process, so workers are spawned: each imports the script "
@@ -194,7 +194,7 @@ def check_spawning(wanted: str, start_method: str) -> None:
 
 
 def check_load(load: Load, n_workers: int, start_method: str, named: dict[str, Any]) -> None:
-    """What spawned workers are sent: tensors go through /dev/shm, the rest to each as a copy."""
+    """Check the size of what spawned workers are sent: tensors by /dev/shm, the rest as copies."""
     room = shared_memory_bytes()
     if room is not None and load.shared > room:
         raise UserError(
@@ -216,19 +216,19 @@ def check_load(load: Load, n_workers: int, start_method: str, named: dict[str, A
 
 
 def _largest(named: dict[str, Any], kind: str) -> str:
-    """The name of the part that has most of it."""
+    """The name of the largest part."""
     parts = {name: part for name, part in named.items() if name != "trainer"}
     return max(parts, key=lambda name: getattr(load_of(parts[name]), kind), default="the job")
 
 
 def check_loader(loader: Any, n_workers: int) -> None:
-    """Mini-batches that processes of a DataLoader make come through /dev/shm.
+    """Warn if /dev/shm may be too small for the mini-batches of a DataLoader's processes.
 
-    To be asked in one worker, before the loader's processes are started.
+    To be called in one worker, before the loader's processes start.
     """
     room = shared_memory_bytes()
     if not isinstance(loader, torch.utils.data.DataLoader) or not loader.num_workers:
-        return  # what others call num_workers need not be processes
+        return  # num_workers of another class need not be processes
     if room is None:
         return
     n_processes = loader.num_workers
@@ -244,7 +244,7 @@ def check_loader(loader: Any, n_workers: int) -> None:
 
 
 def _batch_bytes(loader: Any) -> int | None:
-    """Of one mini-batch, where the data set tells without being asked for a sample."""
+    """Bytes of one mini-batch, if the data set shows them without a sample being drawn."""
     if not isinstance(loader.dataset, torch.utils.data.TensorDataset):
         return None
     of_sample = sum(t[:1].numel() * t.element_size() for t in loader.dataset.tensors)

@@ -1,8 +1,8 @@
-"""What spawned workers need, looked at before the first of them is started.
+"""Check, before workers are spawned, that they can be sent what they need.
 
-A forked worker has everything its parent has. A spawned one imports the script anew and gets the
-rest as pickles, so the script must not train while it is imported, and all that it is to have must
-be possible to pickle and to find again.
+A forked worker inherits its parent's memory. A spawned one imports the script anew and gets the
+rest as pickles, so the script must not train while it is imported, and all parts must be picklable
+and importable.
 """
 
 from __future__ import annotations
@@ -23,23 +23,22 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.worker.device.cuda import forbids_fork
 
-# What only the parent's side needs, or what leads back to where one came from; and what a module
-# has under other names.
+# Attributes that only the parent needs, back references, and a module's own containers.
 _NO_PARTS = frozenset({"_trainer", "_fabric", "trainer", "_parameters", "_buffers", "_modules"})
 
 
 @dataclass(slots=True)
 class Load:
-    """What is sent to a spawned worker, in bytes: its own, and of tensors, which all share."""
+    """Bytes sent to a spawned worker: its own copy, and tensors, which all workers share."""
 
     own: int = 0
     shared: int = 0
 
 
 def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> Load:
-    """See that workers started this way can have ``job``, of which ``named`` are the parts.
+    """Check that ``job``, with the parts ``named``, can be sent to workers started this way.
 
-    Returns how much that is; nothing is sent to a forked worker.
+    Returns its size; nothing is sent to a forked worker.
 
     Raises:
         UserError: naming the line that trains on import, or the attribute that cannot be sent.
@@ -71,7 +70,7 @@ def check_sending(start_method: str, job: Any, named: dict[str, Any]) -> Load:
 
 
 def _way_out() -> str:
-    """How workers could be forked instead. Asked only where something is refused: it may fork."""
+    """How workers could be forked instead. Called only before an error: it may fork."""
     if forbids_fork():
         return "let nothing touch CUDA before trainer.fit, so that workers can be forked"
     return "use start_method=fork"
@@ -81,7 +80,7 @@ def _way_out() -> str:
 
 
 def unguarded_line() -> str | None:
-    """Where the running script trains outside of ``if __name__ == "__main__"``, as FILE:LINE."""
+    """The line, as FILE:LINE, where the script trains outside ``if __name__ == "__main__"``."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__") == "__main__":
@@ -106,7 +105,7 @@ def unguarded_line() -> str | None:
 
 
 def _is_imported_anew(main: Any) -> bool:
-    """Whether ``multiprocessing`` runs the main module's code in a spawned process."""
+    """Whether ``multiprocessing`` runs the main module again in a spawned process."""
     spec = getattr(main, "__spec__", None)
     if spec is not None:
         return not str(spec.name).endswith("__main__")
@@ -114,16 +113,16 @@ def _is_imported_anew(main: Any) -> bool:
 
 
 def _can_be_imported(main: Any) -> bool:
-    """Not so in a notebook, an interactive session, ``-c`` and what comes through a pipe."""
+    """Not so in a notebook, an interactive session, with ``-c`` or from a pipe."""
     file = getattr(main, "__file__", None)
     return file is not None and Path(file).is_file()
 
 
-# ---- what cannot be pickled ---------------------------------------------------------------------
+# ---- parts that cannot be pickled ---------------------------------------------------------------
 
 
 class _Nowhere:
-    """A file that forgets all but how much it was."""
+    """A file that only counts bytes."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -135,12 +134,12 @@ class _Nowhere:
 
 
 class _Probe(ForkingPickler):
-    """Pickles to nowhere and skips what is large, or can only be sent while a process starts."""
+    """Pickles to nowhere; skips tensors, and objects that are sent only while a process starts."""
 
     def __init__(self, lost: tuple[str, ...], load: Load) -> None:
         super().__init__(_Nowhere(load))
         self._lost, self._load = lost, load
-        self._counted: set[int] = set()  # where storages are that more than one tensor may have
+        self._counted: set[int] = set()  # addresses of storages, which tensors may share
 
     def persistent_id(self, obj: Any) -> str | None:
         if isinstance(obj, torch.Tensor):
@@ -152,7 +151,7 @@ class _Probe(ForkingPickler):
         return "other" if known or type(obj).__module__.startswith("multiprocessing.") else None
 
     def _count(self, tensor: torch.Tensor) -> None:
-        """Torch puts it into shared memory, once for all workers."""
+        """Count a storage that torch puts into shared memory, once for all workers."""
         plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
         if plain and not tensor.is_shared():
             storage = tensor.untyped_storage()
@@ -167,14 +166,14 @@ class _Probe(ForkingPickler):
 
 
 def load_of(obj: Any) -> Load:
-    """How much of it is sent to a spawned worker."""
+    """The size of an object sent to a spawned worker."""
     load = Load()
     _fails(obj, (), load)
     return load
 
 
 def _fails(obj: Any, lost: tuple[str, ...], load: Load | None = None) -> str | None:
-    """Why it cannot be sent, if so."""
+    """The reason why it cannot be sent; ``None``: it can."""
     try:
         _Probe(lost, load or Load()).dump(obj)
     except Exception as error:
@@ -183,10 +182,10 @@ def _fails(obj: Any, lost: tuple[str, ...], load: Load | None = None) -> str | N
 
 
 def unsendable(obj: Any, path: str, lost: tuple[str, ...] = ()) -> tuple[str, str] | None:
-    """The innermost attribute that cannot be pickled, and what it is; ``None`` if all can.
+    """The innermost attribute that cannot be pickled, and its description; ``None`` if all can.
 
     Args:
-        obj: where to look.
+        obj: to be searched.
         path: its name.
         lost: modules that a worker cannot import.
     """
@@ -205,7 +204,7 @@ def _search(obj: Any, path: str, lost: tuple[str, ...], seen: set[int]) -> tuple
 
 
 def _parts(obj: Any) -> Iterator[tuple[str, Any]]:
-    """What an object is made of, with the text that leads from its name to theirs."""
+    """The parts of an object, with the text to be added to its name."""
     match obj:
         case dict():
             yield from ((f"[{key!r}]", value) for key, value in obj.items())

@@ -1,4 +1,4 @@
-"""What cannot work is said before any process is started."""
+"""Refuse options of the trainer that the strategy cannot run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridtrain.worker.device import KINDS
 
 
 def check_trainer(trainer: Any, whole_rounds: bool) -> None:
-    """Look at the trainer's options with the policy in mind.
+    """Check the trainer's options against the policy.
 
     Raises:
         UserError: naming the option, what is allowed, and what to do.
@@ -63,7 +63,7 @@ def _check_process() -> None:
 
 
 def _check_package(trainer: Any) -> None:
-    """Lightning itself refuses a module of its other package, and takes everything else."""
+    """Lightning itself refuses a module of its other package, but no other part."""
     parts = (*trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None))
     for part in filter(is_foreign, parts):
         raise refuse_mixture(type(part).__name__, other_than(decide()))
@@ -78,7 +78,7 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def _check_environment(environment: Any) -> None:
-    """A process of many that somebody else has started would train a model of its own."""
+    """Refuse processes started externally: each would train a model of its own."""
     if environment is None or not environment.creates_processes_externally:
         return
     try:
@@ -118,10 +118,10 @@ def _check_limit(trainer: Any) -> None:
 
 
 def check_parameters(module: torch.nn.Module) -> None:
-    """See that each parameter has memory of its own.
+    """Check that parameters share no memory.
 
     Raises:
-        UserError: naming two that share some.
+        UserError: naming two that do.
     """
     found = overlapping(module.named_parameters(remove_duplicate=False))
     if found is None:

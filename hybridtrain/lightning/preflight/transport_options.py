@@ -1,4 +1,4 @@
-"""How gradients and parameters travel between devices and host memory, as the user wants it."""
+"""The option ``transport_dtype``: rounding of gradients between device and host memory."""
 
 from __future__ import annotations
 
@@ -15,21 +15,17 @@ _DTYPES = {None: None, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """``dtype``: what float32 gradients are rounded to, on their way.
-
-    Raises:
-        UserError: if that makes no sense.
-    """
+    """``dtype``: float32 gradients are rounded to it for the transfer."""
 
     dtype: torch.dtype | None = None
 
     @classmethod
     def of(cls, dtype: Any) -> Transport:
-        """By its name, which is checked."""
+        """Of the option's checked value."""
         return cls(_DTYPES[dtype])
 
     def check(self, strategy: Any, trainer: Any, requirements: Requirements) -> None:
-        """See that it goes with what else was asked for.
+        """Check it against the other options.
 
         Raises:
             UserError: naming the options.

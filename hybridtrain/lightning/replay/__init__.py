@@ -1,1 +1,1 @@
-"""Recording a ``fit``, repeating it to the bit, and running it in virtual time."""
+"""Record a ``fit``, replay it to the bit, and run it in virtual time."""

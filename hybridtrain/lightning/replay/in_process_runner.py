@@ -1,7 +1,7 @@
-"""What the launcher may do instead of starting processes: run all workers in this one, on threads.
+"""Run all workers in the calling process, on threads, instead of starting processes.
 
-Every worker gets a copy of trainer, module and data, as if they had been sent to a process of its
-own, and runs Lightning's loops on them.
+Every worker gets a copy of trainer, module and data, as if sent to its own process, and runs
+Lightning's loops on it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class InProcessRunner(ABC, Generic[T]):
-    """Runs the workers in its own way.
+    """Base of replay and rehearsal.
 
     Args:
-        record: of the run that it is about.
+        record: of the run.
     """
 
     def __init__(self, record: Record) -> None:
@@ -44,19 +44,19 @@ class InProcessRunner(ABC, Generic[T]):
         self.error: BaseException | None = None
 
     def __deepcopy__(self, memo: Any) -> InProcessRunner[T]:
-        return self  # workers need no copy
+        return self  # workers share it
 
     @abstractmethod
     def run(self, server: Server, stamp: Stamp, bodies: Sequence[Body]) -> tuple[T, list[Any]]:
-        """What came of it, and what the workers brought home (nothing, if they did not)."""
+        """Run the workers; return the outcome and their results (none if they did not finish)."""
 
     def play(self, strategy: RunContext, body: Callable[[Any], Body], job: Any) -> list[Any]:
-        """Run it; what the workers brought home, or nothing if they did not come to it.
+        """Run the workers; return their results, or none if they did not finish.
 
         Args:
             strategy: of this trainer.
             body: makes a worker's body from its copy of the job.
-            job: what every worker gets a copy of.
+            job: copied for every worker.
         """
         try:
             bodies = [body(_copied(job)) for _ in range(self.record.n_workers)]
@@ -68,16 +68,16 @@ class InProcessRunner(ABC, Generic[T]):
                 strategy.remember_stats(server.statistics.stats())
             finally:
                 server.close()
-        except BaseException as error:  # the launcher's callers would make a checkpoint of it
+        except BaseException as error:  # Lightning would handle it by writing a checkpoint
             self.error = error
             return []
         return results
 
     def fit(self, trainer: pl.Trainer, module: pl.LightningModule, **options: Any) -> T:
-        """``trainer.fit``, with this instead of processes.
+        """``trainer.fit``, with this in place of processes.
 
         Raises:
-            BaseException: what it or a worker has raised.
+            BaseException: of the run or a worker.
         """
         context = context_of(trainer)
         former = context.recording
@@ -93,12 +93,12 @@ class InProcessRunner(ABC, Generic[T]):
 
 
 def _copied(job: Any) -> Any:
-    """A job of a worker's own, as a process of its own would have.
+    """A worker's own copy of the job.
 
     Raises:
-        UserError: if something in it cannot be copied.
+        UserError: if a part cannot be copied.
     """
-    # Lightning's own dummy answers to any name, even to that of the method that would copy it.
+    # Lightning's dummy has an attribute of any name, even of the method that copies.
     dummies = [each for each in job.trainer.loggers if isinstance(each, DummyLogger)]
     try:
         return deepcopy(job, {id(each): DummyLogger() for each in dummies})
@@ -120,7 +120,7 @@ def _set_collectives(collectives: Collectives | None) -> None:
     HostBatchNorm.collectives = collectives
 
 
-# What the glue and Lightning keep once in a process.
+# Process-wide state of this package and of Lightning, which each worker needs for itself.
 CELLS = (
     Cell(partial(getattr, rank_zero_only, "rank", None), _set_rank),
     Cell(lambda: HostBatchNorm.collectives, _set_collectives),

@@ -1,9 +1,9 @@
 """A LightningModule and its data as a task of the virtual world.
 
-One module in one process computes all workers' gradients: its parameters are pointed to the
-worker's own, ``training_step`` takes the worker's mini-batch, and what it logs is not kept. Buffers
-(batch normalisation) and random numbers (dropout) are common to all workers. Hooks and callbacks
-are not run. Orders, weights and mini-batches are those of a training.
+One module in one process computes all workers' gradients: its parameters point to the worker's
+values, ``training_step`` takes the worker's mini-batch, and logged values are dropped. All workers
+share buffers (batch normalisation) and random numbers (dropout). Hooks and callbacks are not run.
+Orders, weights and mini-batches are those of a real run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.batch_size import Scales
-from hybridtrain.lightning.data.epoch_order import Seeded
+from hybridtrain.lightning.data.samplers import Seeded
 from hybridtrain.lightning.hooks.trainer_hooks import configured_optimizers
 from hybridtrain.lightning_package import own_name
 from hybridtrain.protocol.messages import Clip
@@ -37,12 +37,12 @@ from hybridtrain.worlds.virtual.training_task import Timetable
 
 
 class VirtualTrainer(pl.Trainer):
-    """What a module may ask its trainer, where nobody trains with it. There are W workers."""
+    """The trainer that the module sees, with W workers; it runs no loop."""
 
     def __init__(self, workers: int) -> None:
         told = logging.getLogger(own_name("pytorch_lightning.utilities.rank_zero"))
         before = told.level
-        told.setLevel(logging.WARNING)  # of this machine's devices, which do not matter
+        told.setLevel(logging.WARNING)  # hides messages about this machine's devices
         super().__init__(
             accelerator="cpu",
             devices=1,
@@ -68,14 +68,14 @@ class VirtualTrainer(pl.Trainer):
 
 
 class ModuleTask:
-    """All workers' gradients.
+    """Computes all workers' gradients.
 
     Args:
-        module: whose ``training_step`` gives the loss.
-        trainer: that module and data are to see.
+        module: its ``training_step`` gives the loss.
+        trainer: seen by module and data.
         loader: of the training data.
         seed: of the order of an epoch.
-        clip: how the merged gradient is to be clipped.
+        clip: clipping of the merged gradient.
 
     Raises:
         UserError: if the module cannot be trained this way.
@@ -91,7 +91,7 @@ class ModuleTask:
     ) -> None:
         _check(module, loader)
         self.clip, self.loss = clip, 0.0
-        self.epochs = math.inf  # that are wanted
+        self.epochs = math.inf
         self._module, self._trainer = module, trainer
         module.trainer = trainer
         vars(module)["log"] = _ignore
@@ -115,14 +115,14 @@ class ModuleTask:
         return [parameter.detach().clone() for parameter in self._parameters]
 
     def make_optimizer(self, masters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """The module's own, over these."""
+        """The module's own optimizer, over these masters."""
         number_of = {id(p): number for number, p in enumerate(self._parameters)}
         return load(dump(self._optimizer, number_of), lambda number: masters[number])[0]
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
     def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
-        """Fetch the mini-batch; returns its weight."""
+        """Fetch the mini-batch; return its weight."""
         if epoch not in self._orders:
             self._orders = {epoch: self._order(epoch)}
         self._trainer.epoch = epoch
@@ -143,7 +143,7 @@ class ModuleTask:
     def gradient(
         self, worker: int, values: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
-        """Of the worker's mini-batch, by backward from the module's loss."""
+        """The gradient of the module's loss on the worker's mini-batch."""
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data, parameter.grad = value, None
         batch = self._batches[worker]
@@ -161,14 +161,14 @@ class ModuleTask:
     # ---- schedules ------------------------------------------------------------------------------
 
     def updated(self, version: int) -> Groups | None:
-        """Schedules in steps follow the updates, as Lightning counts them: anew in every epoch."""
+        """Advance schedulers in steps after an update; as in Lightning, each epoch counts anew."""
         self._trainer.version = version
         step = version - self._epoch_began
         due = [s for s in self._schedules if s.interval == "step" and step % s.frequency == 0]
         return self._advance(due)
 
     def epoch_ended(self) -> Groups | None:
-        """Schedules in epochs follow the meetings."""
+        """Advance schedulers in epochs."""
         self._epoch_began = self._trainer.version
         ended = self._trainer.epoch + 1
         due = [s for s in self._schedules if s.interval == "epoch" and ended % s.frequency == 0]
@@ -188,7 +188,7 @@ class ModuleTask:
 
 
 def _ignore(*args: Any, **rest: Any) -> None:
-    """What a module logs in its training step is not kept."""
+    """In place of the module's ``log``."""
 
 
 def _check(module: pl.LightningModule, loader: Any) -> None:
@@ -215,7 +215,7 @@ def _check_schedules(schedules: Sequence[Any]) -> None:
 def _timetable(
     loader: DataLoader[Any], workers: int, seed: int
 ) -> tuple[Timetable, Callable[[int], Sequence[int]]]:
-    """How an epoch is made into mini-batches, and its order."""
+    """The mini-batches and the order of an epoch."""
     length = len(loader.dataset)  # type: ignore[arg-type]
     batches = loader.batch_sampler
     if batches is not None and type(batches) is not BatchSampler:

@@ -1,4 +1,4 @@
-"""Where the order of a run's events is to be written, or what runs the workers instead."""
+"""The option ``record``: the file of a run's events, or the replay that runs the workers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ class Runner(Protocol):
     """Runs the workers of a recorded run in this process."""
 
     def play(self, strategy: Any, body: Any, job: Any) -> list[Any]:
-        """What the workers brought home; nothing, if they did not come to it."""
+        """Run the workers; return their results, or none if they did not finish."""
         ...
 
 
 @dataclass
 class Recording:
-    """Where the order of events is to be written, and what is known of the run.
+    """Path of the record, and plain data ``about`` the run (the command line's configuration).
 
-    ``about`` is plain data, kept as it is: the command line puts the configuration there.
-    ``instead``: nothing is to be written; this runs the workers, in place of processes.
+    ``instead``: write no record; this runs the workers, in place of processes.
     """
 
     place: Path
@@ -33,11 +32,11 @@ class Recording:
 
     @classmethod
     def at(cls, place: Any) -> Recording | None:
-        """As the user has asked for it."""
+        """Of the user's option."""
         return None if place in (None, "") else cls(Path(place))
 
     def open(self) -> Writer:
-        """A new file; an older one stays.
+        """Open a new file; older ones stay.
 
         Raises:
             UserError: if it cannot be written.

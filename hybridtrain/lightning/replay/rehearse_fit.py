@@ -1,4 +1,4 @@
-"""Trains as a recorded run did, but under another policy, in virtual time."""
+"""Train like a recorded run, but under another policy, in virtual time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridtrain.worlds.virtual.measured_times import Measured
 
 
 class WhatIf(InProcessRunner[dict[str, Any]]):
-    """Lets workers take as long as they took; what comes of it are the server's figures."""
+    """Gives workers their recorded times; the outcome is the server's statistics."""
 
     def run(
         self, server: Server, stamp: Stamp, bodies: Sequence[Body]
@@ -52,7 +52,7 @@ def rehearse_fit(
 
 
 def _check_times(record: Record, strategy: RunContext) -> None:
-    """The record has a time for each push; of what lies between two pushes it has none."""
+    """The record has a time for each push, but none for the steps between two pushes."""
     recorded, each_step = record.strategy.get("exchange", "Gradient()"), ("Gradient()", "InPlace()")
     known = {recorded, repr(strategy.exchange)}
     if len(known) > 1 and not known <= {*each_step}:

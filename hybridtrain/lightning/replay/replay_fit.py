@@ -1,4 +1,4 @@
-"""Repeats a recorded ``trainer.fit`` in this process, in the order that its record tells."""
+"""Repeat a recorded ``trainer.fit`` in this process, in the recorded order of events."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _GO_ON = "to replay it nevertheless, say anyway=true"
 
 
 class Rerun(InProcessRunner[Replayed]):
-    """Does again what a record says; ``anyway``: whatever data differ."""
+    """Replays a record; ``anyway``: also with other data."""
 
     def __init__(self, record: Record, anyway: bool = False) -> None:
         super().__init__(record)
@@ -47,14 +47,14 @@ def replay_fit(
     anyway: bool = False,
     **options: Any,
 ) -> Replayed:
-    """Repeat the ``trainer.fit`` that has left this record, with a trainer made in the same way.
+    """Repeat the recorded ``trainer.fit``, with a trainer made in the same way.
 
     Args:
         record: see :func:`hybridtrain.recording.read_record`.
         trainer: with a ``HybridStrategy``.
-        module: as it was before training.
+        module: as before training.
         anyway: even if code, versions or data differ.
-        **options: as they were given to ``fit``.
+        **options: as given to ``fit``.
 
     Raises:
         UserError: if something differs, naming it.
@@ -90,7 +90,7 @@ def _check(record: Record, trainer: pl.Trainer, anyway: bool) -> None:
 
 
 def changed_code(record: Record) -> list[str]:
-    """Which source files are not those of the run."""
+    """Source files that have changed since the run."""
     then: Mapping[str, str] = record.header["code"]
     found = []
     for name, before in then.items():
@@ -101,7 +101,7 @@ def changed_code(record: Record) -> list[str]:
 
 
 def changed_versions(record: Record) -> list[str]:
-    """Which versions are not those of the run."""
+    """Versions that have changed since the run."""
     now = versions()
     return [
         f"{name}: {now.get(name)} here, {before} in the run"

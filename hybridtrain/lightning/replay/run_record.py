@@ -1,6 +1,6 @@
-"""What a record says of the run beside its events: code, versions, options, data.
+"""A record's description of the run: code, versions, options, data.
 
-All of it is to be compared when the run is repeated, and to be said where it differs.
+A replay compares all of it and reports differences.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def serving(strategy: RunContext, trainer: pl.Trainer, threads: int, server_threads: int) -> Server:
-    """The server, which writes down what it is told, if that is wanted.
+    """The server of a run, which records its events if a record is wanted.
 
     Args:
         threads: of each worker.
@@ -64,14 +64,14 @@ def serving(strategy: RunContext, trainer: pl.Trainer, threads: int, server_thre
 
 
 def make_server(strategy: RunContext, threads: int, kind: Callable[..., Server]) -> Server:
-    """The server that the strategy wants, of this ``kind``; an update may use so many threads."""
+    """The strategy's server, made by ``kind``; an update may use ``threads`` threads."""
     policy, correction = deepcopy((strategy.policy, strategy.correction))
     size, exchange = strategy.world_size, strategy.exchange
     return kind(policy, size, threads, correction=correction, exchange=exchange)
 
 
 def header(strategy: RunContext, threads: int, server_threads: int) -> dict[str, Any]:
-    """What was run, by what."""
+    """Options, versions and code of a run."""
     return {
         "workers": strategy.world_size,
         "threads": threads,
@@ -87,7 +87,7 @@ def header(strategy: RunContext, threads: int, server_threads: int) -> dict[str,
 
 
 def versions() -> dict[str, str]:
-    """Of whatever decides about bits."""
+    """Versions that results depend on, to the bit."""
     return {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -101,7 +101,7 @@ def versions() -> dict[str, str]:
 
 
 def users_code() -> dict[str, str]:
-    """The source files that this process has imported and nobody has installed: their hashes."""
+    """Hashes of the imported source files that are not installed packages."""
     found = {}
     for module in list(sys.modules.values()):
         path = getattr(module, "__file__", None)
@@ -111,7 +111,7 @@ def users_code() -> dict[str, str]:
 
 
 def hash_of_file(path: Path) -> str:
-    """Of its content; empty if there is none."""
+    """The hash of a file's content; empty if it cannot be read."""
     try:
         with open_input(path, "the file") as file:
             return hashlib.blake2b(file.read()).hexdigest()[:_DIGITS]
@@ -120,12 +120,12 @@ def hash_of_file(path: Path) -> str:
 
 
 def hash_now(name: str) -> str:
-    """The hash that goes with a name in :func:`header`'s ``code``, as it is now."""
+    """The current hash for a name in :func:`header`'s ``code``."""
     return _hash_of_package() if name == "hybridtrain" else hash_of_file(Path(name))
 
 
 def _short(path: str) -> str:
-    """As seen from the working directory, if it lies below."""
+    """Relative to the working directory, if it lies below."""
     here = Path.cwd()
     return str(Path(path).relative_to(here)) if Path(path).is_relative_to(here) else path
 
@@ -156,9 +156,9 @@ def _hash_of_package() -> str:
 
 
 def data_teller(client: Client, trainer: Any) -> Callable[[int, Any], None]:
-    """Each worker tells of each training loader's data, once, before it draws any of them.
+    """A function that sends a description of a training loader's data, once, before any is drawn.
 
-    For the record of the run, which keeps what is said first.
+    The record keeps the first description.
     """
     told: set[int] = set()
     silent = context_of(trainer).recording is None
@@ -172,10 +172,10 @@ def data_teller(client: Client, trainer: Any) -> Callable[[int, Any], None]:
 
 
 def data_print(data: Any) -> dict[str, Any]:
-    """The data set's length, and a hash of three of its items.
+    """A data set's class, its length, and a hash of three items.
 
-    Random states are as before, afterwards, also those of generators that the data set holds. Data
-    that cannot be looked up by number is named only.
+    Restores all RNG states, also those of generators that the data set holds. Data without numbered
+    items has only its class.
     """
     put_back = _generators_put_back(data)
     with isolate_rng():
@@ -204,7 +204,7 @@ def _looked_up(data: Any) -> dict[str, Any]:
         length = len(data)
         numbers = sorted({0, length // 2, length - 1}) if length else []
         return {"length": length, "items": checksum_of_state([_plain(data[n]) for n in numbers])}
-    except Exception:  # somebody else's class: what it cannot tell is not known
+    except Exception:  # the user's class may raise anything
         return {}
 
 
@@ -224,11 +224,11 @@ def _plain(item: Any) -> Any:
 
 
 def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Where data are not those that the record tells of.
+    """Differences between the data and the record's.
 
     Args:
-        then: all that the record tells.
-        now: what worker 0 has just said.
+        then: the record's descriptions.
+        now: worker 0's.
     """
     for name, here in now.items():
         there = then.get(name)

@@ -1,1 +1,1 @@
-"""What the calling process takes over from worker 0 after ``fit``: metrics, callbacks, loggers."""
+"""Worker 0's metrics, callbacks and loggers, copied to the calling process after ``fit``."""

@@ -1,9 +1,8 @@
-"""What callbacks and the module have written down while training.
+"""Copy attributes of callbacks and module from worker 0 to the calling process.
 
-Under DDP rank 0 is the calling process, so a list of losses that a callback keeps is there after
-``fit``. Here it is in worker 0, and has to be brought home: plain data by value, into the very
-lists and dictionaries that the user holds, and states by ``state_dict``. What is not plain data (a
-module, a file, a progress bar) stays as it was.
+Under DDP rank 0 is the calling process, so a callback's list of losses is there after ``fit``. Here
+worker 0 sends it: plain data by value, into the lists and dictionaries that the user holds, and
+states by ``state_dict``. Other attributes (a module, a file, a progress bar) stay as they were.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from hybridtrain.lightning.hooks.callback_hooks import DECIDED, HOW_IT_STEPS, searched_attribute
 
-_MOST_ITEMS = 100_000  # of one attribute; more is data, not something written down
+_MOST_ITEMS = 100_000  # of one attribute; more is data, not a result
 _ATOMS = (
     bool,
     int,
@@ -43,7 +42,7 @@ _ATOMS = (
 
 
 def what_was_found(finder: LearningRateFinder, module: pl.LightningModule) -> dict[str, Any]:
-    """The curve of losses, and the learning rate that the module has now."""
+    """The finder's losses, and the module's learning rate."""
     found: dict[str, Any] = {"optimal_lr": finder.optimal_lr}
     if (name := searched_attribute(finder, module)) is not None:
         found["attribute"] = (name, lightning_getattr(module, name))
@@ -53,7 +52,7 @@ def what_was_found(finder: LearningRateFinder, module: pl.LightningModule) -> di
 def take_what_was_found(
     finder: LearningRateFinder, module: pl.LightningModule, found: dict[str, Any]
 ) -> None:
-    """The other half, in the calling process."""
+    """In the calling process: set both."""
     finder.optimal_lr = found["optimal_lr"]
     if "attribute" in found:
         lightning_setattr(module, *found["attribute"])
@@ -65,7 +64,7 @@ class _NotPlain(Exception):
 
 @dataclass(frozen=True)
 class CallbackState:
-    """Of one callback, or of the module."""
+    """Plain attributes and ``state_dict`` of one callback or of the module."""
 
     kind: str
     plain: dict[str, Any]
@@ -80,13 +79,13 @@ def of_callback(callback: pl.Callback, module: pl.LightningModule) -> CallbackSt
 
 
 def of_module(module: pl.LightningModule) -> CallbackState:
-    """In worker 0. Weights and buffers travel on their own."""
+    """In worker 0. Weights and buffers are sent separately."""
     plain = plain_attributes(module, _comes_home)
     return CallbackState(_kind(module), plain, {})
 
 
 def _comes_home(name: str) -> bool:
-    """Also how the module optimizes, which ``setup`` may decide: steps are counted by that."""
+    """Public attributes, and the kind of optimization: ``setup`` may set it, and counts depend."""
     return name == HOW_IT_STEPS or (name[0] != "_" and name != "training")
 
 
@@ -107,7 +106,7 @@ def give_to_module(module: pl.LightningModule, belongings: CallbackState) -> Non
 def pairs(
     callbacks: Iterable[pl.Callback], brought: Iterable[CallbackState]
 ) -> list[tuple[pl.Callback, CallbackState]]:
-    """Each callback of this process with what its counterpart has brought, by kind and order."""
+    """Match callbacks of this process with the states of worker 0's, by class and order."""
     waiting = list(brought)
     found = []
     for callback in callbacks:
@@ -119,7 +118,7 @@ def pairs(
 
 
 def _kind(thing: object) -> str:
-    """The name of its class, which spawned workers know by another one if a script defines it."""
+    """The name of its class; spawned workers name a script's module differently."""
     module = type(thing).__module__
     return f"{'__main__' if module == '__mp_main__' else module}.{type(thing).__qualname__}"
 
@@ -139,7 +138,7 @@ _CHECKPOINT_FIELDS = (
 
 
 def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any]:
-    """What a callback says of itself."""
+    """A callback's state, with tensors in host memory."""
     if isinstance(callback, LearningRateFinder):
         return what_was_found(callback, module)
     if isinstance(callback, ModelCheckpoint):
@@ -148,12 +147,12 @@ def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any
     try:
         pickle.dumps(state)
     except Exception:
-        return {}  # it cannot travel; the other callback stays as it was
+        return {}  # it cannot be sent; the other callback stays as it was
     return state
 
 
 def standing_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any]:
-    """What another worker's has to know, too, to decide as this one will."""
+    """The state that another worker's callback needs, too, to decide like this one."""
     state = state_of(callback, module)
     if isinstance(callback, ModelCheckpoint):
         known = vars(callback)
@@ -163,12 +162,12 @@ def standing_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, 
 
 
 def _at_home(state: Any) -> Any:
-    """With its tensors in host memory, as no device is this process's and the other's."""
+    """With its tensors in host memory: the other process may use another device."""
     return tree_map_only(torch.Tensor, lambda value: value.cpu(), state)
 
 
 def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[str, Any]) -> None:
-    """The other half, elsewhere."""
+    """In another process: restore it."""
     if isinstance(callback, LearningRateFinder):
         take_what_was_found(callback, module, state)
     elif isinstance(callback, ModelCheckpoint):
@@ -177,7 +176,7 @@ def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[st
     elif state:
         try:
             callback.load_state_dict(state)
-        except Exception as error:  # it prepares itself only in a run (SpikeDetection)
+        except Exception as error:  # some are set up only in a run (SpikeDetection)
             rank_zero_warn(f"{type(callback).__name__} could not take its state home: {error!r}")
 
 
@@ -229,7 +228,7 @@ def _sized(value: Any) -> bool:
 
 
 def give_plain(thing: Any, values: dict[str, Any]) -> None:
-    """Set the attributes; what the user holds, too, is filled instead of replaced."""
+    """Set the attributes; fill containers in place, as the user may hold them, too."""
     for name, theirs in values.items():
         mine = vars(thing).get(name)
         if type(mine) is not type(theirs) or not _fill(mine, theirs):
@@ -237,7 +236,7 @@ def give_plain(thing: Any, values: dict[str, Any]) -> None:
 
 
 def _fill(mine: Any, theirs: Any) -> bool:
-    """Put the items into the container that others may hold too; False if it is none."""
+    """Put the items into the container; False if it is none."""
     match mine:
         case list():
             mine[:] = theirs

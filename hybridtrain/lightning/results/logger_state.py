@@ -1,23 +1,24 @@
-"""State of loggers, sent to workers and back, so that what they have written stays.
+"""Send the state of loggers to workers and back; keep training when the disk refuses a log.
 
-On one device a logger lives through ``fit``, ``test`` and ``fit`` again, with the rows it has not
-written yet, the columns it knows, and whatever a user's own keeps in memory. Here each of these
-runs has a worker 0 of its own, so all that is plain data comes home with it. A ``CSVLogger``
-deletes what it finds where it is opened: it is opened in the calling process, once, before workers
-have it. One that is found again after a failure learns from the file what was written meanwhile.
+On one device a logger lives through ``fit``, ``test`` and ``fit`` again, with its unwritten rows,
+its columns, and a user's own attributes. Here each call has a worker 0 of its own, so a logger's
+plain attributes are sent back after each. A ``CSVLogger`` deletes existing files when it opens: the
+calling process opens it, once, before workers get it. After a failure it reads columns from the
+file.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_fabric.loggers.csv_logs import CSVLogger
 from lightning_fabric.loggers.tensorboard import TensorBoardLogger
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
@@ -26,11 +27,10 @@ from hybridtrain.lightning.results.callback_state import give_plain, plain_attri
 
 
 def logger_states(trainer: Any) -> list[dict[str, Any]]:
-    """What a logger would be after pickling, for workers that are forked instead.
+    """Each logger's pickled state, for forked workers.
 
-    A fork has none of the threads behind ``logger.experiment``, and one that the user has opened
-    already would hang when its queue is full. As after pickling, it is opened anew, or (Weights &
-    Biases) the workers join the one of this process.
+    A fork loses the threads of an opened ``logger.experiment``, which would hang with a full queue.
+    With the pickled state it is opened anew, or (Weights & Biases) joins that of this process.
     """
     states = [logger.__getstate__() for logger in trainer.loggers]
     return [state if isinstance(state, dict) else {} for state in states]
@@ -38,15 +38,15 @@ def logger_states(trainer: Any) -> list[dict[str, Any]]:
 
 @contextmanager
 def logs_open(trainer: Any) -> Iterator[None]:
-    """In the calling process, around a run: loggers that write files know where."""
+    """In the calling process, around a run: fix the places of loggers that write files."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            _ = logger.version  # or a run after one that has failed would have another
+            _ = logger.version  # or a run after a failed one would choose another
         elif isinstance(logger, CSVLogger):
-            logger.save()  # what is not written yet, or both sides would write it
+            logger.save()  # or both processes would write the buffered rows
     try:
         yield
-    except BaseException:  # nothing comes home
+    except BaseException:  # workers send nothing back
         for logger in trainer.loggers:
             if isinstance(logger, CSVLogger):
                 keep_rows(logger)
@@ -54,13 +54,13 @@ def logs_open(trainer: Any) -> Iterator[None]:
 
 
 def identity(logger: Logger) -> dict[str, Any]:
-    """What a logger has become: its version, the number of its run, its names."""
+    """A logger's version, run number and names."""
     known = vars(logger).items()
     return {k: v for k, v in known if isinstance(v, str | int | float | None) and k != WRITER}
 
 
 def of_logger(logger: Any) -> dict[str, dict[str, Any]]:
-    """What goes home from worker 0: plain data, of the writer of a CSV file as well."""
+    """In worker 0: the plain attributes of a logger, and of a CSV logger's writer."""
     own = plain_attributes(logger, lambda name: name != WRITER)
     writer = writer_of(logger) if isinstance(logger, CSVLogger) else None
     return {"own": own, "writer": {} if writer is None else plain_attributes(writer)}
@@ -75,13 +75,13 @@ def give_to_logger(logger: Any, brought: dict[str, dict[str, Any]]) -> None:
 
 
 class _Reopened(ExperimentWriter):
-    """Goes on with the file of another process, which may be writing to it still."""
+    """Appends to the file of another process, which may still write to it."""
 
     def _check_log_dir_exists(self) -> None:
-        """What is there stays; Lightning's would delete it."""
+        """Keep existing files, which Lightning would delete."""
 
     def save(self) -> None:
-        """Add the rows; the other one may have added columns."""
+        """Append the rows, with columns that the other process may have added."""
         self.metrics_keys = _columns(Path(self.metrics_file_path)) or self.metrics_keys
         super().save()
 
@@ -94,7 +94,7 @@ def _columns(path: Path) -> list[str]:
 
 
 def keep_rows(logger: CSVLogger) -> None:
-    """Go on with the rows and columns that another process has written."""
+    """Append to the rows and columns that another process has written."""
     if rank_zero_only.rank != 0:  # type: ignore[attr-defined]
         return
     writer = writer_of(logger)
@@ -102,3 +102,51 @@ def keep_rows(logger: CSVLogger) -> None:
         set_writer(logger, _Reopened(logger.log_dir))
     elif type(writer) is ExperimentWriter:
         writer.__class__ = _Reopened
+
+
+# ---- a full disk --------------------------------------------------------------------------------
+
+_WRITING = (
+    *("log_metrics", "log_hyperparams", "log_graph", "save", "finalize"),
+    "after_save_checkpoint",
+)
+
+
+@dataclass
+class _Patient:
+    """A logger's method; warns of a refusing disk once for each logger."""
+
+    method: Callable[..., Any]
+    name: str
+    said: list[bool] = field(default_factory=list)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self.method(*args, **kwargs)
+        except Exception as error:
+            refusal = _refusal(error)
+            if refusal is None:
+                raise
+            if not self.said:
+                rank_zero_warn(
+                    f"{self.name} could not write its log ({refusal.strerror or refusal}); "
+                    "training goes on, the log has gaps"
+                )
+            self.said.append(True)
+
+
+def _refusal(error: BaseException | None) -> OSError | None:
+    """The ``OSError`` behind it: TensorBoardLogger raises it as a value that cannot be logged."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__cause__
+    return error
+
+
+def let_write(loggers: list[Logger]) -> None:
+    """Let training continue where the disk refuses what these write."""
+    for logger in loggers:
+        said: list[bool] = []
+        for name in _WRITING:
+            method = getattr(logger, name, None)
+            if method is not None and not isinstance(method, _Patient):
+                vars(logger)[name] = _Patient(method, type(logger).__name__, said)

@@ -1,8 +1,13 @@
-"""Attributes of ``trainer`` behind a run, in the calling process, which did not train.
+"""Attributes of ``trainer`` after a run, in the calling process, which did not train.
 
-Sizes come from worker 0. Loaders, optimizers and schedules are made when somebody asks for them:
-the hooks of the user that make them (``train_dataloader``, ``configure_optimizers``) run here then,
-and optimizers and schedules get the states that they have come to.
+Worker 0 sends the sizes. Loaders, optimizers and schedulers are made on first use, by the user's
+hooks (``train_dataloader``, ``configure_optimizers``); optimizers and schedulers then load the
+trained states.
+
+Lightning calls ``configure_model`` after ``setup``, in the workers. The calling process calls it
+once, before it loads the weights, so that the module has all layers. It does not call ``setup``,
+which may read data: the module's plain attributes (a number of classes) are sent as they were just
+before ``configure_model``, which may itself note that it has been called.
 """
 
 from __future__ import annotations
@@ -12,8 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.utilities import CombinedLoader
+from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.lightning.hooks.loop_hooks import (
     give_loaders,
@@ -24,15 +31,16 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     source_of,
 )
 from hybridtrain.lightning.hooks.trainer_hooks import attach_data, configured_optimizers
+from hybridtrain.lightning.results.callback_state import CallbackState, give_to_module, of_module
 from hybridtrain.lightning.run_context import context_of
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a run, as worker 0 knows them.
+    """Worker 0's sizes of a run.
 
-    ``sizes``: what its loops have counted before they began; ``loaders``: whether each has some;
-    ``total``: how many updates were to be made, of a training.
+    ``sizes``: see ``sizes_of``; ``loaders``: whether each loop has some; ``total``: the expected
+    number of updates, of a training.
     """
 
     sizes: dict[str, Any]
@@ -41,7 +49,7 @@ class Sizes:
 
     @classmethod
     def of(cls, trainer: Any) -> Sizes:
-        """In that worker."""
+        """In worker 0."""
         total = None
         with suppress(Exception):  # of loaders that cannot tell
             total = trainer.estimated_stepping_batches if trainer.state.fn == "fit" else None
@@ -51,7 +59,7 @@ class Sizes:
         return cls(known, list(map(has_loaders, loops_of(trainer))), total)
 
     def give(self, trainer: Any, given: Mapping[str, Any]) -> None:
-        """To the trainer of the calling process; ``given``: the arguments of its function."""
+        """Set them in the calling process; ``given``: the arguments of the trainer's function."""
         attach_data(trainer, given)
         set_sizes(trainer, self.sizes)
         for loop, has_some in zip(loops_of(trainer), self.loaders, strict=True):
@@ -60,29 +68,29 @@ class Sizes:
 
 
 class UpdatesAtHome:
-    """As :class:`ExpectedUpdates`, of a training that is over."""
+    """In place of :class:`ExpectedUpdates` after training."""
 
     def __init__(self, total: float | None) -> None:
         self._total: Any = total
 
     def total(self) -> Any:
-        """As worker 0 has said it; ``None``: it is Lightning's to say."""
+        """Worker 0's number; ``None``: ask Lightning."""
         return self._total
 
     def mini_batches(self) -> float:
-        """None are to follow."""
+        """No mini-batch follows."""
         return 0
 
     def know_end(self) -> None:
-        """Nor does the last."""
+        """Nothing to record."""
 
 
 class LoadersAtHome(CombinedLoader):
-    """Asks for the loaders of one stage once they are wanted.
+    """The loaders of one stage, made on first use.
 
     Args:
-        source: asks the user's code for them.
-        stage: what ``setup`` is called with, where they cannot be made before.
+        source: Lightning's source of them.
+        stage: argument of ``setup``, which is called if making them fails without it.
     """
 
     def __init__(self, source: Any, stage: str) -> None:
@@ -91,7 +99,7 @@ class LoadersAtHome(CombinedLoader):
 
     @property
     def iterables(self) -> Any:
-        """The loaders that were given, or that the user's hook returns."""
+        """The loaders given to the trainer, or returned by the user's hook."""
         if not self._asked:
             self._asked = True
             self._found = made_or_none(self._make, "the loaders")
@@ -105,7 +113,7 @@ class LoadersAtHome(CombinedLoader):
 
 
 def trained_optimizers(module: Any, states: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Optimizers and schedules as they are behind training; none where they cannot be made."""
+    """Optimizers and schedulers with their trained states; none if making them fails."""
     made = made_or_none(lambda: configured_optimizers(module), "the optimizers")
     optimizers, schedules = made or ([], [])
     for optimizer, state in zip(optimizers, states["optimizer_states"], strict=False):
@@ -126,3 +134,56 @@ def made_or_none(make: Callable[[], Any], what: str) -> Any:
             f"process: {type(error).__name__}: {error}"
         )
         return None
+
+
+# ---- layers of configure_model ------------------------------------------------------------------
+
+_HOOKS = ("configure_sharded_model", "configure_model")  # Lightning's older name comes first
+
+
+def before_configuring(module: pl.LightningModule) -> CallbackState | None:
+    """In a worker, after ``setup``: the module's attributes; ``None``: it has no such hook."""
+    return of_module(module) if _hooks(module) else None
+
+
+def load_weights(
+    trainer: pl.Trainer, weights: dict[str, Any], before: CallbackState | None
+) -> None:
+    """In the calling process: call the hook if a worker has, then load the weights.
+
+    Warns of weights that fit no parameter of the module.
+    """
+    module = trainer.lightning_module
+    error = None if before is None else _configure(trainer, before)
+    trainer.precision_plugin.convert_module(module)  # as the workers did
+    # Not strict: a worker may have made layers that this process has not. torch does not count as
+    # unexpected what would belong to an attribute that is None here.
+    module.load_state_dict(weights, strict=False)
+    homeless = weights.keys() - module.state_dict().keys()
+    if homeless:
+        why = "make layers in __init__ or configure_model"
+        if error is not None:
+            why = f"its configure_model ends here with {type(error).__name__}: {error}"
+        rank_zero_warn(
+            f"{', '.join(sorted(homeless))} of {type(module).__name__} were made in the workers "
+            f"and cannot come home, as this process has no such layers; {why}, or load the last "
+            "checkpoint"
+        )
+
+
+def _configure(trainer: pl.Trainer, before: CallbackState) -> Exception | None:
+    """Call the hook on the CPU; return its exception, which must not fail a finished training."""
+    module: Any = trainer.lightning_module
+    give_to_module(module, before)
+    module.trainer = trainer  # as after a run in one process
+    try:
+        with trainer.precision_plugin.module_init_context():
+            for hook in _hooks(module):
+                getattr(module, hook)()
+    except Exception as error:
+        return error
+    return None
+
+
+def _hooks(module: pl.LightningModule) -> list[str]:
+    return [hook for hook in _HOOKS if is_overridden(hook, module)]

@@ -1,9 +1,9 @@
-"""What workers return: after ``fit`` the calling process is as if it had trained itself.
+"""Results of workers: after ``fit`` the calling process is as if it had trained itself.
 
-Lightning's own multi-process launchers bring back the weights, the metrics and one path. Here the
-loops' counters, the callbacks' states, what they, the module and the loggers have written down
-come back too, so that ``trainer.global_step``, ``early_stopping.stopped_epoch`` or
-``trainer.log_dir`` say what they would say after training in this process.
+Lightning's own multi-process launchers return weights, metrics and one path. Worker 0 also returns
+the loops' counters, the callbacks' states, and plain attributes of callbacks, module and loggers,
+so that ``trainer.global_step``, ``early_stopping.stopped_epoch`` or ``trainer.log_dir`` are those
+of a training in this process.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from hybridtrain.lightning.results.callback_state import (
     of_module,
     pairs,
 )
-from hybridtrain.lightning.results.configured_model import load_weights
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
-from hybridtrain.lightning.results.training_at_home import Sizes, UpdatesAtHome
+from hybridtrain.lightning.results.training_at_home import Sizes, UpdatesAtHome, load_weights
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill
 from hybridtrain.util.files import interrupted_in
@@ -41,10 +40,10 @@ from hybridtrain.util.files import interrupted_in
 
 @dataclass(frozen=True)
 class WorkerResult:
-    """What worker 0 returns. Tensors travel as bytes of ``torch.save``.
+    """Worker 0's result. Tensors are bytes of ``torch.save``.
 
-    ``heavy``: weights, and what a checkpoint would say of optimizers and schedulers; empty where
-    they lie in the calling process's scratch file.
+    ``heavy``: weights, states of optimizers and schedulers; empty where these are in the calling
+    process's scratch file.
     """
 
     returned: Any
@@ -61,9 +60,9 @@ class WorkerResult:
 
 
 def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | Outputs | None:
-    """Called in every worker at the end; worker 0 packs, the others add what they predicted.
+    """In every worker, at the end: worker 0's result, the other workers' predictions.
 
-    ``room`` is the path of the calling process's scratch file, if it has one.
+    ``room``: the path of the calling process's scratch file, if it has one.
     """
     if trainer.state.fn == "fit":
         context_of(trainer).gather_states()
@@ -92,12 +91,12 @@ def unpack(
     scratch: Scratch | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Called in the parent; returns what the trainer's method would have returned here.
+    """In the parent: take over worker 0's state; return the result of the trainer's method.
 
     ``given``: the arguments of that method.
 
     Raises:
-        RuntimeError: if the worker that should have packed has died before it could.
+        RuntimeError: if worker 0 died before it had packed.
     """
     home = next((each for each in results if isinstance(each, WorkerResult)), None)
     if home is None:
@@ -129,24 +128,24 @@ def unpack(
 def save_finished(
     trainer: pl.Trainer, results: Sequence[WorkerResult | Outputs | None], scratch: Scratch
 ) -> None:
-    """Called in the parent when a signal came as workers had left training: none of them saves."""
+    """In the parent, after a signal when workers had finished training, so that none saves."""
     if trainer.state.fn != "fit" or not any(isinstance(each, WorkerResult) for each in results):
         return
     unpack(trainer, results, scratch)
-    context_of(trainer).keeping.broken_since_s = None  # it is here
+    context_of(trainer).keeping.broken_since_s = None  # the trained state is in this process
     folder = getattr(trainer.checkpoint_callback, "dirpath", None)
     if folder:
         path = interrupted_in(Path(folder))
         try:
             trainer.save_checkpoint(path)
-        except Exception as error:  # the interrupt is what is to be heard of
+        except Exception as error:  # the interrupt is to be raised, not this
             warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
             return
         print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
 
 
 def _trained(trainer: Any) -> dict[str, Any]:
-    """What a checkpoint would say of optimizers and schedulers now."""
+    """States of optimizers and schedulers, as for a checkpoint."""
     context = context_of(trainer)
     context.before_checkpoint()
     return {
@@ -162,7 +161,7 @@ def _load(payload: bytes) -> Any:
 
 
 def _all(trainer: Any) -> list[pl.Callback]:
-    """The callbacks but our own, also those from ``configure_callbacks``."""
+    """All callbacks but ``WorkerCallback``, those of ``configure_callbacks`` included."""
     from hybridtrain.lightning.worker_callback import WorkerCallback
 
     return [callback for callback in trainer.callbacks if not isinstance(callback, WorkerCallback)]

@@ -23,7 +23,7 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.utilities.memory import is_oom_error
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.devices.out_of_memory import note_need, out_of_memory
+from hybridtrain.lightning.device_memory import note_need, out_of_memory
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory import Layout, Packed
 from hybridtrain.worker.finite import FiniteCheck

@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.preflight.lock_free_checks import check_lock_free
+from hybridtrain.lightning.preflight.strategy_checks import check_lock_free
 from hybridtrain.lightning.step.in_place import InPlace
 from tests.lightning.toys import Regression, distance, fit, flat, regression_data
 from tests.picking import by_default

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.stream_dealing import shares_nothing, warn_of_repetition
+from hybridtrain.lightning.data.user_loaders import shares_nothing, warn_of_repetition
 from tests.lightning.toys import Recorder, Regression, make_trainer, regression_data
 
 

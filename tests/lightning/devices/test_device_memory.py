@@ -10,8 +10,7 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.devices.device_memory import DeviceMemory
-from hybridtrain.lightning.devices.out_of_memory import out_of_memory
+from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
 from hybridtrain.worker.device import KINDS
 from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression, fit

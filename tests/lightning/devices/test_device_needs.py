@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.lightning.devices.device_memory import DeviceMemory
-from hybridtrain.lightning.devices.device_needs import DeviceNeeds
-from hybridtrain.lightning.devices.out_of_memory import note_need, out_of_memory
+from hybridtrain.lightning.device_memory import DeviceMemory, DeviceNeeds, note_need, out_of_memory
 from hybridtrain.worker.device import KINDS
 from hybridtrain.worker.device.cuda import CudaStreams
 from tests.lightning.toys import Regression

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.epoch_order import Seeded
+from hybridtrain.lightning.data.samplers import Seeded
 from hybridtrain.lightning.step.gradient_guard import NotFinite, sample_ids
 from tests.lightning.toys import Manual, Regression, flat, make_trainer, regression_data
 from tests.picking import by_default

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from hybridtrain.exchanges.elastic import Elastic
 from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
-from hybridtrain.lightning.preflight.own_parameter_checks import advise_on_interval
+from hybridtrain.lightning.preflight.strategy_checks import advise_on_interval
 from tests.lightning.toys import Recorder, Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 

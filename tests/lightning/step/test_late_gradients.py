@@ -13,7 +13,7 @@ import torch
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.preflight.correction_checks import advise
+from hybridtrain.lightning.preflight.strategy_checks import advise
 from hybridtrain.updates.staleness import CORRECTIONS
 from tests.lightning.toys import Regression, distance, fit, make_trainer, regression_data
 from tests.picking import by_default

@@ -1,22 +1,28 @@
-"""What cannot be done where workers train parameters of their own: said at the start."""
+"""Refuse or warn of options that contradict the strategy's policy or exchange."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.callbacks import StochasticWeightAveraging, WeightAveraging
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange
+from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
+from hybridtrain.updates.staleness import Correction
+
+_NOTEWORTHY = 0.5  # updates: as stale as with one and a half workers
 
 
 def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
-    """Look at what was asked for beside it.
+    """Check the options beside an exchange with own parameters in each worker.
 
     Raises:
         UserError: naming the option, and what to do.
@@ -80,7 +86,7 @@ def _check_callbacks(trainer: Any, asked: str) -> None:
 
 
 def advise_on_interval(exchange: Exchange, steps: Sequence[RemoteOptimizer]) -> None:
-    """Warn, behind the first epoch, of exchanges that are further apart than that was long."""
+    """After the first epoch, warn if the interval between exchanges is longer than it was."""
     made = max((step.count for step in steps if step.local is not None), default=None)
     if made is not None and exchange.steps > made:
         rank_zero_warn(
@@ -88,3 +94,67 @@ def advise_on_interval(exchange: Exchange, steps: Sequence[RemoteOptimizer]) -> 
             f"exchange every {exchange.steps}: workers exchange only where all meet, such as the "
             "end of an epoch; give a smaller interval, or see that this is meant"
         )
+
+
+# ---- workers that write without a lock -----------------------------------------------------------
+
+
+def check_lock_free(trainer: Any, n_workers: int, correction: Correction | None) -> None:
+    """Check the options beside workers that write the shared parameters themselves.
+
+    Raises:
+        UserError: naming the option, and what to do.
+    """
+    if not isinstance(trainer.accelerator, CPUAccelerator):
+        name = type(trainer.accelerator).name()
+        raise UserError(
+            f"accelerator={name!r} was given, but workers without a lock write to parameters in "
+            "host memory; use Trainer(accelerator='cpu'), or strategy=async"
+        )
+    if correction is not None:
+        raise UserError(
+            f"correction={correction} was given, but under hogwild no gradient is ever sent that "
+            "could be corrected; leave it out, or use strategy=async"
+        )
+    for callback in trainer.callbacks:
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging) and n_workers > 1:
+            raise UserError(
+                f"the callback {type(callback).__name__} was given, which swaps parameters, but "
+                f"these are shared by all {n_workers} workers, each of which would swap them; "
+                "leave it out, or use strategy=async"
+            )
+
+
+# ---- late gradients ------------------------------------------------------------------------------
+
+
+def check_correction(
+    correction: Correction | None, requirements: Requirements, policy: Any
+) -> None:
+    """Warn where a correction has no effect; a sweep over strategies may keep it."""
+    if correction is not None and requirements.whole_rounds:
+        warnings.warn(
+            f"correction={correction} was given, but under policy {policy} no gradient is ever "
+            "late, so it changes nothing",
+            stacklevel=2,
+        )
+
+
+def advise(optimizers: Iterable[torch.optim.Optimizer], staleness: float) -> None:
+    """Warn of a momentum in addition to that of late gradients.
+
+    Gradients that are tau updates late on average act like a momentum of tau / (1 + tau): for M
+    workers of random speed 1 - 1/M (Mitliagkas et al., *Asynchrony begets Momentum*, 2016,
+    arXiv:1605.09774, theorem 3).
+    """
+    momenta = [(o, g.get("momentum")) for o in optimizers for g in o.param_groups]
+    for optimizer, momentum in momenta:
+        if staleness >= _NOTEWORTHY and isinstance(momentum, float) and momentum > 0:
+            warnings.warn(
+                f"gradients are {staleness:.1f} updates late on average, which acts like a "
+                f"momentum of {staleness / (1 + staleness):.2f} on top of the {momentum:g} of "
+                f"{type(optimizer).__name__} (Mitliagkas et al. 2016); try a smaller momentum or "
+                "learning rate, or strategy.correction=gap_aware",
+                stacklevel=2,
+            )
+            return

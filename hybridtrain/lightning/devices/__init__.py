@@ -1,1 +1,0 @@
-"""What a worker needs of its device's memory, what it may take, what is said where it is full."""
