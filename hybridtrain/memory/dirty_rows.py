@@ -74,7 +74,8 @@ class DirtyRows:
                 self._copies[worker][dtype].copy_(masters)
             return
         if self._rest is None:
-            self._rest = list(self._stretches())
+            others = set(range(len(self._layout.slots))) - self._lacks.keys()
+            self._rest = list(self._layout.stretches(others))
         for dtype, part in self._rest:
             self._copies[worker][dtype][part].copy_(self._masters[dtype][part])
         for number, workers in self._lacks.items():
@@ -84,18 +85,6 @@ class DirtyRows:
                 own.whole.copy_(master.whole)
             elif lacks:
                 own.copy_rows(np.concatenate(lacks), master)
-
-    def _stretches(self) -> Iterable[tuple[torch.dtype, slice]]:
-        """The parts of the buffers without the parameters that are copied by rows."""
-        for dtype, size in self._layout.sizes.items():
-            start = 0
-            for number, slot in enumerate(self._layout.slots):
-                if number in self._lacks and slot.dtype == dtype:
-                    if slot.offset > start:
-                        yield dtype, slice(start, slot.offset)
-                    start = slot.offset + slot.numel
-            if size > start:
-                yield dtype, slice(start, size)
 
     def _table(self, buffers: Buffers, number: int) -> Table:
         slot: Slot = self._layout.slots[number]

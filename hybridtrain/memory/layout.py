@@ -9,8 +9,9 @@ Legend: P elements of a buffer, padding included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 
@@ -73,6 +74,15 @@ class Layout:
     def travels_as(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of parameters of ``dtype`` are sent."""
         return self.transport or dtype if dtype == torch.float32 else dtype
+
+    def stretches(self, numbers: Collection[int]) -> Iterator[tuple[torch.dtype, slice]]:
+        """The parts of the buffers that hold these parameters, adjacent ones joined."""
+        for dtype in self.sizes:
+            slots = [each for each in enumerate(self.slots) if each[1].dtype == dtype]
+            for wanted, group in groupby(slots, key=lambda each: each[0] in numbers):
+                if wanted:
+                    found = [slot for _, slot in group]
+                    yield dtype, slice(found[0].offset, found[-1].offset + found[-1].numel)
 
 
 def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ class SharedState:
 
     ``places``: its tensors; ``steps``: step counts (only their type matters); ``plain``: constants.
     ``generation`` changes with every change. ``offset``: how many steps the optimizer has counted
-    beyond :class:`MadeSteps`; ``None``: it counts them by parameter.
+    beyond :class:`hybridtrain.memory.counters.MadeSteps`; ``None``: it counts them by parameter.
     """
 
     generation: int = 0
@@ -65,77 +65,6 @@ class LentState:
         """The numbers of all arenas that hold a part of it."""
         figures = [place for _, _, mine, _ in self.count_groups for place in mine.values()]
         return {place.arena for place in (*self.flats.values(), *figures, *self.kept)}
-
-
-class MadeSteps:
-    """Counts the steps on the masters, including those that workers make without the server.
-
-    Each worker has a cache line, and the server one for its own steps. A worker's line holds its
-    number of steps, then its number of finished mini-batches twice, for even and for odd step
-    counts: writing the step count commits both, also if the worker dies.
-
-    Args:
-        words: (:meth:`n_words`,) int64 in shared memory, zero at first.
-        n_workers: W.
-    """
-
-    _LINE = 8  # words
-
-    def __init__(self, words: memoryview, n_workers: int) -> None:
-        self._words, self._servers = words, self._LINE * n_workers
-        self._told = [0] * n_workers  # steps of each worker that the server knows of
-        self.ahead = 0  # steps that it did not know of at the last ``look``
-
-    @classmethod
-    def n_words(cls, n_workers: int) -> int:
-        """How many words there must be."""
-        return cls._LINE * (n_workers + 1)
-
-    @property
-    def total(self) -> int:
-        """The steps of all workers and the server."""
-        return sum(self._words[:: self._LINE])
-
-    def begin(self, version: int) -> None:
-        """By the server, before training: ``version`` steps have been made."""
-        self._words[self._servers] += version - self.total
-
-    def count(self, by: Sequence[int] = ()) -> None:
-        """By the server: count its own step, or the reported steps of the workers ``by``."""
-        for worker in by:
-            self._told[worker] += 1
-        self._words[self._servers] += not by
-
-    @property
-    def told(self) -> int:
-        """For the server: steps that it has made or received a report of."""
-        return self._words[self._servers] + sum(self._told)
-
-    def untold(self, worker: int) -> int:
-        """For the server: the worker's steps without a report so far."""
-        return self._words[self._LINE * worker] - self._told[worker]
-
-    def look(self) -> int:
-        """By the server: all workers' steps without a report now."""
-        self.ahead = sum(map(self.untold, range(len(self._told))))
-        return self.ahead
-
-    def make(self, worker: int, covered: int) -> None:
-        """By a worker: count a step; ``covered`` mini-batches are finished with all its steps."""
-        made = self._words[self._LINE * worker] + 1
-        self._words[self._LINE * worker + 1 + made % 2] = covered
-        self._words[self._LINE * worker] = made
-
-    def cover(self, worker: int, covered: int) -> None:
-        """Set the worker's number of finished mini-batches; by itself, or once it is gone."""
-        self._words[self._place_of_covered(worker)] = covered
-
-    def covered(self, worker: int) -> int:
-        """The worker's number of finished mini-batches."""
-        return self._words[self._place_of_covered(worker)]
-
-    def _place_of_covered(self, worker: int) -> int:
-        return self._LINE * worker + 1 + self._words[self._LINE * worker] % 2
 
 
 class SharedArenas:

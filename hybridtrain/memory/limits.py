@@ -74,16 +74,6 @@ def allow_descriptors(wanted: int) -> tuple[bool, int]:
     return True, soft
 
 
-class _Memory(ctypes.Structure):
-    """``nvmlMemory_t``, bytes."""
-
-    _fields_ = (
-        ("total", ctypes.c_ulonglong),
-        ("free", ctypes.c_ulonglong),
-        ("used", ctypes.c_ulonglong),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """Total memory, and the major number of the compute capability; 0 where unknown."""
@@ -114,11 +104,12 @@ def gpus() -> list[Gpu]:
 
 
 def _gpu(library: ctypes.CDLL, number: int) -> Gpu:
-    device, memory = ctypes.c_void_p(), _Memory()
+    device = ctypes.c_void_p()
+    memory = (ctypes.c_ulonglong * 3)()  # nvmlMemory_t: total, free, used bytes
     if library.nvmlDeviceGetHandleByIndex_v2(number, ctypes.byref(device)) != 0:
         return Gpu(0, 0)
     told = library.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)) == 0
     major, minor = ctypes.c_int(), ctypes.c_int()
     capability = library.nvmlDeviceGetCudaComputeCapability
     known = capability(device, ctypes.byref(major), ctypes.byref(minor)) == 0
-    return Gpu(int(memory.total) if told else 0, major.value if known else 0)
+    return Gpu(memory[0] if told else 0, major.value if known else 0)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 import torch
 
 from hybridtrain.memory.arena import ALIGNMENT_BYTES, Arena, align
+from hybridtrain.memory.counters import N_WORDS, MadeSteps, UpdateProgress
 from hybridtrain.memory.dirty_rows import DirtyRows
 from hybridtrain.memory.layout import Layout, Slot
-from hybridtrain.memory.lending import MadeSteps, SharedArenas
-from hybridtrain.memory.update_progress import N_WORDS, UpdateProgress
+from hybridtrain.memory.lending import SharedArenas
 
 
 class Store:

@@ -3,7 +3,7 @@
 Theory of operation. Where every gradient is an update of its own (``async``), the worker makes that
 update with the server's code, and copies the masters. It holds a lock meanwhile, so updates do not
 overlap and its copy is of one version. Shared memory holds the number of updates
-(:class:`hybridtrain.memory.lending.MadeSteps`); workers report several to the server together.
+(:class:`hybridtrain.memory.counters.MadeSteps`); workers report several to the server together.
 
 The server handles everything unusual, under the same lock. A worker that dies during an update
 leaves the word ``_MAKING`` set, and the server restores the backup made before that update. A
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.protocol.kernel_lock import Frees, KernelLock
 
 _MAKING, _GENERATION = range(2)
@@ -51,10 +51,6 @@ class LockedSteps:
         return self._words[_GENERATION]
 
     @property
-    def _is_over(self) -> bool:
-        return self.last is not None and self._made.total >= self.last
-
-    @property
     def _is_torn(self) -> bool:
         """Under the lock: a worker has died during an update."""
         return self._words[_MAKING] > self._made.total
@@ -72,7 +68,8 @@ class LockedSteps:
         at most ``for_s`` seconds for the lock.
         """
         with self._lock.within(for_s) as held:
-            if not held or self._is_torn or self._is_over:
+            over = self.last is not None and self._made.total >= self.last
+            if not held or self._is_torn or over:
                 return Tried.LEFT
             if self._words[_GENERATION] != generation:
                 return Tried.OUTDATED

@@ -70,11 +70,6 @@ class Barrier(Generic[T]):
         return frozenset(self._items) | self._resting
 
     @property
-    def n_waiting(self) -> int:
-        """The number of workers that have arrived."""
-        return len(self._items) + sum(map(len, self._patient.values()))
-
-    @property
     def _resting(self) -> frozenset[int]:
         return frozenset(worker for items in self._patient.values() for worker in items)
 
@@ -82,10 +77,10 @@ class Barrier(Generic[T]):
         """All items by worker, ascending, once all have arrived; else nothing."""
         for tag, items in self._patient.items():
             if items and self.expected <= items.keys():
-                return _in_order(self._patient.pop(tag))
+                return dict(sorted(self._patient.pop(tag).items()))
         if not self._items or not self.expected <= self._items.keys() | self._resting:
             return None
-        items = _in_order(self._items)
+        items = dict(sorted(self._items.items()))
         self._items.clear()
         self._tags.clear()
         return items
@@ -95,7 +90,3 @@ class Barrier(Generic[T]):
         self._items.clear()
         self._tags.clear()
         self._patient.clear()
-
-
-def _in_order(items: dict[int, T]) -> dict[int, T]:
-    return {worker: items[worker] for worker in sorted(items)}

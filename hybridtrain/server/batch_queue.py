@@ -208,7 +208,8 @@ class BatchQueue:
         if n == size or (n > 0 and not request.drop_last):
             drawn = one.take(worker, offered, n)
             return Ticket(drawn, more=one.take_more(worker, request))
-        if fresh and request.fills and _has_batches(request):
+        needed = min(request.sizes) if request.drop_last else 1
+        if fresh and request.fills and request.length >= needed:
             return Ticket(((0, min(size, request.length)),), False)
         return Ticket(())
 
@@ -313,8 +314,3 @@ def _place(worker: int, request: Draw, number: int) -> int:
     rounds, within = divmod(number, request.turn)
     before = sum(request.sizes[:worker]) * request.turn + within * request.sizes[worker]
     return rounds * sum(request.sizes) * request.turn + before
-
-
-def _has_batches(request: Draw) -> bool:
-    needed = min(request.sizes) if request.drop_last else 1
-    return request.length >= needed

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Store
-from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.facts import (
     Accumulate,
@@ -108,7 +108,7 @@ class Rounds:
         self._policy, self.requirements = policy, requirements
         self._statistics, self._queue = statistics, queue
         self._averaging, self._handed_over = Averaging(workers, pool), handed_over
-        self._pushes: dict[int, Push] = {}  # of waiting workers
+        self.pushed: dict[int, Push] = {}  # by waiting worker
         self._ready: set[int] = set()  # workers that wait to begin
         self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
         self._outcome: dict[int, Stepped] = {}  # of the pushes of waiting workers
@@ -137,12 +137,12 @@ class Rounds:
     @property
     def waiting(self) -> frozenset[int]:
         """The workers that wait for a release or a mean."""
-        return self._averaging.waiting | self._pushes.keys() | self._ready
+        return self._averaging.waiting | self.pushed.keys() | self._ready
 
     def who_waits(self) -> list[tuple[str, Iterable[int]]]:
         """What workers wait for, and which."""
         averages = ("the mean of all gradients", self._averaging.waiting)
-        return [("their release", self._pushes), ("their turn", self._ready), averages]
+        return [("their release", self.pushed), ("their turn", self._ready), averages]
 
     def tell(self, fact: Fact) -> None:
         """Pass a fact to the policy from which no replies follow."""
@@ -175,11 +175,11 @@ class Rounds:
         return self._push(worker, push)
 
     def _push(self, worker: int, push: Push) -> Replies:
-        others = self._pushes if self.requirements.whole_rounds else {}
+        others = self.pushed if self.requirements.whole_rounds else {}
         if (reason := objection(worker, push, others, self.optimizers)) is not None:
             raise UserError(reason)
         self._handed_over.take(worker, push, self.store, self.optimizers)
-        self._pushes[worker] = push
+        self.pushed[worker] = push
         self._statistics.pushed(worker, self._samples(push), push.fault, not push.later)
         self._averaging.given.pop(worker, None)
         freed: Replies = [*self._averaging.busy(worker, self.store)] if self._averages else []
@@ -236,7 +236,7 @@ class Rounds:
             return self.lost(worker)
         self._ready.discard(worker)
         self._statistics.idle(worker)
-        if worker in self._pushes:  # its gradient lies in its row: the round needs nothing more
+        if worker in self.pushed:  # its gradient lies in its row: the round needs nothing more
             return []
         self._averaging.miss(worker)
         return self.join(worker)  # it may have been parked
@@ -252,11 +252,6 @@ class Rounds:
                 self._queue.settle(worker, covers)
         if self.under_way is not None and (push := self.under_way.pushes.get(worker)) is not None:
             self._queue.settle(worker, push.covers)
-
-    @property
-    def pushed(self) -> Mapping[int, Push]:
-        """The pushes that are not part of an update yet, by worker."""
-        return self._pushes
 
     def refresh(self, worker: int) -> None:
         """Update the worker's parameters."""
@@ -274,14 +269,14 @@ class Rounds:
     def dissolve(self) -> None:
         """Drop all pushes, requests and the pending update."""
         self.under_way = None
-        self._lose_pushes(list(self._pushes))
+        self._lose_pushes(list(self.pushed))
         self._ready.clear()
         self._averaging.dissolve()
 
     def _lose_pushes(self, workers: Iterable[int]) -> None:
         """Drop these workers' pushes; those held, or in the pending update, still count."""
         for worker in workers:
-            push, outcome = self._pushes.pop(worker, None), self._outcome.pop(worker, None)
+            push, outcome = self.pushed.pop(worker, None), self._outcome.pop(worker, None)
             update = self.under_way
             if update is not None:
                 update.forget(worker)
@@ -327,15 +322,15 @@ class Rounds:
 
     def _release_all(self) -> Replies:
         """Update limit reached: drop pending pushes and release all workers."""
-        for worker, push in self._pushes.items():
+        for worker, push in self.pushed.items():
             if worker not in self._outcome:
                 self._statistics.dropped(worker, self._samples(push))
                 self._outcome[worker] = _DROPPED
-        return [self._release(worker) for worker in sorted(self._pushes.keys() | self._ready)]
+        return [self._release(worker) for worker in sorted(self.pushed.keys() | self._ready)]
 
     def _apply(self, workers: tuple[int, ...]) -> None:
         """Make one update of these workers' pushes and all held ones."""
-        pushes = {worker: self._pushes[worker] for worker in workers}
+        pushes = {worker: self.pushed[worker] for worker in workers}
         for worker, push in pushes.items():
             self.take(worker, push.writes)
         counted = self._step(pushes)
@@ -357,7 +352,7 @@ class Rounds:
             stepped = pending.finish()
             counted += stepped.workers
             for worker, push in pushes.items():
-                if self._pushes.get(worker) is push:  # it still waits
+                if self.pushed.get(worker) is push:  # it still waits
                     self._outcome[worker] = stepped
         self._made(update.pushes, counted)
         return self._do(update.behind)
@@ -396,7 +391,7 @@ class Rounds:
 
     def _hold(self, worker: int) -> None:
         """Hold the contribution for the next update."""
-        push = self._pushes[worker]
+        push = self.pushed[worker]
         self.take(worker, push.writes)
         if self.optimizers.hold(worker, push):
             self._held.append((worker, self._statistics.age(worker), push.covers))
@@ -406,7 +401,7 @@ class Rounds:
 
     def _drop(self, worker: int) -> None:
         """Drop a late contribution, and return its mini-batch to the queue."""
-        push = self._pushes[worker]
+        push = self.pushed[worker]
         self._queue.give_back(worker, push.covers)
         self.take(worker, push.writes)
         self.optimizers.hear(worker, push)
@@ -419,7 +414,7 @@ class Rounds:
 
     def _release(self, worker: int) -> tuple[int, Reply]:
         self._ready.discard(worker)
-        push = self._pushes.pop(worker, None)
+        push = self.pushed.pop(worker, None)
         fetches = push is None or push.fetch
         if self._averages:
             self._averaging.back(worker)

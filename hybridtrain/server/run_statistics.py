@@ -205,6 +205,7 @@ class RunStatistics:
         parameters and the application of the gradient computed from them.
         """
         training_s, updates = self._training_s, self.version - self.first_version
+        awaited_s = sum(account.awaited_s for account in self._accounts)
         return {
             "updates": updates,
             "samples": int(self.samples),
@@ -213,7 +214,7 @@ class RunStatistics:
             "waiting_share": [
                 _share(account.waiting_s, account.computing_s) for account in self._accounts
             ],
-            "awaited_share": self._awaited_shares(),
+            "awaited_share": [_share(a.awaited_s, awaited_s - a.awaited_s) for a in self._accounts],
             "step_s": [a.computing_s / a.pushes if a.pushes else 0.0 for a in self._accounts],
             "samples_per_worker": [int(account.samples) for account in self._accounts],
             "staleness": {
@@ -234,10 +235,6 @@ class RunStatistics:
             "handed_over": {"sent_bytes": self.sent_bytes, "saved_bytes": self.saved_bytes},
             "workers": self.n_workers,
         }
-
-    def _awaited_shares(self) -> list[float]:
-        total_s = sum(account.awaited_s for account in self._accounts)
-        return [_share(a.awaited_s, total_s - a.awaited_s) for a in self._accounts]
 
 
 def _share(part: float, rest: float) -> float:

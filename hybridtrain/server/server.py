@@ -184,7 +184,7 @@ class Server:
 
     def _received(self, worker: int, message: Request | Note) -> Replies:
         if isinstance(message, Gather) and message.wish:
-            others_wait = bool(self._rounds.waiting or self._meeting.n_waiting or self._stopped)
+            others_wait = bool(self._rounds.waiting or self._meeting.waiting or self._stopped)
             return self._wishes.take(worker, message, others_wait)
         denied = self._wishes.observe(message) + self._call(message)
         return denied + (self._answer(worker, message) or self._free_the_stuck())
@@ -279,7 +279,7 @@ class Server:
 
     def _free_the_stuck(self) -> Replies:
         """Refuse all workers if they all wait, and no timer or update is pending: a deadlock."""
-        if len(self._rounds.waiting) + self._meeting.n_waiting < len(self._members):
+        if len(self._rounds.waiting) + len(self._meeting.waiting) < len(self._members):
             return []
         if (
             self._stopped

@@ -2,14 +2,12 @@
 
 A finite sum has finite terms, so one reduction over the row suffices mostly. If the sum is not
 finite, each parameter is checked.
-
-Legend: P elements of one dtype's buffer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 import torch
 
@@ -74,23 +72,9 @@ class FiniteCheck:
     def _stretches(self, numbers: tuple[int, ...]) -> list[torch.Tensor]:
         """The parts of the row that hold these parameters, adjacent ones joined."""
         if numbers not in self._known:
-            self._known[numbers] = list(self._find_stretches(set(numbers)))
+            rows, stretches = self._store.gradients[self._worker], self._store.layout.stretches
+            self._known[numbers] = [rows[dtype][part] for dtype, part in stretches(set(numbers))]
         return self._known[numbers]
-
-    def _find_stretches(self, numbers: set[int]) -> Iterator[torch.Tensor]:
-        for dtype, row in self._store.gradients[self._worker].items():  # (P,)
-            start = stop = 0
-            for number, slot in enumerate(self._store.layout.slots):
-                if slot.dtype != dtype:
-                    continue
-                if number in numbers:
-                    stop = slot.offset + slot.numel
-                    continue
-                if stop > start:
-                    yield row[start:stop]
-                start = stop = slot.offset + slot.numel
-            if stop > start:
-                yield row[start:stop]
 
 
 def has_finite_sum(flat: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.memory.update_progress import ChunkProgress
+from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates import Contribution, build_update
 from hybridtrain.updates.flat import flat_update

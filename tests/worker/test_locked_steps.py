@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.memory import Arena
-from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.protocol.locked_steps import LockedSteps, Tried
 from tests.support.deaths import Died, Words, dies_at
 from tests.worker.test_shared_round import never, process

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hybridtrain.exchanges import combine, make_exchange
-from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket
 from hybridtrain.protocol.spans import Spans

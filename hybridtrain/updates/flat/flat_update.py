@@ -29,8 +29,8 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Rows, Store
 from hybridtrain.memory.arena import align
+from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.memory.limits import available_bytes
-from hybridtrain.memory.update_progress import ChunkProgress
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.base import clip_factor
 from hybridtrain.updates.contribution import Contribution

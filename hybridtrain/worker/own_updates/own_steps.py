@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybridtrain.memory import Store
-from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.protocol.messages import Draw, DrawnBatch, Push
 from hybridtrain.worker.pending_push import PendingPush, Taking
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.memory import Store
-from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.protocol.messages import Push
 from hybridtrain.server.server import Server
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate

@@ -21,7 +21,7 @@ from hybridtrain.lightning.data import prefetch as ahead_module
 from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.launcher import resolve_start_method
 from hybridtrain.memory import Layout, Store
-from hybridtrain.memory.update_progress import ChunkProgress
+from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.worker.device import KINDS, transfers
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.replica_cuda import CudaReplica, _norms

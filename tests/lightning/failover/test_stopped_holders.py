@@ -20,7 +20,7 @@ from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint, Timer
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.memory.lending import MadeSteps
+from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate
 from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate
 from hybridtrain.worlds.local import process_world
