@@ -9,25 +9,27 @@ way the worker computes a gradient at what it has, and steps what has come with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.exchanges.exchange import RESIDUALS, Await, Leaving, Local, Offer, Parameters
+from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, Parameters
+from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import AccumulatedOptions
 from hybridtrain.util.named_choice import BriefRepr
 
 
 @dataclass(repr=False)
-class Accumulated(AccumulatedOptions, BriefRepr):
+class Accumulated(Remembering, AccumulatedOptions, BriefRepr):
     """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``."""
 
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "user"
     keeps: ClassVar[bool] = False
+    remembers: ClassVar[tuple[str, ...]] = ("steps", "samples", "asked", "sums")
     _steps: int = field(default=0, init=False, repr=False)
     _samples: float = field(default=0.0, init=False, repr=False)
     _asked: bool = field(default=False, init=False, repr=False)  # a fetch is under way
@@ -55,7 +57,8 @@ class Accumulated(AccumulatedOptions, BriefRepr):
         for number, gradient in enumerate(local.gradients):
             if gradient is not None:
                 known = self._sums.get(number)
-                self._sums[number] = gradient.clone() if known is None else known + gradient
+                known = gradient.new_zeros(()) if known is None else known.to(gradient.device)
+                self._sums[number] = known + gradient
         self._samples += local.samples
         return self._advance(local, has_data=True)
 
@@ -83,13 +86,6 @@ class Accumulated(AccumulatedOptions, BriefRepr):
             self._awaits = False
             return self._advance(local, self._has_data)
         return self.flush(local) if asked else None
-
-    def state(self) -> dict[str, Any]:
-        return {"steps": self._steps, RESIDUALS: self.compressor.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]
-        self.compressor.load_state(state.get(RESIDUALS, {}))
 
     def flush(self, local: Local) -> Leaving:
         if self._asked:

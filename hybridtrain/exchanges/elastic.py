@@ -12,23 +12,25 @@ more, without a step: so the centre has what was trained whenever it is the resu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from hybridtrain.exchanges.exchange import Local, Offer, Parameters
+from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import ElasticOptions
 
 
 @dataclass
-class Elastic(ElasticOptions):
+class Elastic(Remembering, ElasticOptions):
     """Every ``every`` steps a worker and the centre move towards each other."""
 
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "sum"
     keeps: ClassVar[bool] = True
+    remembers: ClassVar[tuple[str, ...]] = ("steps", "since", "samples")
     _steps: int = field(default=0, init=False, repr=False)
     _since: int = field(default=0, init=False, repr=False)  # steps since the last offer
     _samples: float = field(default=0.0, init=False, repr=False)
@@ -91,15 +93,9 @@ class Elastic(ElasticOptions):
 
     def flush(self, local: Local) -> Offer | None:
         """Where all meet in mid-epoch, each stays where it is; only what it has used is told."""
-        if not self._since or (local.fresh and not local.ends):
+        if not self._since:
             return None
         if local.ends and self._samples:
             return self._drawn(local, steps=False)
         samples, self._samples, self._since = self._samples, 0.0, 0
         return Offer([None] * len(local.parameters), 0.0, fetch=False, samples=samples)
-
-    def state(self) -> dict[str, Any]:
-        return {"steps": self._steps}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self._steps = state["steps"]

@@ -13,6 +13,7 @@ import torch
 # optimizer moves.
 Parameters = Literal["read", "shared", "own"]
 RESIDUALS = "residuals"  # in an exchange's state: what compression has left out so far
+OWN = (RESIDUALS, "samples", "sums")  # in it, too, and nothing that another worker could go on with
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,9 @@ class LocalExchange(Exchange, Protocol):
     """What a worker with parameters of its own (``"own"``) does at the steps of one optimizer.
 
     Each worker has a copy for each optimizer, and that remembers what it needs. ``keeps``: workers
-    go on from parameters of their own where all have met; else from the masters. One that cannot do
-    with any number of parameters may have ``check_tensors(n_tensors)``, which raises ``UserError``.
+    go on from parameters of their own where all have handed over; else from the masters. One that
+    cannot do with any number of parameters may have ``check_tensors(n_tensors)``, which raises
+    ``UserError``.
     """
 
     keeps: ClassVar[bool]
@@ -144,16 +146,16 @@ class LocalExchange(Exchange, Protocol):
         ...
 
     def flush(self, local: Local) -> Leaving:
-        """The workers meet (a validation, the end of an epoch): what is left is handed over.
+        """An epoch or training ends (or all who run freely meet): what is left is handed over.
 
         ``None``: there has been no step since the last offer.
         """
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of it for this worker, when all has been handed over.
+        """What a checkpoint is to keep of it for this worker, also between two exchanges.
 
-        What nobody else could go on with lies under ``RESIDUALS``.
+        What nobody else could go on with lies under the names of ``OWN``.
         """
         ...
 

@@ -14,21 +14,23 @@ from typing import Any, ClassVar
 import torch
 
 from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.exchanges.exchange import RESIDUALS, Local, Offer, Parameters
+from hybridtrain.exchanges.exchange import Local, Offer, Parameters
 from hybridtrain.exchanges.intervals import Interval, interval
+from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import MovementOptions
 from hybridtrain.util.named_choice import BriefRepr
 
 
 @dataclass(repr=False)
-class Movement(MovementOptions, BriefRepr):
+class Movement(Remembering, MovementOptions, BriefRepr):
     """Every ``every`` steps a worker hands over how far it has moved from the masters."""
 
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
     keeps: ClassVar[bool] = False
+    remembers: ClassVar[tuple[str, ...]] = ("since", "samples")
     _interval: Interval = field(init=False, repr=False)
-    _steps: int = field(default=0, init=False, repr=False)
+    _since: int = field(default=0, init=False, repr=False)
     _samples: float = field(default=0.0, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -43,7 +45,7 @@ class Movement(MovementOptions, BriefRepr):
 
     @property
     def owes(self) -> bool:
-        return self._steps > 0
+        return self._since > 0
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
         self._interval.check(n_workers, whole_rounds)
@@ -54,21 +56,21 @@ class Movement(MovementOptions, BriefRepr):
         return self.skip(local)
 
     def skip(self, local: Local) -> Offer | None:
-        self._steps += 1
-        return self.flush(local) if self._steps >= self._interval.length(local) else None
+        self._since += 1
+        return self.flush(local) if self._since >= self._interval.length(local) else None
 
     def take(self, local: Local, newest: Sequence[torch.Tensor]) -> None:
         torch._foreach_copy_(local.parameters, list(newest))
 
     def flush(self, local: Local) -> Offer | None:
-        if not self._steps:
+        if not self._since:
             return None
-        samples, self._steps, self._samples = self._samples, 0, 0.0
+        samples, self._since, self._samples = self._samples, 0, 0.0
         return self.compressor.offer(local.moved(), samples)
 
     def state(self) -> dict[str, Any]:
-        return {**self._interval.state(), RESIDUALS: self.compressor.state()}
+        return {**self._interval.state(), **super().state()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._interval.load_state(state)
-        self.compressor.load_state(state.get(RESIDUALS, {}))
+        super().load_state(state)

@@ -7,34 +7,35 @@ what comes back is taken over τ steps later. With the masters w and a worker's 
     at its step t:      Δ_p = w_p - x_p, handed over;  w_p ← outer(w_p, mean Δ_p)
     behind step t + τ:  x_p ← α x_p + (1 - α) w_p
 
-Where all meet, each fragment is handed over, and all go on from the masters.
+Where an epoch ends, each fragment is handed over, and all go on from the masters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.exchanges.exchange import RESIDUALS, Await, Leaving, Local, Offer, Parameters
+from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, Parameters
 from hybridtrain.exchanges.fragments import check_fragments, check_tensors, fragments_of
+from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import StreamingOptions
 from hybridtrain.util.named_choice import BriefRepr
 
 
 @dataclass(repr=False)
-class Streaming(StreamingOptions, BriefRepr):
+class Streaming(Remembering, StreamingOptions, BriefRepr):
     """Each fragment travels every ``every`` steps, one behind the other."""
 
     parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
     keeps: ClassVar[bool] = False
+    remembers: ClassVar[tuple[str, ...]] = ("steps", "sent", "samples", "flight")
     _steps: int = field(default=0, init=False, repr=False)  # since all have met
-    _samples: float = field(default=0.0, init=False, repr=False)  # used since then
     _flight: int | None = field(default=None, init=False, repr=False)  # which fragment
     _meets: bool = field(default=False, init=False, repr=False)
 
@@ -45,7 +46,8 @@ class Streaming(StreamingOptions, BriefRepr):
         self.compressor = Compressor(codec)
         turns = [(p + 1) * self.every // self.fragments for p in range(self.fragments)]
         self._turns = {turn % self.every: p for p, turn in enumerate(turns)}
-        self._sent = [(0, 0.0)] * self.fragments  # steps and samples at each one's last offer
+        self._sent = [0] * self.fragments  # the step of each one's last offer
+        self._samples = [0.0] * self.fragments  # used since then
 
     @property
     def steps(self) -> int:
@@ -53,7 +55,7 @@ class Streaming(StreamingOptions, BriefRepr):
 
     @property
     def owes(self) -> bool:
-        return self._steps > max(self._sent)[0]
+        return self._steps > max(self._sent)
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
         if not whole_rounds:
@@ -68,14 +70,14 @@ class Streaming(StreamingOptions, BriefRepr):
 
     def step(self, local: Local) -> Leaving:
         local.step()
-        self._samples += local.samples
+        self._samples = [samples + local.samples for samples in self._samples]
         return self.skip(local)
 
     def skip(self, local: Local) -> Leaving:
         self._steps += 1
         if (due := self._turns.get(self._steps % self.every)) is not None:
             return self._handed_over(local, due, later=self.overlap > 0)
-        waited = self._flight is not None and self._steps - self._sent[self._flight][0]
+        waited = self._flight is not None and self._steps - self._sent[self._flight]
         return Await() if waited == self.overlap and self.overlap else None
 
     def take(self, local: Local, newest: Sequence[torch.Tensor]) -> Leaving:
@@ -93,12 +95,11 @@ class Streaming(StreamingOptions, BriefRepr):
         self._meets = True
         if self._flight is not None:
             return Await()
-        for fragment, (step, _) in enumerate(self._sent):
+        for fragment, step in enumerate(self._sent):
             if step < self._steps:
                 return self._handed_over(local, fragment, later=False)
         torch._foreach_copy_(local.parameters, list(local.masters))
-        self._steps, self._samples, self._meets = 0, 0.0, False
-        self._sent = [(0, 0.0)] * self.fragments
+        self._steps, self._sent, self._meets = 0, [0] * self.fragments, False
         return None
 
     def _handed_over(self, local: Local, fragment: int, later: bool) -> Offer:
@@ -107,13 +108,7 @@ class Streaming(StreamingOptions, BriefRepr):
         values: list[torch.Tensor | None] = [None] * len(local.parameters)
         for place, moved in zip(places, local.moved(places), strict=True):
             values[place] = moved
-        weight = self._samples - self._sent[fragment][1]
-        told = self._samples - max(self._sent)[1]  # since any was offered
-        self._sent[fragment], self._flight = (self._steps, self._samples), fragment
+        weight, told = self._samples[fragment], min(self._samples)  # since any was offered
+        self._samples[fragment], self._sent[fragment] = 0.0, self._steps
+        self._flight = fragment
         return replace(self.compressor.offer(values, weight), samples=told, later=later)
-
-    def state(self) -> dict[str, Any]:
-        return {RESIDUALS: self.compressor.state()}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.compressor.load_state(state.get(RESIDUALS, {}))

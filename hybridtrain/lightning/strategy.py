@@ -38,7 +38,7 @@ from hybridtrain.lightning.failover.failure_handling import FailureHandling
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
-from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch
+from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch, has_made_last_step
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
@@ -145,7 +145,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
             answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, WorkerCallback(client, self, self._loaders.position))
-        precede(trainer, "save_checkpoint", self.gather_states)
+        vars(trainer)["save_checkpoint"] = partial(self._save, trainer.save_checkpoint)
         precede(dumper(trainer), "dump_checkpoint", self.before_checkpoint)
         if back is not None:
             back.prepare()
@@ -258,6 +258,8 @@ class HybridStrategy(SingleHost, ParallelStrategy):
             OthersStop: if training ends here.
         """
         self._absence.stopping.begin_batch()
+        if self._session is not None:
+            self._session.put_back()
         if self._count is not None:
             self._count.by_hand.begin_batch()
         asks = self.requirements.takes_turns or (self.requirements.asks and not self._has_asked)
@@ -268,16 +270,20 @@ class HybridStrategy(SingleHost, ParallelStrategy):
     def flush(self, ends: bool = False) -> None:
         """Exchange the results of own steps, if all workers do so here.
 
-        ``ends``: no step follows in this epoch, which Lightning may not know yet.
+        In lock-step only where no step follows in this epoch (``ends``: Lightning may not know it
+        yet): a validation within an epoch must not move the masters.
         """
-        if self._session is not None and self._all_come:
-            self._hand_over(self._session, ends)
+        session = self._session
+        if session is None or not self._all_come:
+            return
+        ends = ends or has_ended_epoch(session.trainer)
+        if ends or not self.requirements.whole_rounds:
+            self._hand_over(session, ends)
 
-    def _hand_over(self, session: Session, ends: bool = False) -> None:
-        owed = session.owes
-        session.flush(ends or has_ended_epoch(session.trainer))
-        if owed and self._loaders is not None:
-            self._loaders.commit()
+    def _hand_over(self, session: Session, ends: bool = True) -> None:
+        session.flush(ends)
+        if self._loaders is not None:
+            self._loaders.settle()
 
     def hand_over_last(self) -> None:
         """A free-running worker stops: exchange its own steps since the last exchange.
@@ -290,7 +296,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         if session is None or wants.whole_rounds or not asked or begun:
             return
         if session.has_own_parameters:
-            self._hand_over(session, ends=True)
+            self._hand_over(session)
 
     def _come(self, to: str) -> None:
         """Take part in the other workers' exchange or checkpoint, while this worker waits."""
@@ -354,12 +360,25 @@ class HybridStrategy(SingleHost, ParallelStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
+    def _save(self, save: Callable[..., None], *args: Any, **options: Any) -> None:
+        """As Lightning, with the masters in the module meanwhile."""
+        session = self._session
+        shows = session is None or session.shows_masters
+        self.gather_states()
+        try:
+            save(*args, **options)
+        finally:
+            if session is not None:
+                session.end_saving(shows)
+
     def gather_states(self) -> None:
         """All save together: the writing worker receives each worker's own state."""
-        if self._session is not None and self._session.has_own_parameters and self._all_meet:
+        session = self._session
+        if session is not None and session.has_own_parameters and self._all_meet:
             self.client.settle()
-            self.flush()
-            self._session.gather_states()
+            if not self.requirements.whole_rounds or has_made_last_step(session.trainer):
+                self._hand_over(session)
+            session.gather_states()
 
     def before_checkpoint(self) -> None:
         """Bring weights, moments, step to one version: others may train while worker 0 writes."""
@@ -369,7 +388,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         if self.tells and own:
             return  # own parameters must not change in the middle of a step
         between = self.collectives.local
-        if not (own and between):  # or it would exchange earlier than without a checkpoint
+        if not own:  # or it would exchange earlier than without a checkpoint
             self.flush()
         if self._count is not None and self._session is not None and self.is_global_zero:
             self._snapshot = self._session.snapshot(self._count.reach, between)

@@ -23,7 +23,7 @@ class OwnReplica:
         parameters: the module's, in the order of the layout's slots.
         store: the shared buffers.
         worker: whose row.
-        keeps: where all meet, the masters are only looked at: training goes on from the worker's.
+        keeps: the masters are only looked at: training goes on from the worker's own.
     """
 
     def __init__(
@@ -109,9 +109,17 @@ class OwnReplica:
         :meth:`put_back`.
         """
         for number in self._following:
+            own, master = self._parameters[number].data, self._masters[number]
+            if torch.equal(own.cpu(), master):
+                continue
             if (keep or self._keeps) and number not in self._kept:
-                self._kept[number] = self._parameters[number].detach().clone()
-            self._parameters[number].copy_(self._masters[number])
+                self._kept[number] = own.clone()
+            own.copy_(master)
+
+    @property
+    def shows_masters(self) -> bool:
+        """Whether the module has them instead of the worker's own, which are kept meanwhile."""
+        return bool(self._kept)
 
     @torch.no_grad()
     def hold_masters(self) -> None:
@@ -122,7 +130,7 @@ class OwnReplica:
     def put_back(self) -> None:
         """Training goes on: the module has the worker's own parameters again."""
         for number, value in self._kept.items():
-            self._parameters[number].copy_(value)
+            self._parameters[number].data.copy_(value)
         for number, value in self._held.items():
             self._masters[number].copy_(value)
         self.forget()
@@ -133,8 +141,11 @@ class OwnReplica:
         self._held.clear()
 
     def kept(self, numbers: Sequence[int]) -> list[torch.Tensor]:
-        """Copies of the worker's own, wherever they are now."""
-        return [self._kept.get(n, self._parameters[n].detach()).clone() for n in numbers]
+        """Copies of the worker's own, on the host; nothing if they are the masters."""
+        own = [
+            self._kept.get(n, self._parameters[n]).detach().to("cpu", copy=True) for n in numbers
+        ]
+        return [] if all(map(torch.equal, own, self.masters(numbers))) else own
 
     def keep(self, numbers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         """These are the worker's own from the next step on."""

@@ -71,7 +71,11 @@ def _order(state: dict[str, Any]) -> Order:
 
 
 def describe(
-    epoch: int, batches: int, samplers: Sequence[EpochSampler], unseen: dict[LoaderPass, Spans]
+    epoch: int,
+    batches: int,
+    samplers: Sequence[EpochSampler],
+    unseen: dict[LoaderPass, Spans],
+    owes: bool,
 ) -> dict[str, Any]:
     """The entry under the key.
 
@@ -80,8 +84,9 @@ def describe(
         batches: mini-batches of it that are done.
         samplers: of the training loaders.
         unseen: see :meth:`EpochSampler.progress`.
+        owes: see there.
     """
-    loaders = [_state(s, unseen) for s in samplers if s.has_begun(epoch)]
+    loaders = [_state(s, unseen, owes) for s in samplers if s.has_begun(epoch)]
     return {"format": FORMAT, "epoch": epoch, "batches": batches, "loaders": loaders}
 
 
@@ -112,8 +117,8 @@ def validate_again(loops: dict[str, Any], before: int) -> None:
     progress["is_last_batch"] = False
 
 
-def _state(sampler: EpochSampler, unseen: dict[LoaderPass, Spans]) -> dict[str, Any]:
-    lap, batches, spans = sampler.progress(unseen)
+def _state(sampler: EpochSampler, unseen: dict[LoaderPass, Spans], owes: bool) -> dict[str, Any]:
+    lap, batches, spans = sampler.progress(unseen, owes)
     source, indices, sizes = sampler.source, None, None
     if not isinstance(source, Seeded):  # it cannot be drawn again
         order = sampler.order or source(sampler.epoch)

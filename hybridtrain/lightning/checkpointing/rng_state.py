@@ -56,16 +56,19 @@ class RngState:
         self._compared = False  # with the other workers' states
         self._whole = True  # no mini-batch has begun since the last step
         self._before: torch.Tensor | None = None  # torch's state at that time
+        self._first: torch.Tensor | None = None  # the same, when the masters had all steps
         self._aside: dict[str, Any] = {}  # all states, at the beginning of the last validation
 
     # ---- saving ---------------------------------------------------------------------------------
 
-    def begin_batch(self) -> None:
-        """A mini-batch begins: restore, or remember torch's state."""
+    def begin_batch(self, owes: bool = False) -> None:
+        """A mini-batch begins: restore, or remember torch's state. ``owes``: masters lack steps."""
         if self._kept is not None:
             self._throw(self._kept)
         if self._whole:
             self._before, self._whole = torch.get_rng_state(), False
+            if not owes:
+                self._first = self._before
 
     def begin_validation(self) -> None:
         """A validation begins, whose iterator draws a number."""
@@ -83,19 +86,21 @@ class RngState:
 
     def take_back(self) -> None:
         """The step was broken off."""
-        self._whole = False
+        self._whole, self._before = False, self._first
 
-    def state(self, validates: bool = False) -> dict[str, Any]:
+    def state(self, validates: bool = False, owes: bool = False) -> dict[str, Any]:
         """The states after the last step, as plain data and tensors.
 
         Args:
             validates: a validation is under way, which the resumed run repeats.
+            owes: the resumed run repeats the steps that the masters lack, too.
         """
         if self._kept is not None:
             return self._kept  # nothing has been drawn since the checkpoint was restored
         found = dict(self._aside) if validates else look()
-        if self._before is not None and not self._whole:
-            found["torch"] = self._before
+        before = self._first if owes else self._before
+        if before is not None and (owes or not self._whole):
+            found["torch"] = before
         version, numbers, gauss = found["python"]
         name, keys, place, has_gauss, cached = found["numpy"]
         found["python"] = version, _tensor(numbers), gauss

@@ -51,6 +51,7 @@ from hybridtrain.lightning.hooks.loop_hooks import remeasure, training_fetcher
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.replay.run_record import data_teller
 from hybridtrain.lightning.run_context import context_of
+from hybridtrain.lightning.step.saved_states import WORKERS
 from hybridtrain.options.strategy_arguments import DataArguments
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Visits
 from hybridtrain.protocol.spans import Spans, positions, total
@@ -115,7 +116,8 @@ class Loaders:
         self.remembers = False  # whether samplers remember each step's mini-batches
         self._made_in_epoch: int | None = None
         self._committed: tuple[int, int] | None = None  # epoch, mini-batches of it done
-        self._former: tuple[int, int] | None = None  # the same before the last step
+        self._former: tuple[int, int] | None = None  # the same before steps that may be repeated
+        self._owes = False  # the masters lack steps: one worker's own checkpoint repeats them
         self.position = EpochPosition(trainer)
         self._rng_state, self._ends = RngState(client), EpochEnds(trainer, self.position)
         self._begin_evaluation(client.there)
@@ -237,7 +239,7 @@ class Loaders:
         Raises:
             UserError: if the number cannot be found.
         """
-        self._rng_state.begin_batch()
+        self._rng_state.begin_batch(self._owes)
         self._ends.begin_batch()
         portions = [sampler.next_portion() for sampler in self.samplers]
         weights = [portion.weight for portion in portions if portion is not None]
@@ -257,15 +259,23 @@ class Loaders:
         (portion,) = [sampler.next_portion() for sampler in self.samplers]
         return None if portion is None else portion.together
 
-    def commit(self) -> None:
-        """A step has been made with the mini-batches since the last one."""
+    def commit(self, owes: bool = False) -> None:
+        """A step has been made with the mini-batches since the last one.
+
+        ``owes``: the masters lack it, and perhaps others before.
+        """
         version = self._client.expected_version
         for sampler in self.samplers:
-            sampler.commit(version if self.remembers else None)
+            sampler.commit(version if self.remembers else None, self._owes)
         self._rng_state.commit()
         ready = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self._former = self._committed
-        self._committed = (self.position.epoch, ready)
+        if not self._owes:
+            self._former = self._committed
+        self._committed, self._owes = (self.position.epoch, ready), owes
+
+    def settle(self) -> None:
+        """The masters have all steps."""
+        self._owes = False
 
     @property
     def under_way(self) -> bool:
@@ -273,11 +283,13 @@ class Loaders:
         return self._rng_state.under_way
 
     def take_back(self) -> None:
-        """The last step was broken off: its mini-batches are left to do."""
+        """The last step was broken off: its mini-batches, and those of steps that the masters
+        lack, are left to do.
+        """
         for sampler in self.samplers:
             sampler.take_back(self._client.version)
         self._rng_state.take_back()
-        self._committed = self._former
+        self._committed, self._owes = self._former, False
 
     # ---- resuming in the middle of an epoch -----------------------------------------------------
 
@@ -299,15 +311,18 @@ class Loaders:
             reopen(loops)
         if resumed is not None and resumed.epoch == epoch:
             batches = resumed.batches
-        if self._committed is not None and self._committed[0] == epoch:
-            batches = self._committed[1]
-        ours = describe(epoch, batches, self.samplers, unseen)
+        alone = self._owes and not any(WORKERS in s for s in checkpoint["optimizer_states"])
+        committed = self._former if alone else self._committed
+        if committed is not None and committed[0] == epoch:
+            batches = committed[1]
+        ours = describe(epoch, batches, self.samplers, unseen, alone)
         if others_go_on(self.samplers, ours):
             loops["epoch_loop.batch_progress"]["is_last_batch"] = over = False  # of this worker
-        before = None if self.under_way else self._validation.before  # it follows a step
+        again = alone or self.under_way
+        before = None if again else self._validation.before  # it follows a step
         if before is not None:
             validate_again(loops, before)
-        dice = self._rng_state.state(before is not None)
+        dice = self._rng_state.state(before is not None, alone)
         state = {"over": over, "dice": dice, "metrics": self._ends.state()}
         return {**checkpoint, KEY: {**ours, **state}}
 

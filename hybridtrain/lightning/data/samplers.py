@@ -135,7 +135,8 @@ class EpochSampler(Sampler[int]):
         self._running: EpochPortion | None = None  # training's last mini-batch
         self._without_now: tuple[int, ...] = ()  # workers that skip the step
         self._done: tuple[int, EpochPortion] | None = None  # in which epoch
-        self._former: tuple[int, EpochPortion] | None = None  # the same before the last step
+        # The same before steps that may have to be done again.
+        self._former: tuple[int, EpochPortion] | None = None
         self._iterated: int | None = None  # the epoch of the current lap
         self.source = begun.order if begun else plan.order  # of the current lap's order
         self.order: Sequence[int] = ()
@@ -219,14 +220,16 @@ class EpochSampler(Sampler[int]):
         without, self._without_now = self._without_now, ()
         return without
 
-    def commit(self, version: int | None = None) -> None:
+    def commit(self, version: int | None = None, owes: bool = False) -> None:
         """A step has been made with all mini-batches that training has taken.
 
         Args:
             version: of the parameters after it, if the step is to be remembered.
+            owes: the masters lack steps before it.
         """
         if self._running is not None:
-            self._former, self._done = self._done, (self.epoch, self._running)
+            self._former = self._former if owes else self._done
+            self._done = self.epoch, self._running
             if version is not None:
                 self._steps.append((version, self._running.batches))
 
@@ -247,16 +250,19 @@ class EpochSampler(Sampler[int]):
         """Let ``crew`` share the next passes."""
         self._crew = crew
 
-    def progress(self, unseen: dict[LoaderPass, Spans]) -> tuple[int, int, Spans]:
+    def progress(
+        self, unseen: dict[LoaderPass, Spans], owes: bool = False
+    ) -> tuple[int, int, Spans]:
         """Of the current epoch: the lap, its mini-batches done, and its positions left.
 
         Args:
             unseen: spans of the server's queue that no update has used.
+            owes: mini-batches of steps that the masters lack are not done.
         """
-        begun = self._resumed()
+        begun, known = self._resumed(), self._former if owes else self._done
         lap, batches, done = (begun.lap, begun.batches, 0) if begun else (0, 0, 0)
-        if self._done is not None and self._done[0] == self.epoch:
-            portion = self._done[1]
+        if known is not None and known[0] == self.epoch:
+            portion = known[1]
             lap, batches, done = portion.lap, portion.batches, portion.done
         begun = self._resumed(lap)
         spans = begun.spans if begun else ((0, self.plan.length),)

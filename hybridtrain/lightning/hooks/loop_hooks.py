@@ -75,6 +75,12 @@ def has_trained_epoch(trainer: Any) -> bool:
     return bool(trainer.fit_loop.epoch_loop._is_training_done)
 
 
+def has_made_last_step(trainer: Any) -> bool:
+    """Whether the last mini-batch of this epoch has been trained on. All workers agree."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress.current
+    return has_trained_epoch(trainer) and progress.ready == progress.processed
+
+
 def has_ended_epoch(trainer: Any) -> bool:
     """Whether no mini-batch follows in this epoch, also because training stops."""
     return has_trained_epoch(trainer) or bool(trainer.should_stop and may_stop_early(trainer))

@@ -219,8 +219,7 @@ class Absence:
             known = self._client.gather(_MADE, None, patient=True)
             take_steps(loop, next((each for each in known if each is not None), None))
             self._catch_up(self._session)
-            if not self._session.owes:
-                self._loaders.commit()
+            self._loaders.commit(self._session.owes)
             progress.increment_processed()
         finally:
             self._sits_out = False

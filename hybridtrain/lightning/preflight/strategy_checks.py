@@ -91,8 +91,8 @@ def advise_on_interval(exchange: Exchange, steps: Sequence[RemoteOptimizer]) -> 
     if made is not None and exchange.steps > made:
         rank_zero_warn(
             f"a worker has made {made} steps in the first epoch, and exchange={exchange} makes an "
-            f"exchange every {exchange.steps}: workers exchange only where all meet, such as the "
-            "end of an epoch; give a smaller interval, or see that this is meant"
+            f"exchange every {exchange.steps}: workers exchange only at the end of an epoch; "
+            "give a smaller interval, or see that this is meant"
         )
 
 

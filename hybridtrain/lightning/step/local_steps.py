@@ -110,13 +110,11 @@ class LocalSteps:
 
     def state(self) -> dict[str, Any]:
         """What is this worker's alone: its optimizer's state, its exchange's, its parameters."""
-        saved = {
+        return {
             "state": without_fetching(self._optimizer)["state"],
             "exchange": self._exchange.state(),
+            "parameters": self._replica.kept(self._numbers),
         }
-        if self._exchange.keeps:
-            saved["parameters"] = self._replica.kept(self._numbers)
-        return saved
 
     def load_state(self, saved: Mapping[str, Any]) -> None:
         """Go on from there; what is not there stays as it is."""
@@ -124,8 +122,8 @@ class LocalSteps:
             now = self._optimizer.state_dict()
             self._optimizer.load_state_dict(now | {"state": saved["state"]})
         self._exchange.load_state(saved["exchange"])
-        if "parameters" in saved:
-            self._replica.keep(self._numbers, saved["parameters"])
+        if own := saved.get("parameters"):
+            self._replica.keep(self._numbers, own)
 
 
 class _Brought(Sequence[torch.Tensor]):

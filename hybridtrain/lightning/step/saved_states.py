@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.exchanges.exchange import RESIDUALS
+from hybridtrain.exchanges.exchange import OWN
 from hybridtrain.lightning.step.remote_optimizer import MASTERS, RemoteOptimizer
 from hybridtrain.memory.scratch_file import Scratch, fill, read
 from hybridtrain.updates.named import NamedUpdate
@@ -37,7 +37,7 @@ class SavedStates:
         self._client = client
         self._masters: dict[int, dict[str, Any]] = {}  # id(optimizer) -> of the masters' own
         self._inner: dict[int, States] = {}  # id(optimizer) -> what is each worker's own
-        self._gathered: list[States] = []  # of each optimizer, for the checkpoint that is made
+        self._gathered: list[States] = []  # of each optimizer, while all save together
 
     # ---- back -----------------------------------------------------------------------------------
 
@@ -79,7 +79,8 @@ class SavedStates:
             if not states or step.local is None:
                 continue
             tell_what_is_dropped(states, self._client.n_workers)
-            saver = {"exchange": {**states[min(states)]["exchange"], RESIDUALS: {}}}
+            known = states[min(states)]["exchange"]
+            saver = {"exchange": {key: part for key, part in known.items() if key not in OWN}}
             step.local.load_state(states.get(self._client.worker, saver))
 
     # ---- into -----------------------------------------------------------------------------------
@@ -101,11 +102,15 @@ class SavedStates:
         finally:
             scratch.close()
 
+    def forget(self) -> None:
+        """All have saved together."""
+        self._gathered = []
+
     def with_inner(self, states: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Each optimizer's saved state and what was gathered; this worker's moments only once."""
-        gathered, self._gathered = self._gathered, []
-        if not gathered:
+        if not (gathered := self._gathered):
             return states
+        self.forget()
         worker = self._client.worker
         for inner in gathered:
             inner[worker] = {key: part for key, part in inner[worker].items() if key != "state"}

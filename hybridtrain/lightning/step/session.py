@@ -108,7 +108,8 @@ class Session:
         self._client.own = OwnSteps.of(worker, store)
         if self._requirements.parameters == "own":
             assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
-            return OwnReplica(parameters, store, worker, self._exchange.keeps)
+            keeps = self._exchange.keeps or self._requirements.whole_rounds
+            return OwnReplica(parameters, store, worker, keeps)
         made = open_replica(parameters, store, worker, self.final)
         if isinstance(made, CudaReplica):
             self._client.meanwhile = made.take_stepped
@@ -167,8 +168,20 @@ class Session:
         return numbers
 
     def gather_states(self) -> None:
-        """All meet, and the one who saves gets what is each worker's own."""
+        """All meet, see the masters, and the one who saves gets what is each worker's own."""
         self.saved.gather(self.steps)
+        self.catch_up()
+
+    def end_saving(self, shows: bool) -> None:
+        """It is done; ``shows``: the module had the masters before."""
+        self.saved.forget()
+        if not shows:
+            self.put_back()
+
+    @property
+    def shows_masters(self) -> bool:
+        """Whether the module has them instead of this worker's own parameters."""
+        return isinstance(self.replica, OwnReplica) and self.replica.shows_masters
 
     def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteOptimizer:
         """The remote control of one optimizer."""
@@ -237,7 +250,7 @@ class Session:
         changed = bool(self.replica.writes())
         version, saved = self._client.snapshot(refresh=not changed)
         if isinstance(self.replica, OwnReplica):
-            self.replica.refresh(keep=between or self._requirements.whole_rounds)
+            self.replica.refresh(keep=between)
         elif not changed:
             self.replica.refresh()
         reach(version)
@@ -259,7 +272,7 @@ class Session:
             samples: in it.
             together: samples of all workers in this step, if that is known.
         """
-        self._put_back()
+        self.put_back()
         used = any(step.pushed for step in self.steps)
         first = used or all(step.weight == 0 for step in self.steps)
         self.guard.begin(batch, used)
@@ -301,14 +314,14 @@ class Session:
         """Whether this worker's optimizers move parameters of its own."""
         return isinstance(self.replica, OwnReplica)
 
-    def _put_back(self) -> None:
+    def put_back(self) -> None:
         """Training goes on: what the module had for others to see is put away."""
         if isinstance(self.replica, OwnReplica):
             self.replica.put_back()
 
     def sit_out(self) -> None:
         """The others make a step, in automatic optimization, for which this worker has no data."""
-        self._put_back()
+        self.put_back()
         for step in self.steps if self.has_own_parameters else ():
             step.step_without_data()
 
@@ -316,7 +329,7 @@ class Session:
     def owes(self) -> bool:
         """Whether the masters lack steps that all workers have made since the last exchange.
 
-        Who goes on from a checkpoint that is made now does them again.
+        Who goes on from a checkpoint that one worker makes alone now does them again.
         """
         alone = [step.local for step in self.steps if step.local is not None]
         return self._requirements.whole_rounds and any(local.owes for local in alone)
@@ -330,8 +343,7 @@ class Session:
 
     def flush(self, ends: bool = False) -> None:
         """Hand over what this worker's own steps have come to, where all do so."""
-        if isinstance(self._exchange, LocalExchange) and (ends or not self._exchange.keeps):
-            self._put_back()  # a checkpoint may have been made since the last step
+        self.put_back()  # a checkpoint may have been made since the last step
         for step in self.steps:
             step.flush(ends)
 

@@ -43,7 +43,6 @@ class Relation:
         lock_step: it is refused where workers run freely.
         replaces: workers may be lost, which is refused where they wait for one another's own steps.
         ours: it is nothing that Lightning knows.
-        between: all meet in the middle of an epoch.
         kinds: how optimizers may be stepped.
     """
 
@@ -57,7 +56,6 @@ class Relation:
     lock_step: bool = False
     replaces: bool = False
     ours: bool = False
-    between: bool = False
     kinds: tuple[str, ...] = tuple(KINDS)
 
     def suits(self, strategy: str, kind: str) -> bool:
@@ -65,8 +63,6 @@ class Relation:
         if kind not in self.kinds or (self.ours and strategy == "auto"):
             return False
         if self.replaces and not strategies.may_lose(strategy):
-            return False
-        if self.between and strategies.meets_between(strategy):
             return False
         return strategies.is_lock_step(strategy) or not self.lock_step
 
@@ -83,8 +79,6 @@ def _with(*callbacks: Callable[[Path], pl.Callback], **options: Any) -> Make:
     return lambda folder: {"callbacks": [make(folder) for make in callbacks], **options}
 
 
-_MIDDLE: dict[str, bool] = {"lock_step": True, "between": True}
-
 # ---- validations --------------------------------------------------------------------------------
 
 _add("validation", validation=(10,))
@@ -92,9 +86,9 @@ _add("validation, several loaders", validation=(11, 2))
 _add("validation, two samples", validation=(2,))
 _add("validation, one sample", validation=(1,))
 _add("validation, a small loader beside a large one", validation=(24, 1))
-_add("val_check_interval=2", {"val_check_interval": 2}, validation=(10,), **_MIDDLE)
-_add("val_check_interval=0.5", {"val_check_interval": 0.5}, validation=(10,), **_MIDDLE)
-_add("val_check_interval=2, one sample", {"val_check_interval": 2}, validation=(1,), **_MIDDLE)
+_add("val_check_interval=2", {"val_check_interval": 2}, validation=(10,), lock_step=True)
+_add("val_check_interval=0.5", {"val_check_interval": 0.5}, validation=(10,), lock_step=True)
+_add("val_check_interval=2, one sample", {"val_check_interval": 2}, validation=(1,), lock_step=True)
 _add("check_val_every_n_epoch=2", {"check_val_every_n_epoch": 2}, validation=(10,))
 _add("limit_val_batches=1", {"limit_val_batches": 1}, validation=(10,))
 _add("limit_val_batches=0.5", {"limit_val_batches": 0.5}, validation=(24, 18))
@@ -120,7 +114,6 @@ _add(
             folder / "every", every_n_train_steps=2, save_top_k=-1, save_last=True
         )
     ),
-    between=True,
 )
 _add(
     "ModelCheckpoint, by a metric of the validation",
@@ -138,13 +131,11 @@ _add(
             folder / "clock", train_time_interval=timedelta(milliseconds=20)
         )
     ),
-    between=True,
 )
 _add(
     "checkpoint=background",
     _with(lambda folder: ModelCheckpoint(folder / "later", every_n_train_steps=3)),
     strategy=lambda folder: {"checkpoint": "background"},
-    between=True,
     ours=True,
 )
 _add(
@@ -165,7 +156,7 @@ class SavesItself(pl.Callback):
             trainer.save_checkpoint(self.folder / "by hand.ckpt")
 
 
-_add("trainer.save_checkpoint in a hook", _with(SavesItself), **_MIDDLE)
+_add("trainer.save_checkpoint in a hook", _with(SavesItself), lock_step=True)
 
 # ---- loggers, bars, profiles --------------------------------------------------------------------
 
@@ -328,7 +319,7 @@ _add(
 # ---- several at once ----------------------------------------------------------------------------
 
 
-_FLAGS = ("as_datamodule", "lock_step", "replaces", "ours", "between")
+_FLAGS = ("as_datamodule", "lock_step", "replaces", "ours")
 
 
 def together(*parts: Relation) -> Relation:
@@ -380,7 +371,7 @@ GROUPS = {
         *("ModelCheckpoint, by a metric of the validation", "trainer.save_checkpoint in a hook"),
     ),
 }
-_QUIET = ("all that reads", "all that writes", "all that meets at ends of epochs")
-GROUPS["all but in mid-epoch"] = together(*(GROUPS[name] for name in _QUIET))
-GROUPS["all"] = together(GROUPS["all but in mid-epoch"], GROUPS["all that saves in mid-epoch"])
+_LARGEST = ("all that reads", "all that writes", "all that meets at ends of epochs")
+_LARGEST += ("all that saves in mid-epoch",)
+GROUPS["all"] = together(*(GROUPS[name] for name in _LARGEST))
 BY_NAME = RELATIONS | GROUPS

@@ -49,7 +49,6 @@ _LOCAL |= {"downpour, every 3", "async_diloco", "easgd, hybrid", "local_sgd, int
 _LOCK_STEP = {"hybrid", "synchronous", "local_sgd", "post_local_sgd", "diloco"}
 _LOCK_STEP |= {"streaming_diloco", "backup, k=W", "ssp, lead=0", "easgd, hybrid"}
 _LOCK_STEP |= {"local_sgd, int8"}
-_MEETS_BETWEEN = {"local_sgd", "post_local_sgd", "diloco", "streaming_diloco", "local_sgd, int8"}
 _EACH_IS_AN_UPDATE = {"async", "hogwild", "hogwild, private", "downpour", "grace"}
 
 
@@ -82,11 +81,6 @@ def repeats(name: str, workers: int) -> bool:
 def is_lock_step(name: str) -> bool:
     """Whether all workers are at the same step, so that all may do something in mid-epoch."""
     return name in _LOCK_STEP - {"synchronous"} or name == "auto"
-
-
-def meets_between(name: str) -> bool:
-    """Whether workers exchange wherever all of them meet, also between two exchanges."""
-    return name in _MEETS_BETWEEN
 
 
 def counts_exactly(name: str, workers: int) -> bool:

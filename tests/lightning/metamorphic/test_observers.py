@@ -59,8 +59,7 @@ def bases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 # ---- which ones ---------------------------------------------------------------------------------
 
-WIDEST = ("all", "all but in mid-epoch")  # one of them suits each way of training
-PARTS = [name for name in GROUPS if name not in WIDEST]
+PARTS = [name for name in GROUPS if name != "all"]
 
 
 def _cells() -> list[Any]:
@@ -83,7 +82,7 @@ def _wide(begun: bool) -> list[tuple[Run, str]]:
         workers = 1 + number % 3
         ways = strategies.kinds(strategy, workers)
         run = Run(strategy, workers, ways[number % len(ways)], "uneven", begun)
-        found.append((run, next(n for n in WIDEST if BY_NAME[n].suits(strategy, run.kind))))
+        found.append((run, "all"))
     return found
 
 
@@ -109,7 +108,7 @@ def _all_cells() -> Iterator[tuple[Run, str]]:
             for number, kind in enumerate(strategies.kinds(strategy, workers)):
                 run = Run(strategy, workers, kind, ("uneven", "even")[(number + workers) % 2])
                 yield from _suiting(run, rotated(PARTS, row + workers + number)[:1])
-                yield from list(_suiting(run, WIDEST))[:1]
+                yield run, "all"
         for number, name in enumerate(RELATIONS):
             workers = 2 + number % 2
             ways = strategies.kinds(strategy, workers)

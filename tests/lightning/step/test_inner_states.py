@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader
 from hybridtrain import HybridStrategy
 from hybridtrain.lightning.checkpointing.periodic import PeriodicCheckpoint
 from hybridtrain.lightning.step.saved_states import tell_what_is_dropped
-from tests.lightning.toys import Regression, make_trainer, regression_data
+from tests.lightning.toys import Regression, flat, make_trainer, regression_data
 from tests.picking import by_default
 
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -29,7 +30,12 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "update": {"name": "sgd", "lr": 0.7, "momentum": 0.9, "nesterov": True},
     },
     "elastic": {"exchange": {"name": "elastic", "every": 3}},
+    "accumulated": {"exchange": {"name": "accumulated", "n_push": 4, "n_fetch": 3}},
+    "overlapped": {
+        "exchange": {"name": "accumulated", "n_push": 4, "n_fetch": 3, "fetch": "overlapped"}
+    },
 }
+NAMES = by_default(SCHEMES, "local_sgd", "streaming", "elastic", "overlapped")
 
 
 def make() -> Regression:
@@ -42,19 +48,16 @@ def fitted(
 ) -> Any:
     module, loader = make(), DataLoader(regression_data(48, torch.float64), 4)
     strategy = HybridStrategy(rest.pop("policy", "hybrid"), **options)
-    every_four = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=4, save_top_k=-1)
-    settings = {"max_epochs": 3, "callbacks": [every_four], "enable_checkpointing": True, **rest}
+    every_two = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    settings = {"max_epochs": 3, "callbacks": [every_two], "enable_checkpointing": True, **rest}
     trainer = make_trainer(strategy, workers, **settings)
     # Validated in the middle of epochs, which is no step of training.
     trainer.fit(module, loader, loader, ckpt_path=ckpt, weights_only=True)
     return module
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["local_sgd", "elastic", *(pytest.param(n, marks=pytest.mark.slow) for n in SCHEMES)],
-)
-@pytest.mark.parametrize("step", [4, 12])  # in the middle of the first epoch; after the second
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("step", [2, 4, 12])  # in the middle of the first epoch; after the second
 def test_a_resumed_run_is_the_uninterrupted_one(name: str, step: int, tmp_path: Path) -> None:
     whole = fitted(tmp_path / "whole", SCHEMES[name], val_check_interval=2)
     saved = tmp_path / "whole" / f"step={step}.ckpt"
@@ -68,10 +71,74 @@ def test_a_resumed_run_is_the_uninterrupted_one(name: str, step: int, tmp_path: 
     make().configure_optimizers().load_state_dict(one)  # plain torch takes it, too
 
 
-def test_an_evaluation_changes_nothing_where_each_goes_on_from_its_own(tmp_path: Path) -> None:
-    often = fitted(tmp_path, SCHEMES["elastic"], val_check_interval=1, callbacks=[])
-    never = fitted(tmp_path, SCHEMES["elastic"], limit_val_batches=0, callbacks=[])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_evaluation_and_a_checkpoint_change_nothing(name: str, tmp_path: Path) -> None:
+    often = fitted(tmp_path, SCHEMES[name], val_check_interval=1)
+    never = fitted(tmp_path, SCHEMES[name], limit_val_batches=0, callbacks=[])
     assert all(map(torch.equal, often.parameters(), never.parameters()))
+
+
+class Looks(pl.Callback):
+    """Saves behind each mini-batch, and wherever something is saved or validated."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        before = flat(pl_module)
+        trainer.save_checkpoint(self.folder / "weights.ckpt", weights_only=True)
+        trainer.save_checkpoint(self.folder / "all.ckpt")
+        assert trainer.is_last_batch or torch.equal(flat(pl_module), before)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        seen = trainer.strategy.broadcast(flat(pl_module))
+        between = trainer.global_step % 4 > 0 and pl_module.global_rank > 0
+        assert torch.equal(flat(pl_module), seen) != between, "each has its own"
+
+    def _look(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step:
+            seen = flat(pl_module)
+            assert torch.equal(seen, trainer.strategy.broadcast(seen)), "all see the masters"
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        self._look(trainer, pl_module)
+
+    on_validation_end = on_validation_start
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        if "optimizer_states" in checkpoint:
+            self._look(trainer, pl_module)
+        saved = torch.cat([value.flatten() for value in checkpoint["state_dict"].values()])
+        assert torch.equal(saved, flat(pl_module))
+
+
+def test_all_see_the_masters_wherever_one_looks_and_train_on_from_their_own(
+    tmp_path: Path,
+) -> None:
+    options = {"max_epochs": 1, "val_check_interval": 2, "callbacks": [Looks(tmp_path)]}
+    module = fitted(tmp_path, SCHEMES["local_sgd"], **options)
+    for name in ("weights.ckpt", "all.ckpt"):
+        saved = torch.load(tmp_path / name, weights_only=True)["state_dict"]
+        assert all(map(torch.equal, saved.values(), module.state_dict().values()))
+
+
+def test_a_checkpoint_of_one_worker_alone_is_of_the_last_exchange(tmp_path: Path) -> None:
+    """What all have saved together in between goes on from the step that it is of."""
+    alone = PeriodicCheckpoint(str(tmp_path), every_updates=1, keep=99)
+    together = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    weights = ModelCheckpoint(
+        tmp_path / "weights", every_n_train_steps=1, save_top_k=-1, save_weights_only=True
+    )
+    callbacks = [alone, together, weights]
+    options = {"max_epochs": 1, "callbacks": callbacks, "accumulate_grad_batches": 2}
+    fitted(tmp_path, {"exchange": {"name": "movement", "every": 2}}, 1, **options)
+    found = {}
+    for path in sorted(tmp_path.glob("*.ckpt")):
+        found[path.stem] = torch.load(path, weights_only=True)["hybridtrain"]["batches"]
+    assert found == {
+        **{f"periodic-{step}": step // 2 * 4 for step in range(1, 7)},
+        **{f"step={step}": step * 2 for step in (2, 4, 6)},
+    }
 
 
 @pytest.mark.parametrize("name", by_default(["local_sgd", "elastic", "streaming"], "local_sgd"))
@@ -111,5 +178,5 @@ def test_where_workers_run_freely_the_end_of_an_epoch_has_all(policy: Any, tmp_p
     fitted(tmp_path, options, policy=policy, callbacks=[at_end])
     saved = torch.load(tmp_path / "epoch=1.ckpt", weights_only=True)["optimizer_states"][0]
     assert set(saved["workers"]) == {0, 1}
-    assert ("parameters" in saved["workers"][1]) == (policy == "async")
+    assert bool(saved["workers"][1]["parameters"]) == (policy == "async")
     fitted(tmp_path / "on", options, ckpt=tmp_path / "epoch=1.ckpt", policy=policy, callbacks=[])

@@ -174,5 +174,5 @@ def test_an_interval_that_is_longer_than_an_epoch_is_said_to_be(made: int) -> No
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         advise_on_interval(Elastic(every=10), steps)
-    words = ["9 steps", "every 10", "only where all meet"] if made == 9 else []
+    words = ["9 steps", "every 10", "only at the end of an epoch"] if made == 9 else []
     assert len(said) == (made == 9) and all(word in str(said[0].message) for word in words)
