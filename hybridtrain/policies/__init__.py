@@ -1,7 +1,7 @@
-"""When does a contribution count, and who may go on? One small state machine for each answer.
+"""Policies: small state machines that decide when gradients are applied and workers released.
 
-A policy reads facts and writes orders (:mod:`hybridtrain.protocol.facts`); it knows no tensors, no
-processes and no clocks.
+A policy maps facts to orders (:mod:`hybridtrain.protocol.facts`); it sees no tensors, processes or
+clocks.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Stale-synchronous: nobody may be more than ``lead`` mini-batches ahead of the slowest.
+"""Stale-synchronous parallel: no worker gets more than ``lead`` steps ahead of the slowest.
 
 Ho et al. 2013 (NIPS, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
-Server", section 2): a worker that has made c steps may go on if the slowest has made at least
-c - s, and sees all updates that are older than that, and always its own.
+Server", section 2): a worker with c steps continues if the slowest has at least c - s; it sees all
+updates older than that, and its own.
 
-Contributions are merged as late as nobody can tell: those of workers that must wait are applied,
-together, at the moment somebody reads. Readers therefore see *all* that has been pushed, which is
-more than is asked for; ``lead=0`` is exactly lock-step with the mean, and an unbounded lead exactly
-the update on arrival.
+Gradients of blocked workers stay pending until the next worker is released, and are then applied as
+one update. A released worker therefore sees *all* gradients pushed so far, more than the paper asks
+for; ``lead=0`` equals ``hybrid``, and an unbounded lead equals ``async``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hybridtrain.policies.policy import Needs
 from hybridtrain.policies.step_counts import StepCounts
@@ -23,19 +22,18 @@ from hybridtrain.util.option_types import Checked, Natural
 
 @dataclass
 class BoundedStaleness(Checked):
-    """Let workers go on while they are at most ``lead`` steps ahead of the slowest.
+    """Release workers that are at most ``lead`` steps ahead of the slowest.
 
     Args:
         lead: s, from 0 on; ``None``: no bound.
     """
 
     lead: Natural | None = 3
-    _clocks: StepCounts = field(default_factory=StepCounts, init=False, repr=False)
-    _blocked: set[int] = field(default_factory=set, init=False, repr=False)
-    _pending: set[int] = field(default_factory=set, init=False, repr=False)  # not yet applied
 
     def begin(self, n_workers: int) -> Needs:
-        self._clocks, self._blocked, self._pending = StepCounts(), set(), set()
+        self._clocks = StepCounts()
+        self._blocked: set[int] = set()
+        self._pending: set[int] = set()  # pushed, not yet applied
         gathers = n_workers if self.lead == 0 else 1
         return Needs(whole_rounds=self.lead == 0, gathers=gathers)
 
@@ -55,11 +53,11 @@ class BoundedStaleness(Checked):
         moved = self._clocks.tick(worker)
         self._blocked.add(worker)
         self._pending.add(worker)
-        # Only when the slowest has made a step may others than the one who pushes be freed.
+        # Other workers can only be released when the slowest has made a step.
         return self._free(self._blocked if moved else {worker})
 
     def _free(self, asked: Iterable[int]) -> Sequence[Order]:
-        """Who may go on reads, so all that is pending counts now."""
+        """Release those within the bound; before they read, apply all pending gradients."""
         lead = self.lead
         freed = tuple(sorted(w for w in asked if lead is None or self._clocks.lead(w) <= lead))
         if not freed:

@@ -1,15 +1,14 @@
-"""Backup workers without a number: contributions that take longer than usual are dropped.
+"""Backup workers with a deadline: gradients that take longer than usual are dropped.
 
-Chen et al. 2016 (arXiv:1604.00981) fix how many of the workers are waited for. Here the workers'
-own times say: a round ends when the median of past service times, and c times their median absolute
-deviation, have passed.
+Chen et al. 2016 (arXiv:1604.00981) wait for a fixed number of workers. Here a round ends after the
+median of past service times plus c times their median absolute deviation.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 from hybridtrain.errors import UserError
@@ -30,28 +29,20 @@ from hybridtrain.protocol.facts import (
 from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 _REMEMBERED = 200  # service times
-_LEAST_SLACK = 0.1  # of the median, so that equal workers are never late by a hair
+_LEAST_SLACK = 0.1  # of the median, so that equally fast workers are never late
 
 
 @dataclass
 class Deadline(Checked):
-    """Apply the mean of the contributions that come in time; the late are dropped.
+    """Apply the mean of the gradients that arrive in time; drop the late ones.
 
     Args:
-        c: median absolute deviations beyond the median. Past times are those of all workers.
-        at_least: contributions that an update needs; ``None``: half of the workers.
+        c: median absolute deviations beyond the median, over the past times of all workers.
+        at_least: gradients per update at least; ``None``: half of the workers.
     """
 
     c: NotNegative = 5.0
     at_least: Positive | None = None
-    _n: int = field(default=1, init=False, repr=False)
-    _fresh: set[int] = field(default_factory=set, init=False, repr=False)
-    _active: set[int] = field(default_factory=set, init=False, repr=False)
-    _got: set[int] = field(default_factory=set, init=False, repr=False)
-    _began_s: float | None = field(default=None, init=False, repr=False)
-    _end_s: float | None = field(default=None, init=False, repr=False)
-    _released_s: dict[int, float] = field(default_factory=dict, init=False, repr=False)
-    _times_s: deque[float] = field(default_factory=deque, init=False, repr=False)
 
     def begin(self, n_workers: int) -> Needs:
         if self.at_least is not None and self.at_least > n_workers:
@@ -60,10 +51,14 @@ class Deadline(Checked):
                 f"worker{'s' * (n_workers > 1)}; choose a number from 1 to {n_workers}"
             )
         self._n = max(n_workers // 2, 1) if self.at_least is None else self.at_least
-        self._fresh, self._active, self._got = set(), set(), set()
-        self._began_s, self._end_s, self._released_s = None, None, {}
-        self._times_s = deque(maxlen=_REMEMBERED)
-        usual = max(n_workers - 1, self._n)  # one is late, as if k were null
+        self._fresh: set[int] = set()  # compute at the current parameters
+        self._active: set[int] = set()
+        self._got: set[int] = set()  # have pushed in this round
+        self._began_s: float | None = None
+        self._end_s: float | None = None
+        self._released_s: dict[int, float] = {}
+        self._times_s: deque[float] = deque(maxlen=_REMEMBERED)
+        usual = max(n_workers - 1, self._n)  # one is late, as with k=null
         return Needs(whole_rounds=n_workers == 1, drops_late=n_workers > 1, gathers=usual)
 
     def on(self, fact: Fact) -> Sequence[Order]:
@@ -81,7 +76,7 @@ class Deadline(Checked):
         return ()
 
     def _join(self, worker: int) -> None:
-        """Nobody knows since when it computes, so its next time does not count."""
+        """Its start is unknown, so its next service time is not recorded."""
         self._active.add(worker)
         self._fresh.add(worker)
         self._released_s.pop(worker, None)
@@ -100,13 +95,13 @@ class Deadline(Checked):
         return (Drop((worker,)), Release((worker,)))
 
     def _close(self, at_s: float | None) -> Sequence[Order]:
-        """End the round if all who count have come, or it is late."""
+        """End the round if all fresh gradients have arrived or the deadline has passed."""
         if not self._got:
             return ()
         if len(self._got) < len(self._fresh):
             if at_s is None or len(self._got) < min(self._n, len(self._active)):
                 return ()
-            if self._end_s is None:  # once for each round: medians take time
+            if self._end_s is None:  # once per round: medians take time
                 self._end_s = self._usual_end_s()
             if self._end_s is None:
                 return ()
@@ -119,7 +114,7 @@ class Deadline(Checked):
         return (Apply(workers), Release(workers))
 
     def _usual_end_s(self) -> float | None:
-        """When this round is to end; unknown at first, and after a pause."""
+        """The deadline of this round; unknown in the first round and after a pause."""
         if self._began_s is None or not self._times_s:
             return None
         usual = median(self._times_s)

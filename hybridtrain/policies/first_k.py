@@ -1,7 +1,7 @@
-"""Wait for the first k: backup workers, and their kin that keep what comes late.
+"""Update with the first k gradients: backup workers, k-sync, k-async and their batch variants.
 
-An update is made of the first k contributions. Two questions span the family of Dutta et al. 2018
-(arXiv:1803.01113, section 2), which has lock-step (k = W) and arrival (k = 1) at its ends:
+Two questions span the family of Dutta et al. 2018 (arXiv:1803.01113, section 2), from fully
+synchronous (k = W) to fully asynchronous (k = 1):
 
 =================  ===========================  =====================================
  .                  a worker gives one           a worker may give several
@@ -10,16 +10,16 @@ the late dropped   K-sync = *backup* workers    K-batch-sync
 the late used      K-async                      K-batch-async; n-softsync with k = W/n
 =================  ===========================  =====================================
 
-Backup workers are those of Chen et al. 2016 (arXiv:1604.00981): a contribution computed from
-parameters older than the current ones is dropped when it arrives, and its worker goes on from the
-newest; at the end of an epoch it counts, when nobody would do its mini-batch again. n-softsync is
-that of Zhang et al. 2016 (arXiv:1511.05950).
+Backup workers as in Chen et al. 2016 (arXiv:1604.00981): a gradient of older parameters than the
+current ones is dropped on arrival, and its worker continues from the newest; at the end of an epoch
+it counts, as no worker would repeat its mini-batch. n-softsync as in Zhang et al. 2016
+(arXiv:1511.05950).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from hybridtrain.errors import UserError
@@ -43,24 +43,19 @@ Late = Literal["drop", "use"]
 
 @dataclass
 class FirstK(Checked):
-    """Apply the mean of the first k contributions.
+    """Apply the mean of the first k gradients.
 
     Args:
-        k: how many make an update; ``None``: all but one worker. Fewer where fewer workers are
-            there (the others have come to the end of their data).
-        late: what becomes of a contribution that was computed before the last update.
-        several: a worker goes on at once, and may give several of the k; else it waits for the
-            update that it is part of.
+        k: gradients per update; ``None``: all workers but one. Fewer when fewer workers are active
+            (the others have reached the end of their data).
+        late: drop or use a gradient of parameters before the last update.
+        several: release workers at once, so that one may push several of the k gradients; else a
+            worker waits for the update with its gradient.
     """
 
     k: Positive | None = None
     late: Late = "drop"
     several: bool = False
-    _n: int = field(default=0, init=False, repr=False)
-    _round: int = field(default=0, init=False, repr=False)
-    _since: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # active workers
-    _got: set[int] = field(default_factory=set, init=False, repr=False)  # who waits for the update
-    _held: int = field(default=0, init=False, repr=False)
 
     def begin(self, n_workers: int) -> Needs:
         if self.k is not None and self.k > n_workers and not self.several:
@@ -69,7 +64,9 @@ class FirstK(Checked):
                 f"never make so many contributions; choose k from 1 to {n_workers}"
             )
         self._n = max(n_workers - 1, 1) if self.k is None else self.k
-        self._round, self._since, self._got, self._held = 0, {}, set(), 0
+        self._round = self._held = 0
+        self._since: dict[int, int] = {}  # active worker -> round in which it began
+        self._got: set[int] = set()  # wait for the update
         drops = self.late == "drop"
         if self.several:
             return Needs(False, holds=self._n > 1, drops_late=drops, gathers=self._n)
@@ -92,7 +89,7 @@ class FirstK(Checked):
         since = self._since.setdefault(worker, self._round)
         if self.late == "drop" and since < self._round:
             self._since[worker] = self._round
-            if not last:  # else it counts as if it had begun in this round
+            if not last:  # else it counts as one of this round
                 return (Drop((worker,)), Release((worker,)))
         if self.several and self._held + 1 < self._n:
             self._held += 1
@@ -101,7 +98,7 @@ class FirstK(Checked):
         return self._close()
 
     def _close(self) -> Sequence[Order]:
-        """End the round if there is enough for an update, or nobody is left to bring more."""
+        """Update if k gradients are here, or no active worker can push more."""
         if not self._got and not (self._held and not self._since):
             return ()
         if not self.several and len(self._got) < min(self._n, len(self._since)):
@@ -117,17 +114,16 @@ class FirstK(Checked):
 
 @dataclass
 class Softsync(Checked):
-    """n-softsync: W workers go on at once, and every W/n contributions make an update.
+    """n-softsync: workers are released at once, and every W/n gradients make an update.
 
-    So contributions are about n updates old (Zhang et al. 2016, arXiv:1511.05950, section 3, who
-    divide the learning rate by the staleness).
+    Gradients are about n updates old (Zhang et al. 2016, arXiv:1511.05950, section 3; there the
+    learning rate is divided by the staleness).
 
     Args:
-        n: 1: as many contributions as workers; W: each on its own.
+        n: 1: an update has W gradients; W: it has one.
     """
 
     n: Positive = 1
-    _rule: FirstK = field(default_factory=FirstK, init=False, repr=False)
 
     def begin(self, n_workers: int) -> Needs:
         if self.n > n_workers:

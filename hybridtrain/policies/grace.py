@@ -1,16 +1,16 @@
-"""Workers that push within one window of time go on from the same parameters.
+"""Grace period: workers that push within one time window continue from the same parameters.
 
-Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 2024 (arXiv:2401.09135), whose
-scheduler waits for a grace period: contributions of that time are applied one behind the other, and
-then all who are there go on at once. Without a window that is ``async``; with an endless one all
-wait for one another. If contributions of a window make one update ``together``, that is ``hybrid``.
+The scheduler of Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 2024
+(arXiv:2401.09135): gradients of a window are applied one after the other, then their workers are
+released together. A window of 0 is ``async``; with an endless one all wait for all, which is
+``hybrid`` if a window makes one update (``together``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from hybridtrain.policies.policy import Needs
@@ -32,25 +32,24 @@ from hybridtrain.util.option_types import Checked, Range
 
 @dataclass(repr=False)
 class Grace(Checked, BriefRepr):
-    """Apply each contribution by itself; release all workers of a window together.
+    """Apply each gradient as an update; release all workers of a window together.
 
     Args:
-        window_s: seconds behind the first of them; ``inf``: until all have come.
-        together: contributions of one window make one update, with their mean weighted by samples.
+        window_s: seconds after its first gradient; ``inf``: until all workers have pushed.
+        together: a window makes one update, of the mean weighted by samples.
     """
 
     window_s: Annotated[float, Range(0, infinite=True)] = 0.5
     together: bool = False
-    _active: set[int] = field(default_factory=set, init=False, repr=False)
-    _here: list[int] = field(default_factory=list, init=False, repr=False)  # as they have come
-    _end_s: float = field(default=math.inf, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.window_s = float(self.window_s)
 
     def begin(self, n_workers: int) -> Needs:
-        self._active, self._here, self._end_s = set(), [], math.inf
+        self._active: set[int] = set()
+        self._here: list[int] = []  # have pushed, in the order of arrival
+        self._end_s = math.inf
         return Needs(whole_rounds=False)
 
     def on(self, fact: Fact) -> Sequence[Order]:

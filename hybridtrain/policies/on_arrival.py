@@ -1,14 +1,13 @@
-"""Never wait: a gradient is applied the moment it arrives.
+"""Asynchronous SGD: each gradient is applied when it arrives.
 
-DeepSpeech's *asynchronous* parallel optimisation. Nobody is ever held up, at the price of gradients
-that were computed at parameters which have moved since (mozilla/DeepSpeech,
-``doc/ParallelOptimization.rst``, "Asynchronous Parallel Optimization").
+DeepSpeech's *asynchronous* parallel optimisation: no worker waits, but gradients are stale
+(mozilla/DeepSpeech, ``doc/ParallelOptimization.rst``, "Asynchronous Parallel Optimization").
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridtrain.policies.policy import Needs
@@ -18,41 +17,33 @@ from hybridtrain.util.option_types import Checked, Natural
 
 @dataclass
 class OnArrival:
-    """Apply and release each push on its own. There is nothing to remember but the answers."""
-
-    _answers: dict[int, Sequence[Order]] = field(default_factory=dict, init=False, repr=False)
+    """Apply and release each push on its own."""
 
     def begin(self, n_workers: int) -> Needs:
+        self._orders = [(Apply((worker,)), Release((worker,))) for worker in range(n_workers)]
         return Needs(whole_rounds=False, free=True)
 
     def on(self, fact: Fact) -> Sequence[Order]:
-        match fact:
-            case Pushed(worker):
-                if worker not in self._answers:
-                    self._answers[worker] = (Apply((worker,)), Release((worker,)))
-                return self._answers[worker]
-            case _:
-                return ()
+        return self._orders[fact.worker] if isinstance(fact, Pushed) else ()
 
 
 @dataclass
 class NotTooLate(Checked):
-    """As ``OnArrival``, but what was computed at parameters of too many updates ago does not count.
+    """As ``OnArrival``, but gradients that are too stale are dropped.
 
     Ringmaster ASGD: Maranjyan, Tyurin, Richtárik 2025 (arXiv:2501.16168), algorithm 1, whose delay
     threshold is ``max_staleness`` + 1.
 
     Args:
-        max_staleness: updates since the worker has read the parameters; a contribution that is
-            later is dropped, and its mini-batch is done again.
+        max_staleness: updates since the worker read the parameters; a staler gradient is dropped,
+            and its mini-batch is computed again.
     """
 
     max_staleness: Natural = 0
-    _updates: int = field(default=0, init=False, repr=False)
-    _read: dict[int, int] = field(default_factory=dict, init=False, repr=False)  # at which update
 
     def begin(self, n_workers: int) -> Needs:
-        self._updates, self._read = 0, {}
+        self._updates = 0
+        self._read: dict[int, int] = {}  # worker -> updates when it read the parameters
         return Needs(whole_rounds=False, drops_late=n_workers > 1)
 
     def on(self, fact: Fact) -> Sequence[Order]:
@@ -70,10 +61,9 @@ class NotTooLate(Checked):
 
 @dataclass
 class LockFree(OnArrival):
-    """Nobody asks anybody: workers step the shared parameters themselves, without a lock.
+    """Workers step the shared parameters themselves, without a lock; the server counts the steps.
 
-    Steps are only counted here, so that all agree how many there were. Niu, Recht, Re, Wright,
-    *Hogwild!*, NIPS 2011 (arXiv:1106.5730).
+    Niu, Recht, Re, Wright, *Hogwild!*, NIPS 2011 (arXiv:1106.5730).
     """
 
     exchange: ClassVar[str] = "in_place"  # what workers hand over, unless it is chosen

@@ -11,19 +11,17 @@ from hybridtrain.protocol.facts import Fact, Order
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a policy relies on.
+    """What a policy requires of workers and server.
 
-    ``whole_rounds``: nobody computes while an update is applied, and all workers step equally
-    often. ``turns``: one worker computes at a time; it asks before it begins a mini-batch
-    (``Ready``). ``asks``: each does so before its first one only. ``free``: whoever pushes is
-    released at once, and what was pushed is an update. ``everyone``: an update is of one
-    contribution of each worker, and nothing is remembered from one to the next, so a round to which
-    all have come need not be told of. ``holds``: contributions may
-    be put aside (``Accumulate``), which takes one more row of gradients. ``drops_late``: what was
-    begun before the last update will be dropped.
-    ``watches_loss``: pushes are to tell the loss.
-    ``gathers``: contributions that make an update, as a rule; ``later``: after which update another
-    number does, and which. Schedules are told by them how many updates there will be.
+    ``whole_rounds``: no worker computes while an update is applied, and all step equally often.
+    ``turns``: one worker computes at a time, and sends ``Ready`` before each mini-batch; ``asks``:
+    only before its first. ``free``: every push is an update, and its worker is released at once.
+    ``everyone``: an update has one gradient of each worker, and the policy keeps no state between
+    updates, so workers may complete a round without the server. ``holds``: gradients may be
+    accumulated (``Accumulate``), which takes one more row. ``drops_late``: gradients of parameters
+    before the last update are dropped. ``watches_loss``: pushes carry the loss. ``gathers``:
+    gradients per update, as a rule; ``later``: from which update on another number, and which
+    (learning-rate schedules compute the number of updates from them).
     """
 
     whole_rounds: bool
@@ -40,10 +38,10 @@ class Needs:
 
 @runtime_checkable
 class Policy(Protocol):
-    """A pure state machine: facts in, orders out, in the order in which they are to be done."""
+    """A pure state machine from facts to orders, which the server executes in their order."""
 
     def begin(self, n_workers: int) -> Needs:
-        """Forget everything; this many workers, numbered from 0, will join.
+        """Reset all state for this many workers, numbered from 0.
 
         Raises:
             UserError: if the policy makes no sense for so many.
@@ -51,5 +49,5 @@ class Policy(Protocol):
         ...
 
     def on(self, fact: Fact) -> Sequence[Order]:
-        """Take one fact, return the orders that follow from it."""
+        """The orders that follow from one fact."""
         ...

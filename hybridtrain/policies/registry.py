@@ -27,7 +27,7 @@ def backup(
     c: NotNegative | None = None,
     at_least: Positive | None = None,
 ) -> Policy:
-    """Backup workers: the first ``k`` (null: all but one) count, or, ``auto``, who is in time."""
+    """Backup workers: the first ``k`` (null: all but one) count, or, ``auto``, those in time."""
     if k == "auto":
         return Deadline(5.0 if c is None else c, at_least)
     if c is not None or at_least is not None:

@@ -1,15 +1,15 @@
 """One worker at a time: DeepSpeech's *synchronous* parallel optimisation.
 
-One device reads the parameters, computes, and its gradient is applied before the next device reads
-them; all others are idle. It is sequential descent that wanders from device to device
-(mozilla/DeepSpeech, ``doc/ParallelOptimization.rst``, "Synchronous Parallel Optimization"). What
-the literature calls synchronous is :class:`hybridtrain.policies.WaitForAll`.
+One device reads the parameters and computes, and the server applies its gradient before the next
+device reads them; all others are idle: sequential SGD on alternating devices (mozilla/DeepSpeech,
+``doc/ParallelOptimization.rst``, "Synchronous Parallel Optimization"). What the literature calls
+synchronous is :class:`hybridtrain.policies.WaitForAll`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import (
@@ -27,22 +27,17 @@ from hybridtrain.protocol.facts import (
 
 @dataclass
 class RoundRobin:
-    """The turn goes round in the order of the workers' numbers.
+    """The turn passes in the order of the workers' numbers.
 
-    Whoever has it keeps it until it asks for the next mini-batch after a push, so that several
+    A worker keeps its turn until it asks for the next mini-batch after a push, so that several
     pushes of one mini-batch (several optimizers), or several mini-batches for one push
     (accumulation) belong to one turn. An epoch begins with the first worker.
     """
 
-    _n: int = field(default=0, init=False, repr=False)
-    _active: set[int] = field(default_factory=set, init=False, repr=False)
-    _ready: set[int] = field(default_factory=set, init=False, repr=False)
-    _holder: int = field(default=0, init=False, repr=False)
-    _has_pushed: bool = field(default=False, init=False, repr=False)
-
     def begin(self, n_workers: int) -> Needs:
-        self._n, self._active, self._ready = n_workers, set(), set()
-        self._holder, self._has_pushed = 0, False
+        self._n, self._holder, self._has_pushed = n_workers, 0, False
+        self._active: set[int] = set()
+        self._ready: set[int] = set()
         return Needs(whole_rounds=False, turns=True)
 
     def on(self, fact: Fact) -> Sequence[Order]:
@@ -69,7 +64,7 @@ class RoundRobin:
         return ()
 
     def _pass_on(self) -> None:
-        """To the next who is there; with nobody there, the next round begins at the beginning."""
+        """To the next active worker; without any, the next turn is the first worker's."""
         self._has_pushed = False
         after = range(self._holder + 1, self._holder + 1 + self._n)
         turns = (worker % self._n for worker in after)

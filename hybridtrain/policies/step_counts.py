@@ -1,4 +1,4 @@
-"""Who has made how many steps, and how many the slowest has: a constant amount of work per step."""
+"""Steps of each worker and of the slowest, in constant time per step."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass
 class StepCounts:
-    """Counts steps of those who are there; who comes (again) begins with the slowest's count."""
+    """Counts steps of active workers; one that joins begins at the slowest's count."""
 
     least: int = 0
     _at: dict[int, int] = field(default_factory=dict)  # worker -> steps
-    _workers: Counter[int] = field(default_factory=Counter)  # steps -> how many have made them
+    _workers: Counter[int] = field(default_factory=Counter)  # steps -> number of workers
 
     def lead(self, worker: int) -> int:
-        """Steps ahead of the slowest; 0 for those who are not there."""
+        """Steps ahead of the slowest; 0 for inactive workers."""
         return self._at.get(worker, self.least) - self.least
 
     def join(self, worker: int) -> None:
-        """The worker is there."""
+        """The worker is active."""
         if worker not in self._at:
             self._at[worker] = self.least
             self._workers[self.least] += 1
 
     def leave(self, worker: int) -> bool:
-        """The worker is not there any more; whether the slowest is another one now."""
+        """The worker is inactive; whether that raises the slowest's count."""
         steps = self._at.pop(worker, None)
         if steps is None:
             return False
@@ -33,9 +33,8 @@ class StepCounts:
         return self._moves_on()
 
     def tick(self, worker: int) -> bool:
-        """The worker has made a step; whether everybody has made one more now."""
-        if worker not in self._at:
-            self.join(worker)
+        """The worker has made a step; whether that raises the slowest's count."""
+        self.join(worker)
         steps = self._at[worker]
         self._at[worker] = steps + 1
         self._workers[steps] -= 1

@@ -1,8 +1,8 @@
-"""One rule first, another one later.
+"""One policy first, another one later.
 
-Lock-step while the loss falls steeply, freely afterwards, or the reverse (Sync-Switch: Li et al.
-2021, ICDCS, switch from BSP to ASP). At the switch the new rule is told who is there and who has
-pushed and waits, as if it had happened just now.
+Synchronous while the loss falls steeply, asynchronous afterwards, or the reverse (Sync-Switch: Li
+et al. 2021, ICDCS, from BSP to ASP). At the switch the new policy receives the active workers and
+the unanswered pushes as new facts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 @dataclass
 class Plateau:
-    """Watches a loss that has stopped falling.
+    """Detects that the loss has stopped falling.
 
     Args:
-        patience: so many pushes without a better mean loss.
-        min_delta: what counts as better.
+        patience: pushes without a better mean loss.
+        min_delta: the least improvement.
     """
 
     patience: int
@@ -44,7 +44,7 @@ class Plateau:
     _count: int = field(default=0, init=False, repr=False)
 
     def reached(self, loss: float) -> bool:
-        """Take one more loss. Means over ``patience`` losses are compared."""
+        """Add a loss; whether the last ``patience`` losses have no better mean than before."""
         self._sum, self._count = self._sum + loss, self._count + 1
         if self._count < self.patience:
             return False
@@ -62,12 +62,12 @@ class Switch(Checked):
     Args:
         first: a policy.
         then: another.
-        at_update: after so many updates, as the server counts them.
-        patience: or when the mean loss of so many pushes is not better than the best before.
-        min_delta: by how much it must be better.
+        at_update: switch after so many updates, as the server counts them.
+        patience: or when the mean loss of so many pushes does not improve on the best before.
+        min_delta: the least improvement.
 
     Raises:
-        UserError: if the parts do not fit, or not one of both conditions was given.
+        UserError: if the parts do not fit, or not exactly one of both conditions was given.
     """
 
     first: Policy
@@ -75,15 +75,6 @@ class Switch(Checked):
     at_update: Positive | None = None
     patience: Positive | None = None
     min_delta: NotNegative = 0.0
-    _now: Policy = field(init=False, repr=False)
-    _n: int = field(default=0, init=False, repr=False)
-    _rounds: bool = field(default=False, init=False, repr=False)  # each of which is an update
-    _updates: int = field(default=0, init=False, repr=False)
-    _held: bool = field(default=False, init=False, repr=False)  # something for the next update
-    _plateau: Plateau | None = field(default=None, init=False, repr=False)
-    _due: bool = field(default=False, init=False, repr=False)
-    _active: set[int] = field(default_factory=set, init=False, repr=False)
-    _waiting: dict[int, Pushed] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,7 +84,6 @@ class Switch(Checked):
                 f"loss has stopped falling for N pushes); at_update={self.at_update} and "
                 f"patience={self.patience} were given"
             )
-        self._now = self.first
 
     def begin(self, n_workers: int) -> Needs:
         parts = {"first": self.first.begin(n_workers), "then": self.then.begin(n_workers)}
@@ -106,8 +96,10 @@ class Switch(Checked):
                 )
         self._now, self._n, self._updates, self._due = self.first, n_workers, 0, False
         self._plateau = Plateau(self.patience, self.min_delta) if self.patience else None
-        self._active, self._waiting, self._held = set(), {}, False
-        self._rounds = all(part.whole_rounds for part in parts.values())
+        self._active: set[int] = set()
+        self._waiting: dict[int, Pushed] = {}
+        self._held = False  # gradients are accumulated for the next update
+        self._rounds = all(part.whole_rounds for part in parts.values())  # each is an update
         at, early, late = self.at_update, parts["first"].gathers, parts["then"].gathers
         return Needs(
             whole_rounds=self._rounds,
@@ -153,7 +145,7 @@ class Switch(Checked):
                         self._waiting.pop(worker, None)
 
     def _brought(self, workers: Sequence[int]) -> bool:
-        """Whether one of them has pushed what could move the masters."""
+        """Whether one of them has pushed a gradient."""
         return not all(self._waiting[worker].empty for worker in workers)
 
     def _switch(self) -> list[Order]:

@@ -1,15 +1,15 @@
-"""Wait for all: DeepSpeech's *hybrid* parallel optimisation.
+"""Synchronous SGD: DeepSpeech's *hybrid* parallel optimisation.
 
 Every device reads the same parameters and computes the gradient of its own mini-batch; the host
-waits for all of them, applies the mean once, and lets everybody go on. It equals one device with a
-mini-batch G times larger, and costs as much as the slowest device (mozilla/DeepSpeech,
+waits for all, applies the mean once, and releases all. It equals one device with a mini-batch G
+times larger, and a step takes as long as the slowest device (mozilla/DeepSpeech,
 ``doc/ParallelOptimization.rst``, "Hybrid Parallel Optimization").
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from hybridtrain.policies.policy import Needs
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Order, Pushed, Release, Waiting
@@ -17,17 +17,15 @@ from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Order, Pushed,
 
 @dataclass
 class WaitForAll:
-    """One round at a time: it ends when every worker has pushed or is known not to push.
+    """A round ends when every active worker has pushed.
 
-    Workers are applied in the order of their numbers, never in the order of arrival, so that sums
-    of three and more floats come out the same in every run.
+    Gradients are summed in the order of the workers' numbers, not of arrival, so that the sum has
+    the same bits in every run.
     """
 
-    _expected: set[int] = field(default_factory=set, init=False, repr=False)
-    _pushed: set[int] = field(default_factory=set, init=False, repr=False)
-
     def begin(self, n_workers: int) -> Needs:
-        self._expected, self._pushed = set(), set()
+        self._expected: set[int] = set()
+        self._pushed: set[int] = set()
         return Needs(whole_rounds=True, gathers=n_workers, everyone=True)
 
     def on(self, fact: Fact) -> Sequence[Order]:

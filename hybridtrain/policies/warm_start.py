@@ -1,13 +1,13 @@
 """Warm start: one worker alone makes the first updates.
 
-Dean et al., *Large Scale Distributed Deep Networks*, NIPS 2012, section 4.1: training is stable if
-it is begun with a single replica, and the others begin later.
+Dean et al., *Large Scale Distributed Deep Networks*, NIPS 2012, section 4.1: training is more
+stable if it begins with a single replica.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hybridtrain.policies.policy import Needs, Policy
 from hybridtrain.protocol.facts import (
@@ -29,27 +29,24 @@ FIRST = 0  # the worker that begins
 
 @dataclass
 class WarmStart(Checked):
-    """As another policy, under which none waits; but worker 0 makes the first updates alone.
+    """An asynchronous policy whose first updates worker 0 makes alone.
 
-    The others wait before their first mini-batch, and are no part of the other policy until then.
-    They begin at the latest when worker 0 waits for them (a validation, the end of its epoch), or
-    is lost.
+    The other workers wait before their first mini-batch; the wrapped policy learns of them when
+    they begin, at the latest when worker 0 waits (validation, end of its epoch) or is lost.
 
     Args:
-        policy: what is followed.
-        updates: that worker 0 makes alone.
+        policy: the wrapped policy.
+        updates: number of updates of worker 0 alone.
     """
 
     policy: Policy
     updates: Positive
-    _open: bool = field(default=False, init=False, repr=False)
-    _made: int = field(default=0, init=False, repr=False)
-    _free: set[int] = field(default_factory=set, init=False, repr=False)  # have begun
-    _held: set[int] = field(default_factory=set, init=False, repr=False)
 
     def begin(self, n_workers: int) -> Needs:
-        self._open, self._made, self._free, self._held = False, 0, set(), set()
-        # Worker 0's updates are counted here, so each is heard of before the next is made.
+        self._open, self._made = False, 0
+        self._free: set[int] = set()  # have begun
+        self._held: set[int] = set()  # wait before their first mini-batch
+        # Worker 0's updates are counted here, so the server must see each before the next.
         return replace(self.policy.begin(n_workers), asks=True, free=False)
 
     def on(self, fact: Fact) -> Sequence[Order]:
@@ -78,7 +75,7 @@ class WarmStart(Checked):
         return self.policy.on(fact)
 
     def _open_if(self, over: bool) -> Sequence[Order]:
-        """If the warm start is over, everybody may begin."""
+        """If the warm start is over, release the waiting workers."""
         if self._open or not over:
             return ()
         self._open = True
