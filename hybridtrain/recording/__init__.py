@@ -1,7 +1,6 @@
-"""What a run has taken in, in which order: written while it runs, read to run it again."""
+"""Records of the events that a run's server received: written during the run, read to replay it."""
 
 from hybridtrain.recording.record_file import RECORD_NAME, Record
-from hybridtrain.recording.record_reader import find_record, read_record
-from hybridtrain.recording.recorded_times import service_times
+from hybridtrain.recording.record_reader import find_record, read_record, service_times
 
 __all__ = ["RECORD_NAME", "Record", "find_record", "read_record", "service_times"]

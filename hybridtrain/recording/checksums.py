@@ -1,4 +1,4 @@
-"""Checksums of messages, gradient rows, parameters and optimizer states, as records hold them."""
+"""Checksums of messages, gradients, parameters and optimizer states, for records."""
 
 from __future__ import annotations
 
@@ -26,42 +26,41 @@ from hybridtrain.protocol.messages import (
     Share,
 )
 
-_WHOLE_BYTES = 16 * 1024  # of a smaller row everything is looked at
-_BLOCKS, _BLOCK_BYTES = 32, 64  # else so many cache lines, evenly spread
+_WHOLE_BYTES = 16 * 1024  # a smaller row is read completely
+_BLOCKS, _BLOCK_BYTES = 32, 64  # of a larger one so many cache lines, evenly spread
 _WRITES_BYTES = 4096
 
 
 class GradientRows:
-    """What is looked at of each worker's gradient row: 2 KiB, or all of a small one.
+    """A sample of each worker's gradient row: 2 KiB, or all of a small one.
 
     Args:
-        store: with the rows.
+        store: holds the rows.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        self._samples = [[_sample(row[d]) for d in sorted(row, key=str)] for row in store.gradients]
+        self._samples = [
+            [_spread(row[dtype].view(torch.uint8).numpy()) for dtype in sorted(row, key=str)]
+            for row in store.gradients
+        ]
 
     @classmethod
     def of(cls, store: Store | None, known: GradientRows | None) -> GradientRows | None:
-        """Those of a store, which are the ``known`` ones unless there is another store now."""
+        """The ``known`` rows, or new ones if the store has changed."""
         if store is None or (known is not None and known.store is store):
             return known
         return cls(store)
 
     def print(self, worker: int, start: int) -> int:
-        """The checksum so far, continued over the row."""
+        """The checksum ``start``, continued over the worker's sample."""
         for sample in self._samples[worker]:
             start = crc32(sample.tobytes(), start)
         return start
 
 
-def _sample(flat: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """A view of some of the tensor's bytes."""
-    return _spread(flat.view(torch.uint8).numpy())
-
-
 def _spread(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """A view of some of the bytes."""
     if raw.nbytes <= _WHOLE_BYTES:
         return raw
     stride = raw.nbytes // _BLOCKS // _BLOCK_BYTES * _BLOCK_BYTES
@@ -69,9 +68,9 @@ def _spread(raw: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtyp
 
 
 def checksum_of(message: Request | Note, worker: int, rows: GradientRows | None) -> int:
-    """What the message brings, in 32 bits: equal for equal messages, whichever process made them.
+    """CRC-32 of a message: equal for equal messages of any process.
 
-    Payloads of meetings do not count (they may name files or hours), only what they are about.
+    Payloads of ``Gather`` are left out (they may contain file names or times), not their tags.
     """
     match message:
         case Push():
@@ -120,22 +119,19 @@ def _told(push: Push) -> tuple[Any, ...]:
 
 
 def _indices(packed: Sequence[Packed]) -> list[tuple[int, int, int, int]]:
-    """As of rows, all of small ones are looked at, and some of large ones."""
-    return [
-        (each.number, each.sparse_dim, len(each.indices), crc32(_some_bytes(each.indices)))
-        for each in packed
-    ]
-
-
-def _some_bytes(content: bytes) -> bytes:
-    return _spread(np.frombuffer(content, np.uint8)).tobytes()
+    """Sampled like rows."""
+    found = []
+    for each in packed:
+        sample = _spread(np.frombuffer(each.indices, np.uint8)).tobytes()
+        found.append((each.number, each.sparse_dim, len(each.indices), crc32(sample)))
+    return found
 
 
 def _state(content: bytes) -> str | int:
-    """Of the tensors, since what ``torch.save`` writes has parts of their surroundings."""
+    """Of the tensors: the bytes that ``torch.save`` writes depend on the process."""
     try:
         return checksum_of_state([torch.load(io.BytesIO(content), weights_only=True)])
-    except Exception:  # a user's own objects are in it
+    except Exception:  # it contains a user's own objects
         return crc32(content)
 
 
@@ -143,11 +139,11 @@ def _writes(writes: Mapping[int, bytes]) -> list[tuple[int, int, int]]:
     return [(n, len(each), crc32(each[:_WRITES_BYTES])) for n, each in sorted(writes.items())]
 
 
-# ---- everything, at the beginning and at the end ------------------------------------------------
+# ---- of all bits, at the beginning and at the end -----------------------------------------------
 
 
 def checksum_of_parameters(store: Store) -> str:
-    """All bits of the master parameters."""
+    """Of all bits of the master parameters."""
     found = hashlib.blake2b(digest_size=16)
     for dtype in sorted(store.masters, key=str):
         found.update(str(dtype).encode())
@@ -156,7 +152,7 @@ def checksum_of_parameters(store: Store) -> str:
 
 
 def checksum_of_state(states: Sequence[Any]) -> str:
-    """All bits of nested tensors, numbers and texts: the optimizers' states."""
+    """Of all bits of optimizer states (nested tensors, numbers and texts)."""
     found = hashlib.blake2b(digest_size=16)
     _feed(found, list(states))
     return found.hexdigest()
@@ -182,5 +178,5 @@ def _feed(found: Any, value: Any) -> None:
                 _feed(found, each)
         case int() | float() | str() | bytes() | None:
             found.update(repr(value).encode())
-        case _:  # its address would be another one in another process
+        case _:  # its repr may contain an address
             found.update(type(value).__qualname__.encode())

@@ -1,16 +1,15 @@
-"""The file of a record: cells of 28 bytes, one for each event.
+"""The file format of a record: one cell of 28 bytes per event.
 
-Theory of operation. A record begins with a cell that says what it is. Every other cell is an event:
-what kind of message the server was handed, by which worker, when, a checksum of what was brought,
-and (for a push) how long the worker had computed and for how many samples. A cell of kind ``TELLS``
-announces a piece of JSON instead, compressed and padded to whole cells: the first says what was run
-(``header``), later ones what has become known (the data, the initial parameters), the last how it
-ended. Cells are appended as they happen and never changed, so that whatever is left of a killed
-run's file is a record of its beginning.
+Theory of operation. The first cell is the title, with the format's version. Every other cell is an
+event: the kind of message that the server received, the worker, the time, a checksum of the
+content, and (for a push) the worker's computing time and number of samples. A cell of kind
+``TELLS`` precedes a piece of JSON, compressed and padded to whole cells: the first describes the
+run (``header``), later ones the data and the initial parameters, the last the end of the run. Cells
+are only appended, so the file of a killed run is a valid record of its beginning.
 
-Each cell ends with a CRC-32 of itself, continued from that of the cell before; one that announces
-JSON has the JSON's, too. So no bit can flip, and no cell be lost or change its place, without the
-reader (:mod:`hybridtrain.recording.record_reader`) saying where.
+Each cell ends with a CRC-32 that continues the one of the cell before; a ``TELLS`` cell also has
+the JSON's. So the reader (:mod:`hybridtrain.recording.record_reader`) detects and locates flipped
+bits, lost cells and moved cells.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ RECORD_NAME = "record.bin"
 VERSION = 3
 CELL_BYTES = 28
 CRC_BYTES = 4  # of a cell, at its end
-TELLS = 255  # the kind of a cell that announces JSON
-NOBODY = 65535  # the worker of an event that is nobody's
+TELLS = 255  # the kind of a cell that precedes JSON
+NOBODY = 65535  # the worker of an event without one
 WOKE, ENDED = NOBODYS = ("Woke", "UpdateEnded")  # the kinds of such events
 
 TITLE = b"hybridtrain record %3d\n\n"
@@ -43,9 +42,9 @@ TYPE = np.dtype(
         ("kind", "u1"),
         ("free", "u1"),
         ("worker", "<u2"),
-        ("print", "<u4"),  # checksum of what was brought, or ticket; of TELLS: bytes that follow
+        ("print", "<u4"),  # checksum of the content, or ticket; of TELLS: bytes that follow
         ("at_s", "<f8"),  # since the record began
-        ("own_s", "<f4"),  # of a push: what the worker has computed since its release
+        ("own_s", "<f4"),  # of a push: the worker's computing time since its release
         ("samples", "<f4"),  # of a push
         ("crc", "<u4"),
     ]
@@ -56,7 +55,7 @@ assert TYPE.itemsize == CELL_BYTES
 
 @dataclass(frozen=True, slots=True)
 class RecordEvent:
-    """One thing that the server was handed. ``number`` counts from 0."""
+    """One event that the server received. ``number`` counts from 0."""
 
     number: int
     kind: str
@@ -67,10 +66,10 @@ class RecordEvent:
 
 @dataclass(frozen=True)
 class Record:
-    """What a file holds.
+    """The content of a record file.
 
-    ``told`` are the pieces of JSON, merged; ``cells`` the events, in their order; ``whole`` says
-    whether the run came to its own end.
+    ``told``: the pieces of JSON, merged; ``cells``: the events in their order; ``whole``: the run
+    was not broken off.
     """
 
     path: Path
@@ -89,13 +88,13 @@ class Record:
 
     @property
     def strategy(self) -> dict[str, str]:
-        """The parts that the run's strategy was put together from."""
+        """The parts of the run's strategy by name."""
         names = ("policy", "correction", "exchange", "update")
         return {name: str(self.header[name]) for name in names if name in self.header}
 
     @property
     def in_place(self) -> bool:
-        """Whether workers wrote to the masters themselves, in an order that nobody knows."""
+        """Whether workers stepped the masters themselves, in an unrecorded order."""
         return bool(self.header["requirements"]["parameters"] == "shared")
 
     @property
@@ -103,7 +102,7 @@ class Record:
         return int(self.header["workers"])
 
     def events(self) -> Iterator[RecordEvent]:
-        """One by one."""
+        """All events in their order."""
         for number, cell in enumerate(self.cells):
             kind, worker = self.kinds[cell["kind"]], int(cell["worker"])
             yield RecordEvent(number, kind, worker, int(cell["print"]), float(cell["at_s"]))
@@ -116,10 +115,10 @@ class Record:
 
 
 class Writer:
-    """Appends to a new file.
+    """Appends to a new record file.
 
-    Nothing is held back: each cell is handed to the system at once (about a microsecond), where it
-    outlives this process. A disk that refuses it ends the record, not the run.
+    Each cell is written unbuffered (about a microsecond), so that it survives a kill of this
+    process. A write error ends the record, not the run.
 
     Args:
         path: the file.
@@ -134,16 +133,15 @@ class Writer:
         self._append(TITLE % VERSION)
 
     def tell(self, told: Mapping[str, Any]) -> None:
-        """A piece of JSON."""
+        """Append a piece of JSON."""
         text = zlib.compress(json.dumps(told, ensure_ascii=False).encode(), 9)
-        padding = bytes(-len(text) % CELL_BYTES)
-        text += padding
-        self._append(_PIECE.pack(TELLS, NOBODY, len(text) - len(padding), zlib.crc32(text)), text)
+        padded = text + bytes(-len(text) % CELL_BYTES)
+        self._append(_PIECE.pack(TELLS, NOBODY, len(text), zlib.crc32(padded)), padded)
 
     def event(
         self, kind: str, worker: int, print: int, at_s: float, own_s: float, samples: float
     ) -> None:
-        """One event."""
+        """Append an event."""
         self._append(_CELL.pack(self._number[kind], worker, print, at_s, own_s, samples))
 
     def _append(self, cell: bytes, more: bytes = b"") -> None:
@@ -158,7 +156,7 @@ class Writer:
             self.refusal = error
 
     def close(self) -> None:
-        """No more is written."""
+        """Close the file; once is enough."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -1,8 +1,7 @@
-"""Reads the file of a record (:mod:`hybridtrain.recording.record_file`), or as much as there is of
-it.
+"""Reads record files (:mod:`hybridtrain.recording.record_file`), also those of killed runs.
 
-Whatever has happened to a file, reading it gives what was written, or one line that says where it
-is damaged. It decodes JSON and numbers and nothing else: no record can make its reader run code.
+A damaged file raises one error that says where the damage is. The reader decodes only JSON and
+numbers, so a record cannot make it run code.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _LARGEST_RECORD_BYTES = 2**33  # 300 million events
 _LARGEST_PIECE_BYTES = 2**24
 _TITLE_BYTES = len(TITLE % 1)
 _NUMBER = slice(19, 22)  # of the version, in the title
-_ALIKE = 0.75  # of a damaged title
+_ALIKE = 0.75  # bytes of a damaged title that are still right, at least
 _CRC = struct.Struct("<I")
 _PIECE_CRC = struct.Struct("<8xI")
 
@@ -88,13 +87,8 @@ _TOLD = {
 }
 
 
-def misfit_of_record(told: dict[str, Any]) -> str | None:
-    """The first entry that does not fit the description, and why; None if all fit."""
-    return misfit(told, _TOLD, "record")
-
-
 def find_record(run: Path) -> Path:
-    """The record of a run directory (the newest, if it was trained in several times), or the file.
+    """The record in a run directory (the newest, if it holds several runs), or the file itself.
 
     Raises:
         UserError: if there is none.
@@ -117,17 +111,17 @@ def _age(path: Path) -> tuple[int, str]:
 
 
 class _Damaged(Exception):
-    """Where, in bytes, and what."""
+    """Position in bytes, and kind of damage."""
 
     def __init__(self, at: int, what: str) -> None:
         super().__init__(f"at byte {at}: {what}")
 
 
 def read_record(path: Path) -> Record:
-    """Read a record, or as much as there is of one.
+    """Read a record, also an incomplete one.
 
     Raises:
-        UserError: if this is no record, one of another version, damaged, or nothing but its title.
+        UserError: if the file is no record, of another version, damaged, or without a header.
     """
     with open_input(path, "the record", _LARGEST_RECORD_BYTES) as file:
         content = file.read()
@@ -138,6 +132,37 @@ def read_record(path: Path) -> Record:
     if record is None:
         raise UserError(f"{path}: the record ends before it has said what was run")
     return record
+
+
+def service_times(run: str | Path) -> dict[int, list[float]]:
+    """Computing time in seconds before each push, per worker, in the order of the pushes.
+
+    Counted from a release to the next push, without waiting (meetings, the mean of all gradients)
+    and without validation.
+
+    Args:
+        run: a run's directory, or its record.
+
+    Raises:
+        UserError: if there is no record, or a worker has pushed nothing.
+    """
+    return times_of(read_record(find_record(Path(run))))
+
+
+def times_of(record: Record) -> dict[int, list[float]]:
+    """The service times in a record, as in :func:`service_times`."""
+    pushes = record.of_kind("Push")
+    times = {
+        worker: pushes["own_s"][pushes["worker"] == worker].astype(np.float64).tolist()
+        for worker in range(record.n_workers)
+    }
+    for worker, found in times.items():
+        if not found:
+            raise UserError(
+                f"{record.path}: worker {worker} has pushed nothing in this run, so its service "
+                "times are not known"
+            )
+    return times
 
 
 def _record(path: Path, content: bytes) -> Record | None:
@@ -152,8 +177,8 @@ def _record(path: Path, content: bytes) -> Record | None:
             told |= _json(first * CELL_BYTES, text)
     if "header" not in told:
         return None
-    if (misfit := misfit_of_record(told)) is not None:
-        raise _Damaged(CELL_BYTES, misfit)
+    if (wrong := misfit(told, _TOLD, "record")) is not None:
+        raise _Damaged(CELL_BYTES, wrong)
     kinds, n_workers = tuple(told["header"]["kinds"]), told["header"]["workers"]
     places = np.flatnonzero(keep)
     _check_events(cells[keep], places * CELL_BYTES, kinds, n_workers)
@@ -161,7 +186,7 @@ def _record(path: Path, content: bytes) -> Record | None:
 
 
 def _check_title(path: Path, content: bytes) -> None:
-    """Refuse a file that is no whole record of this version of the format."""
+    """Refuse a file without the title of this version of the format."""
     title = content[:_TITLE_BYTES]
     ours = TITLE % VERSION
     if 0 < len(content) < CELL_BYTES and ours.startswith(title):
@@ -179,13 +204,11 @@ def _check_title(path: Path, content: bytes) -> None:
         )
 
 
-# ---- pieces of JSON: the first and the last cell of each, and the text if it is whole ------------
+def _pieces(content: bytes, cells: Cells) -> Iterator[tuple[int, int, bytes | None]]:
+    """Check all cells; yields each piece of JSON: its first cell, the cell after it, and its text.
 
-Piece = tuple[int, int, bytes | None]
-
-
-def _pieces(content: bytes, cells: Cells) -> Iterator[Piece]:
-    """Find the pieces of JSON; compare every cell's checksum on the way."""
+    The text is ``None`` if the file ends within it.
+    """
     view, crcs, kinds = memoryview(content), cells["crc"].tolist(), cells["kind"].tolist()
     number, before = 1, crcs[0]
     while number < len(crcs):
@@ -215,14 +238,11 @@ def _json(at: int, text: bytes) -> dict[str, Any]:
     return piece
 
 
-# ---- what it says, whoever has written it --------------------------------------------------------
-
-
 def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) -> None:
     """Refuse events that no run can have recorded.
 
     Args:
-        at: where each lies, in bytes.
+        at: their positions in bytes.
     """
     nobodys = [n for n, kind in enumerate(kinds) if kind in NOBODYS]
     stranger = np.where(

@@ -1,11 +1,10 @@
-"""Writes down what the server is told, as it is told.
+"""A server that records all events it receives.
 
-Theory of operation. All that happens in a run reaches the server as an event, and everything else
-is deterministic. So a record of the events, in their order and with their times, is a record of the
-run. The server sees no other clock than the time that is written down.
+Theory of operation. All nondeterminism of a run reaches the server as events. So a record of the
+events, in their order and with their times, suffices to replay the run; the server's clock is the
+recorded time of the current event.
 
-One message is not written down: ``ReadStats`` changes nothing, and how often it is sent depends on
-the machine.
+``ReadStats`` is not recorded: it changes nothing, and its number depends on the machine.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT, ENDED)
 
 
 def kind_of(event: Event) -> str | None:
-    """The name of an event's kind in records; some cannot be replayed, and have none."""
+    """The name of an event's kind in records; ``None`` for events that cannot be replayed."""
     match event:
         case Received(_, Stopped(broke=True)):
             return BROKEN
@@ -74,7 +73,7 @@ def kind_of(event: Event) -> str | None:
 
 
 class Stamp:
-    """The clock of a server whose events are written down: it shows the time of the event."""
+    """The clock of a recorded or replayed server: the time of the current event."""
 
     def __init__(self) -> None:
         self.at_s = time.monotonic()
@@ -84,12 +83,12 @@ class Stamp:
 
 
 class RecordingServer(Server):
-    """A server that writes down each event before it has any effect.
+    """A server that records each event before it handles it.
 
     Args:
-        writer: of the record.
+        writer: writes the record.
         policy, n_workers, threads, options: as for :class:`~hybridtrain.server.server.Server`.
-        clock: seconds, read once for each event.
+        clock: in seconds, read once for each event.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class RecordingServer(Server):
         self._own = OwnTime(n_workers)
         self._rows: GradientRows | None = None
         self._begun = False
-        self._told: set[str] = set()  # of the data
+        self._told: set[str] = set()  # data sets that the record describes
 
     def on(self, event: Event) -> Replies:
         """See :class:`~hybridtrain.server.server.Server`."""
@@ -126,11 +125,11 @@ class RecordingServer(Server):
         return replies
 
     def close(self) -> None:
-        """The run is over: the last word."""
+        """Record the final checksums and statistics, and close the record."""
         problem: Exception | None = None
         try:
             self._writer.tell({"end": ending(self)})
-        except Exception as error:  # of a user's optimizer that cannot tell its state
+        except Exception as error:  # of a user's optimizer whose state cannot be read
             problem = error
         self._writer.close()
         if problem := problem or self._writer.refusal:
@@ -170,7 +169,7 @@ class RecordingServer(Server):
             self._writer.refusal = OSError(reason)
 
     def _tell_of_data(self, said: Mapping[str, Any]) -> None:
-        """Each worker says the same; once is enough."""
+        """Record each description once; all workers send the same."""
         if fresh := {name: each for name, each in said.items() if name not in self._told}:
             self._told.update(fresh)
             self._writer.tell(fresh)
@@ -180,39 +179,39 @@ class RecordingServer(Server):
             return
         now_s = self._real_clock()
         for worker, reply in replies:
-            if isinstance(reply, Answer):  # news come to those who compute, or wait, too
+            if isinstance(reply, Answer):  # news also reach workers that compute or wait
                 self._own.goes_on(worker, now_s, fresh=isinstance(reply, Released | Done))
 
 
 class OwnTime:
-    """How long each worker has computed since it was released, validation left out.
+    """Each worker's computing time since its release, without validation.
 
     Args:
         n_workers: W.
     """
 
     def __init__(self, n_workers: int) -> None:
-        self._since_s: list[float | None] = [None] * n_workers  # when it was last answered
+        self._since_s: list[float | None] = [None] * n_workers  # time of the last answer
         self._own_s = [0.0] * n_workers
-        self._paused_s = 0.0  # in all
+        self._paused_s = 0.0  # total
         self._paused_at_s: float | None = None
 
     def _training_s(self, now_s: float) -> float:
         return (now_s if self._paused_at_s is None else self._paused_at_s) - self._paused_s
 
     def pause(self, now_s: float) -> None:
-        """Training stands still."""
+        """Training pauses (validation)."""
         if self._paused_at_s is None:
             self._paused_at_s = now_s
 
     def resume(self, now_s: float) -> None:
-        """Training goes on."""
+        """Training resumes."""
         if self._paused_at_s is not None:
             self._paused_s += now_s - self._paused_at_s
             self._paused_at_s = None
 
     def stops(self, worker: int, now_s: float) -> float:
-        """The worker asks for something, and waits; its own time since its release."""
+        """The worker sends a request; its computing time since its release."""
         since_s = self._since_s[worker]
         if since_s is not None:
             self._own_s[worker] += max(0.0, self._training_s(now_s) - since_s)
@@ -220,14 +219,14 @@ class OwnTime:
         return self._own_s[worker]
 
     def goes_on(self, worker: int, now_s: float, fresh: bool) -> None:
-        """It has been answered; ``fresh``: released, to compute something new."""
+        """The worker has been answered; ``fresh``: released for a new mini-batch."""
         if fresh:
             self._own_s[worker] = 0.0
         self._since_s[worker] = self._training_s(now_s)
 
 
 def ending(server: Server) -> dict[str, object]:
-    """Checksums of the parameters and optimizer states that a run ended with, and its figures."""
+    """Checksums of the final parameters and optimizer states, and the run's statistics."""
     store, updates = server.store, server.optimizers.updates
     return {
         "parameters": None if store is None else checksum_of_parameters(store),

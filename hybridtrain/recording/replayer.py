@@ -1,8 +1,8 @@
-"""Does again, in one process and one after the other, what a record says was done.
+"""Replays a recorded run in one process.
 
-Theory of operation. The server is handed the same messages from the same workers in the same order
-at the same times; each worker runs just before its next message is due. What the messages bring is
-made anew and compared with the record, so that the first difference is found where it arises.
+Theory of operation. The server receives the recorded events in the same order at the same times;
+each worker runs just until it sends its next recorded message. Contents of messages are computed
+anew and compared with the record's checksums, which locates the first difference.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _STOPPED = Stopped.__name__
 
 @dataclass(frozen=True)
 class Replayed:
-    """What came of it.
+    """The result of a replay.
 
-    ``events`` and ``updates``: so many were alike; ``parted``: the first that was not, and how;
-    ``whole``: the record goes to the run's own end; ``errors``: what workers raised, then and now.
+    ``events``, ``updates``: number of equal ones; ``parted``: describes the first difference;
+    ``whole``: the record is complete; ``errors``: exceptions that workers raised, as recorded.
     """
 
     events: int
@@ -47,22 +47,22 @@ class Replayed:
 
     @property
     def equal(self) -> bool:
-        """To the bit, as far as the record goes."""
+        """Whether all recorded bits are the same."""
         return not self.parted
 
 
 class _Parted(Exception):
-    """This is where the two runs part."""
+    """The replay differs from the record."""
 
 
 class Replayer:
-    """Runs bodies as a record says.
+    """Runs bodies in the order of a record.
 
     Args:
         record: of the run.
-        server: made with ``stamp`` as its clock.
-        stamp: shows the time of each event.
-        check_data: is told what each worker trains on, before training begins; may raise.
+        server: its clock is ``stamp``.
+        stamp: set to the time of each event.
+        check_data: receives descriptions of the workers' data before training; may raise.
         cells: see :class:`hybridtrain.worlds.in_process.ThreadWorld`.
     """
 
@@ -87,7 +87,7 @@ class Replayer:
         self._errors: list[BaseException] = []
 
     def run(self, bodies: Sequence[Body]) -> tuple[Replayed, list[Any]]:
-        """The report, and what the bodies returned (``None`` of those that did not come to it)."""
+        """The report, and the results of the bodies (``None`` of those that did not finish)."""
         self._world.start(bodies)
         done = 0
         try:
@@ -112,12 +112,12 @@ class Replayer:
     # ---- one event ------------------------------------------------------------------------------
 
     def _stops(self, worker: int) -> bool:
-        """Whether the worker noticed at this point that it was to stop."""
+        """Whether the worker's next recorded message is that it stopped."""
         due = self._due[worker]
         return bool(due) and due[0] == _STOPPED
 
     def _again(self, event: RecordEvent) -> Event:
-        """What the server is to be told, now that the worker has come to it again."""
+        """Let the worker run to its next message; the server's next event."""
         worker = event.worker
         if event.kind == WOKE:
             return TimerExpired()
@@ -129,7 +129,7 @@ class Replayer:
         word = self._next(event)
         if isinstance(word, Ended):
             return self._ended(event, word.error)
-        if event.kind == BROKEN:  # something outside broke it (the machine's memory?)
+        if event.kind == BROKEN:  # by an error from outside (out of memory?)
             self._world.abandon(worker)
             return Received(worker, Stopped(broke=True))
         self._compare(event, word)
@@ -179,7 +179,7 @@ class Replayer:
             )
 
     def _compare_ends(self) -> str:
-        """Where the last states differ, if so."""
+        """How the final states differ; empty if they do not."""
         then = self._record.told.get("end")
         if then is None:
             return ""

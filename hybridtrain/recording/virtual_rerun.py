@@ -1,12 +1,11 @@
-"""Trains in virtual time: real workers, real gradients, one process, and service times as recorded.
+"""Trains in virtual time: real workers and gradients in one process, with recorded service times.
 
-Theory of operation. As in :mod:`hybridtrain.worlds.virtual.virtual_world` a heap holds when whoever
-computes will be done; but here each worker runs the user's own loops, on a thread that is suspended
-wherever it says something. Whatever it says arrives at once, but for a contribution, which takes
-the worker's next service time. So another policy can be tried on a recorded run: the same workers,
-as fast as they were, with gradients at the parameters that they would then have read. The time of
-updates and messages is not part of it. Nothing depends on this machine's speed; the same times give
-the same bits.
+Theory of operation. As in :mod:`hybridtrain.worlds.virtual.virtual_world` a heap holds when each
+worker ends its computation; but here each worker runs the user's own loops, on a thread that is
+suspended at every message. A push arrives after the worker's next service time, any other message
+at once. So another policy can be tried on a recorded run: the same workers at the same speed, with
+gradients at the parameters that they would have read. Updates and messages take no time. The result
+does not depend on this machine's speed; the same times give the same bits.
 """
 
 from __future__ import annotations
@@ -30,11 +29,14 @@ class Rehearsal:
     """Runs bodies in virtual time.
 
     Args:
-        server: made with ``stamp`` as its clock.
+        server: its clock is ``stamp``.
         stamp: shows virtual time.
         threads: torch threads of each worker.
-        times: for each worker, seconds of its next contribution, one after the other.
+        times: for each worker, returns the seconds of its next gradient.
         cells: see :class:`hybridtrain.worlds.in_process.ThreadWorld`.
+
+    Raises:
+        UserError: if workers step the parameters themselves.
     """
 
     def __init__(
@@ -45,18 +47,23 @@ class Rehearsal:
         times: Sequence[Callable[[], float]],
         cells: Sequence[Cell] = (),
     ) -> None:
+        if server.requirements.in_place:
+            raise UserError(
+                "a policy without a lock was given, under which workers write to the parameters "
+                "whenever they like; that has no order that could be simulated"
+            )
         self._server, self._stamp, self._times = server, stamp, times
         self._world = ThreadWorld(server, len(times), threads, lambda worker: False, cells)
-        self._arriving: list[tuple[float, int, int, Said]] = []  # when, whose, a number, what
+        self._arriving: list[tuple[float, int, int, Said]] = []  # time, worker, a number, message
         self._said = 0
-        self._averaged: set[int] = set()  # who has computed already what it will push
+        self._averaged: set[int] = set()  # workers whose next push takes no further computation
         stamp.at_s = 0.0
 
     def run(self, bodies: Sequence[Body]) -> list[Any]:
-        """What the bodies have returned.
+        """The results of the bodies.
 
         Raises:
-            BaseException: what the first failing body has raised.
+            BaseException: of the first body that fails.
         """
         self._world.start(bodies)
         try:
@@ -80,7 +87,7 @@ class Rehearsal:
                 self._end(worker, error)
             case _:
                 self._on(Received(worker, said))
-                if isinstance(said, NOTES):  # it goes on without an answer
+                if isinstance(said, NOTES):  # it waits for no answer
                     self._go_on(worker)
 
     def _end(self, worker: int, error: BaseException | None) -> None:
@@ -98,34 +105,18 @@ class Rehearsal:
             self._go_on(worker)
 
     def _go_on(self, worker: int) -> None:
-        """The worker says what comes next; when that arrives is a matter of time."""
+        """Run the worker to its next message, and schedule when that arrives."""
         said = self._world.next(worker)
         at_s = self._stamp.at_s + self._takes_s(worker, said)
         self._said += 1
         heapq.heappush(self._arriving, (at_s, worker, self._said, said))
 
     def _takes_s(self, worker: int, said: Said) -> float:
-        match said:
-            case Average():
-                self._averaged.add(worker)
-            case Push() if worker in self._averaged:
-                self._averaged.discard(worker)
-                return 0.0
-            case Push():
-                pass
-            case _:
-                return 0.0
+        if isinstance(said, Average):
+            self._averaged.add(worker)
+        elif not isinstance(said, Push):
+            return 0.0
+        elif worker in self._averaged:
+            self._averaged.discard(worker)
+            return 0.0
         return self._times[worker]()
-
-
-def check_order_is_known(server: Server) -> None:
-    """Refuse what has no order of events.
-
-    Raises:
-        UserError: saying why.
-    """
-    if server.requirements.in_place:
-        raise UserError(
-            "a policy without a lock was given, under which workers write to the parameters "
-            "whenever they like; that has no order that could be simulated"
-        )

@@ -11,7 +11,7 @@ import pytest
 from hybridtrain import replay
 from hybridtrain.recording import Record, read_record
 from hybridtrain.recording.record_file import Writer
-from hybridtrain.recording.recorded_times import times_of
+from hybridtrain.recording.record_reader import times_of
 from tests.cli.tiny import TINY
 from tests.cli.zygote import Zygote
 from tests.fuzzing.mutations import EXTREMES, damaged, faults, swapped

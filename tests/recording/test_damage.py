@@ -16,7 +16,7 @@ from hybridtrain import replay
 from hybridtrain.errors import UserError
 from hybridtrain.recording import Record, read_record
 from hybridtrain.recording.record_file import CELL_BYTES, CRC_BYTES, NOBODY, TELLS, Writer
-from hybridtrain.recording.recorded_times import times_of
+from hybridtrain.recording.record_reader import times_of
 from hybridtrain.recording.recorder import KINDS
 from tests.support.headers import header
 

@@ -11,9 +11,9 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.in_process_runner import CELLS, InProcessRunner
 from hybridtrain.lightning.run_context import RunContext, context_of
 from hybridtrain.recording.record_file import Record
-from hybridtrain.recording.recorded_times import times_of
+from hybridtrain.recording.record_reader import times_of
 from hybridtrain.recording.recorder import Stamp
-from hybridtrain.recording.virtual_rerun import Rehearsal, check_order_is_known
+from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.server.server import Server
 from hybridtrain.worlds.in_process import Body
 from hybridtrain.worlds.virtual.measured_times import Measured
@@ -25,7 +25,6 @@ class WhatIf(InProcessRunner[dict[str, Any]]):
     def run(
         self, server: Server, stamp: Stamp, bodies: Sequence[Body]
     ) -> tuple[dict[str, Any], list[Any]]:
-        check_order_is_known(server)
         measured = Measured(times_of(self.record))
         times = [measured.stream(worker, 0) for worker in range(len(bodies))]
         threads = int(self.record.header["threads"])
