@@ -17,7 +17,7 @@ PICKLES = {
     "lightning/results/worker_result.py": "a worker, over an inherited socket or a nameless file",
     "memory/scratch_file.py": "a worker, in a nameless file of the parent",
     "updates/serialize.py": "the parent or a worker, over an inherited socket",
-    "updates/regroup.py": "a worker, over an inherited socket",
+    "updates/optimizer_set.py": "a worker, over an inherited socket",
     "worlds/local/channel.py": "the parent or a worker, over an inherited socket",
     "worlds/local/worker_exit.py": "a worker, over an inherited socket",
 }

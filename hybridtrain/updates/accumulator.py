@@ -1,4 +1,4 @@
-"""Contributions that are put aside, so that their workers may go on: a sum in a row of its own.
+"""Gradient accumulation on the server, for policies that release workers before the update.
 
 Legend: P elements of one dtype's buffer.
 """
@@ -12,30 +12,30 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.protocol.messages import Clip, Push
-from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.flat.reduce import merge_mixed
 
 
 @dataclass
 class Accumulator:
-    """The sum of what one optimizer's contributions were, each times what it counts.
+    """The weighted sum of one optimizer's gradients.
 
     Args:
-        store: the shared rows; the last one is for this.
+        store: the shared rows; the last one holds the sum.
         numbers: the optimizer's parameters.
     """
 
     store: Store
     numbers: frozenset[int]
     weight: float = 0.0
-    count: float = 0.0  # the weights, each times the factor that a late contribution counts with
+    count: float = 0.0  # the weights, each times its staleness factor
     clip: Clip | None = None
     _present: set[int] = field(default_factory=set)
     _packed: dict[int, Packed] = field(default_factory=dict)
 
     @torch.no_grad()
     def add(self, worker: int, push: Push, absent: frozenset[int], factor: float = 1.0) -> None:
-        """Add what lies in the worker's row; it counts with this factor."""
+        """Add the worker's row, times its weight and this factor."""
         count = push.weight * factor
         whole = len(self.numbers) == len(self.store.layout.slots)
         dense = whole and not absent and not push.packed and not self._packed
@@ -51,7 +51,7 @@ class Accumulator:
         self.clip = push.clip or self.clip
 
     def _add_rows(self, worker: int, weight: float) -> None:
-        """Everything at once: nothing is missing, nothing is sparse."""
+        """Add whole buffers: no gradient is absent or sparse."""
         for dtype, held in self.store.gradients[self.store.held].items():  # (P,)
             row = self.store.gradients[worker][dtype]
             if self._present:
@@ -74,14 +74,14 @@ class Accumulator:
             place.copy_(merged)
 
     def contribution(self, total: float) -> Contribution:
-        """The sum as one of the contributions of an update that count ``total`` together."""
+        """The sum as a contribution; ``total``: the weight of all contributions of the update."""
         return Contribution(
             self.store.held, 1.0 / total, self.numbers - self._present, dict(self._packed)
         )
 
 
 def check_held(held: dict[int, Accumulator], number: int, numbers: frozenset[int]) -> None:
-    """See that no two optimizers need the same place.
+    """Refuse to accumulate for two optimizers of the same parameters.
 
     Raises:
         UserError: naming them.

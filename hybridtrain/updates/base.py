@@ -1,43 +1,92 @@
-"""The contract of an update, and what all kinds of it share."""
+"""The contract of an update, and the data that it takes and returns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 
-from hybridtrain.memory import Rows
+from hybridtrain.memory import Packed, Rows
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.contribution import Contribution
-from hybridtrain.updates.evaluation import Again, Evaluation
 from hybridtrain.updates.groups import Groups, Members
-from hybridtrain.updates.saved import Saved
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """The gradient in the row of ``worker``, weighted by ``share`` (shares of an update sum to 1).
+
+    ``absent``: numbers of parameters without a gradient, whose place in the row must not be read.
+    ``packed``: the sparse gradients, by number. ``staleness``: updates since the worker read the
+    parameters, if the update wants it.
+    """
+
+    worker: int
+    share: float
+    absent: frozenset[int] = frozenset()
+    packed: Mapping[int, Packed] = field(default_factory=dict)
+    staleness: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The result of a closure: the mean ``loss`` at the gradient's parameters, if known.
+
+    ``repeatable``: the workers can evaluate again, at other parameters.
+    """
+
+    loss: float | None = None
+    repeatable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """The step needs one more evaluation of the closure, at the parameters as they are now.
+
+    ``cleared``: the optimizer has cleared the gradients, so the next must not be accumulated.
+    """
+
+    cleared: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """An optimizer's ``state_dict()`` by slot number, so that it survives changes of the groups.
+
+    ``others``: entries of ``state`` whose keys are no parameters; ``groups``: the hyper-parameters;
+    ``own``: entries that the optimizer's class adds.
+    """
+
+    parameters: dict[int, dict[str, Any]]
+    others: dict[Any, Any] = field(default_factory=dict)
+    groups: tuple[dict[str, Any], ...] = ()
+    own: dict[str, Any] = field(default_factory=dict)
 
 
 class Update(Protocol):
     """One optimizer on the master parameters.
 
-    ``name`` is that of its class, ``members`` who belongs to which of its groups, ``news`` which
-    hyper-parameters its last step has changed by itself; ``under_way``: it waits for one more
-    evaluation to end its step. ``moved``: of which parameters, by slot number, its last step has
-    moved only these rows; ``puts_off``: rows that have no gradient are behind until :meth:`settle`;
-    ``wants_staleness``: contributions are to tell theirs; ``sums``: they add
-    up, where else they are averaged.
+    ``name``: of its class; ``members``: slot numbers of each group; ``news``: hyper-parameters that
+    the last step has changed; ``under_way``: the step needs one more evaluation; ``moved``: of
+    parameters, by slot number, whose last step moved only these rows; ``puts_off``: rows without a
+    gradient are stepped later, at the latest in :meth:`settle`; ``wants_staleness``: contributions
+    must carry it; ``sums``: contributions are added, not averaged.
     """
 
     name: str
     members: Members
-    news: Groups | None
-    under_way: bool
-    moved: Mapping[int, Rows]
-    puts_off: bool
-    wants_staleness: bool
-    sums: bool
+    news: Groups | None = None
+    under_way: bool = False
+    moved: Mapping[int, Rows] = MappingProxyType({})
+    puts_off: bool = False
+    wants_staleness: bool = False
+    sums: bool = False
 
     def read(self, worker: int) -> None:
-        """The worker reads the masters as they are now; its next gradient is computed there."""
-        ...
+        """The worker reads the masters now, and computes its next gradient there."""
+        return
 
     def step(
         self,
@@ -48,20 +97,20 @@ class Update(Protocol):
     ) -> Again | None:
         """Merge the rows, clip the result, step the masters; or ask for one more evaluation.
 
-        ``rate``: what this step's learning rates are multiplied with.
+        ``rate``: factor of this step's learning rates.
         """
         ...
 
     def set_groups(self, groups: Groups) -> None:
-        """Take new hyper-parameters: for each group, those that have changed."""
+        """Set the hyper-parameters that have changed, group by group."""
         ...
 
     def settle(self) -> None:
-        """Do what was put off, before anybody looks."""
-        ...
+        """Make the steps that were put off, before parameters or state are read."""
+        return
 
     def state(self) -> Saved:
-        """A copy of the optimizer's state, each parameter's shaped as ``torch`` would save it."""
+        """A copy of the optimizer's state, with the shapes of torch's ``state_dict``."""
         ...
 
     def hand_over(self) -> tuple[torch.optim.Optimizer, dict[int, torch.nn.Parameter]]:
@@ -69,13 +118,10 @@ class Update(Protocol):
         ...
 
     def close(self) -> None:
-        """It is not needed any more."""
-        ...
+        """Free what the update holds."""
+        return
 
 
 def clip_factor(norm: torch.Tensor, limit: float) -> float:
-    """What the gradient is multiplied with so that its norm is at most ``limit``.
-
-    The formula of ``torch.nn.utils.clip_grad_norm_``, its 1e-6 included.
-    """
+    """The factor that limits the gradient's norm, as in ``torch.nn.utils.clip_grad_norm_``."""
     return float(torch.clamp(limit / (norm + 1e-6), max=1.0))

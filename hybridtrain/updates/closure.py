@@ -1,11 +1,10 @@
-"""Optimizers that drive the evaluation themselves: L-BFGS, SAM, and whatever a user has written.
+"""Optimizers that call their closure several times per step: L-BFGS, SAM, a user's own.
 
-Theory of operation. Such an optimizer calls its closure when it likes, often several times per
-step, and compares the losses. Its ``step(closure)`` runs here, once, on a thread that takes turns
-with the server. The closure's first call returns what the workers have just pushed, if the
-parameters have not moved since; each further call suspends the step and asks for a round of
-evaluations at the parameters as they are then. The workers' losses are merged like their gradients,
-so one object decides for all, from the same numbers as a single process would see.
+Theory of operation. ``optimizer.step(closure)`` runs on a thread that takes turns with the server.
+The closure's first call returns the gradients that the workers have just pushed, if the parameters
+have not moved since; each further call suspends the step until the workers have evaluated at the
+current parameters. Losses are averaged like gradients, so the optimizer sees the same numbers as in
+a single process.
 """
 
 from __future__ import annotations
@@ -16,15 +15,14 @@ from functools import partial
 import torch
 
 from hybridtrain.memory import Store
-from hybridtrain.updates.contribution import Contribution
-from hybridtrain.updates.evaluation import Again, Evaluation
+from hybridtrain.updates.base import Again, Contribution, Evaluation
 from hybridtrain.updates.optimizer_traits import is_torchs
 from hybridtrain.updates.per_tensor import PerTensorUpdate
 from hybridtrain.util.turn_taking import Asked, TurnTaking
 
 
 class ClosureOptimizer(PerTensorUpdate):
-    """Runs ``optimizer.step(closure)`` over as many rounds as it takes.
+    """Runs ``optimizer.step(closure)`` over several rounds.
 
     Args:
         optimizer: over views of the masters, in host memory.
@@ -39,13 +37,13 @@ class ClosureOptimizer(PerTensorUpdate):
         self._turns = TurnTaking()
         self.under_way = False
         self._before: list[torch.Tensor] = []
-        # L-BFGS calls its closure first; of others one has to see whether they move before.
+        # L-BFGS calls its closure first; others may move the parameters before.
         self._may_move_first = not is_torchs(optimizer)
 
     def _mean(self, index: int, contributions: Sequence[Contribution]) -> torch.Tensor | None:
-        """The optimizer may keep one evaluation's gradient beside the next."""
+        """A copy: the optimizer may keep one evaluation's gradient beside the next."""
         gradient = super()._mean(index, contributions)
-        lone = len(contributions) == 1  # then it may be the worker's row itself
+        lone = len(contributions) == 1  # then it may be the worker's row
         return gradient.clone() if lone and gradient is not None else gradient
 
     def _gradient_memory(self, index: int) -> torch.Tensor:
@@ -68,7 +66,7 @@ class ClosureOptimizer(PerTensorUpdate):
     # ---- on the other thread --------------------------------------------------------------------
 
     def _run(self, evaluation: Evaluation) -> None:
-        """One whole step of the user's optimizer."""
+        """One complete step of the user's optimizer."""
         before = self._remember() if self._may_move_first else []
         fresh = evaluation.loss is not None
 
@@ -83,7 +81,7 @@ class ClosureOptimizer(PerTensorUpdate):
         self._optimizer.step(closure)  # type: ignore[arg-type]
 
     def _remember(self) -> list[torch.Tensor]:
-        """A copy of the parameters, in memory that is kept."""
+        """A copy of the parameters, in reused memory."""
         self._before = self._before or [torch.empty_like(p) for p in self._parameters]
         if self._before:  # Lightning's mock optimizer has no parameters
             torch._foreach_copy_(self._before, self._parameters)

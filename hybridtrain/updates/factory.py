@@ -1,4 +1,4 @@
-"""From a worker's optimizer to the update that serves it."""
+"""Chooses the update for a worker's optimizer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
-from hybridtrain.updates.base import Update
+from hybridtrain.updates.base import Contribution, Update
 from hybridtrain.updates.closure import ClosureOptimizer
-from hybridtrain.updates.contribution import Contribution
 from hybridtrain.updates.delay_tolerant import DelayTolerant, DelayTolerantUpdate
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.kernels import kernel_for
@@ -26,12 +25,12 @@ from hybridtrain.updates.thread_pool import Pool
 def load_updates(
     payloads: Sequence[bytes | int], store: Store, pool: Pool, known: Sequence[Update] = ()
 ) -> list[Update]:
-    """The updates of optimizers that a worker has dumped, over views of the masters.
+    """Build updates from a worker's pickled optimizers, over views of the masters.
 
-    A number stands for one of those that are ``known``; the rest of these are closed.
+    A number keeps that update of ``known``; its other updates are closed.
 
     Raises:
-        UserError: if an optimizer cannot be served here.
+        UserError: if the server cannot step an optimizer.
     """
 
     def parameter(number: int) -> torch.nn.Parameter:
@@ -52,14 +51,14 @@ def load_updates(
 def build_update(
     optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store, pool: Pool
 ) -> Update:
-    """The flat pass where it does exactly what the optimizer does, else the optimizer itself.
+    """The flat pass if it has a kernel for the optimizer, else an update of the optimizer itself.
 
     Raises:
-        UserError: if the optimizer must drive the workers, and they run freely.
+        UserError: if the optimizer needs a closure, and workers run asynchronously.
     """
     for group in optimizer.param_groups:
         if group.get("capturable"):
-            group["capturable"] = False  # a matter of CUDA graphs; here is host memory
+            group["capturable"] = False  # for CUDA graphs; the masters are in host memory
     look_for_no_device(optimizer)
     if isinstance(optimizer, DelayTolerant) and not store.lock_free:
         return DelayTolerantUpdate(optimizer, numbers, store)
@@ -85,10 +84,7 @@ def build_update(
 def for_sparse(
     update: Update, contributions: Sequence[Contribution], store: Store, pool: Pool
 ) -> Update:
-    """Another update instead of the flat pass, once a sparse gradient has come.
-
-    The flat pass would have to make it dense.
-    """
+    """Replace the flat pass, which needs dense gradients, at the first sparse gradient."""
     if not isinstance(update, FlatUpdate) or not any(each.packed for each in contributions):
         return update
     optimizer, parameters = update.hand_over()

@@ -1,4 +1,4 @@
-"""Parameter groups: their hyper-parameters, who belongs to them, and what has changed."""
+"""Parameter groups: hyper-parameters, members, and changes of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Members = tuple[tuple[int, ...], ...]  # slot numbers, group by group
 
 
 def plain(optimizer: torch.optim.Optimizer) -> Groups:
-    """The hyper-parameters as they are now: what may change in place is copied."""
+    """A snapshot of the hyper-parameters; mutable values are copied."""
     return tuple(
         {key: _kept(value) for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
@@ -27,15 +27,31 @@ def _kept(value: Any) -> Any:
 
 
 def members_of(optimizer: torch.optim.Optimizer, numbers: Sequence[int]) -> Members:
-    """``numbers`` of all its parameters, one behind the other, cut into groups."""
+    """``numbers`` of all its parameters, split into groups."""
     remaining = iter(numbers)
     return tuple(tuple(next(remaining) for _ in g["params"]) for g in optimizer.param_groups)
 
 
-def untouched(groups: Iterable[dict[str, Any]], known: Groups) -> bool:
-    """Whether every hyper-parameter is still the very object that is known.
+def numbers_of(members: Members) -> list[int]:
+    """The slot numbers of all groups."""
+    return [number for group in members for number in group]
 
-    A quick look before ``differences``. What may change in place was copied, so it never is.
+
+def with_gradients(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[dict[str, Any], torch.nn.Parameter, torch.Tensor, dict[str, Any]]]:
+    """Each group, a parameter of it that has a gradient, the gradient (dense) and the state."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (gradient := parameter.grad) is not None:
+                dense = gradient.to_dense() if gradient.is_sparse else gradient
+                yield group, parameter, dense, optimizer.state[parameter]
+
+
+def untouched(groups: Iterable[dict[str, Any]], known: Groups) -> bool:
+    """Whether every hyper-parameter is the identical object (copied mutable values never are).
+
+    A quick check before ``differences``.
     """
     for group, old in zip(groups, known, strict=True):
         if len(group) != len(old) + 1:  # the parameters themselves
@@ -47,7 +63,7 @@ def untouched(groups: Iterable[dict[str, Any]], known: Groups) -> bool:
 
 
 def differences(before: Groups, after: Groups) -> Groups | None:
-    """What is new in each group; ``None`` where nothing is in any."""
+    """New values in each group; ``None`` if there are none."""
     found = tuple(
         {k: v for k, v in new.items() if k not in old or not same(old[k], v)}
         for old, new in zip(before, after, strict=True)
@@ -56,7 +72,7 @@ def differences(before: Groups, after: Groups) -> Groups | None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality that tensors understand, too."""
+    """Equality, also of tensors."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
@@ -66,10 +82,10 @@ def same(one: Any, other: Any) -> bool:
 
 @contextmanager
 def slowed(groups: Iterable[dict[str, Any]], factor: float) -> Iterator[None]:
-    """Multiply every group's learning rate by the factor for a while.
+    """Multiply every group's learning rate by the factor, inside the context.
 
-    Afterwards each is the object that it was; a rate that the optimizer has meanwhile changed by
-    itself keeps that change, in proportion.
+    Afterwards each is the object that it was; a change that the optimizer makes inside is kept,
+    divided by the factor.
     """
     if factor == 1.0:
         yield

@@ -1,4 +1,4 @@
-"""Updates by name: how the masters move, where that is not the user's own optimizer."""
+"""Updates by name: optimizers of the masters other than the module's own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange
-from hybridtrain.updates.delay_tolerant.optimizers import AdaDelay, AdaptiveRevision, AsyncAdaDA
+from hybridtrain.updates.delay_tolerant import AdaDelay, AdaptiveRevision, AsyncAdaDA
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.outer import DelayedNesterov, Sum
 from hybridtrain.util.named_choice import checked_choice, hint
@@ -23,7 +23,7 @@ _SUBTRACT: dict[str, type[torch.optim.SGD]] = {MEAN: torch.optim.SGD, SUM: Sum}
 
 
 def _evaluates_once(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether its step does without a closure; the masters' optimizer has no loss to evaluate."""
+    """Whether its step needs no closure: the masters' optimizer has no loss to evaluate."""
     return inspect.signature(inspect.unwrap(kind.step)).parameters["closure"].default is None
 
 
@@ -45,14 +45,14 @@ KNOWN: dict[str, type[torch.optim.Optimizer]] = OURS | {
 
 @dataclass(frozen=True)
 class NamedUpdate:
-    """How the masters move.
+    """The optimizer of the masters.
 
-    ``"user"``: by the module's own optimizer; ``"mean"`` or ``"sum"``: that of what is handed over
-    is subtracted; or an optimizer of ``torch.optim``, of :mod:`hybridtrain.updates.delay_tolerant`
-    or of :mod:`hybridtrain.updates.outer`, with its arguments.
+    ``"user"``: the module's own; ``"mean"`` or ``"sum"``: subtracts the mean or sum of the
+    contributions; or an optimizer of ``torch.optim``, :mod:`hybridtrain.updates.delay_tolerant` or
+    :mod:`hybridtrain.updates.outer`, with its arguments.
 
-    With ``inherits``, what is not given and the module's own optimizer has as well (the learning
-    rate, and whatever a schedule changes) follows the module's own.
+    With ``inherits``, hyper-parameters that are not given follow those of the module's own
+    optimizer (the learning rate and its schedule).
     """
 
     name: str
@@ -61,7 +61,7 @@ class NamedUpdate:
 
     @property
     def is_users(self) -> bool:
-        """Whether the module's own optimizer is meant."""
+        """Whether it is the module's own optimizer."""
         return self.name == USER
 
     @property
@@ -69,7 +69,7 @@ class NamedUpdate:
         return _SUBTRACT.get(self.name) or KNOWN[self.name]
 
     def _follows(self, optimizer: torch.optim.Optimizer) -> frozenset[str]:
-        """The hyper-parameters that are those of the module's own optimizer."""
+        """The hyper-parameters that follow those of the module's own optimizer."""
         if self.name in _SUBTRACT or not self.inherits:
             return frozenset()
         return frozenset(inspect.signature(self._kind).parameters) & (
@@ -77,7 +77,7 @@ class NamedUpdate:
         )
 
     def told(self, optimizer: torch.optim.Optimizer, changed: Groups | None) -> Groups | None:
-        """What the masters' optimizer takes of changed hyper-parameters of the module's own."""
+        """The changed hyper-parameters of the module's own optimizer that the masters' follows."""
         if changed is None or self.is_users:
             return changed
         follows = self._follows(optimizer)
@@ -85,7 +85,7 @@ class NamedUpdate:
         return told if any(told) else None
 
     def over(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """What steps the masters of the parameters of one of the module's optimizers.
+        """The masters' optimizer for the parameters of one of the module's optimizers.
 
         Raises:
             UserError: if the class refuses its arguments.
@@ -108,12 +108,12 @@ class NamedUpdate:
 
 
 def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> NamedUpdate:
-    """How the masters move: as the user has said, or else as it goes with the exchange.
+    """The update that the user has chosen, or else the exchange's default.
 
-    Where workers step optimizers of their own, the masters' has hyper-parameters of its own.
+    Where workers step optimizers of their own, the masters' inherits no hyper-parameters.
 
     Raises:
-        UserError: if there is no such name or argument, or it does not go with the exchange.
+        UserError: if there is no such name or argument, or it does not fit the exchange.
     """
     made = given if isinstance(given, NamedUpdate) else make_update(given)
     if exchange.parameters == "shared" and made is not None and not made.is_users:
@@ -126,7 +126,7 @@ def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> Nam
 
 
 def make_update(given: UpdateSpec) -> NamedUpdate | None:
-    """An update from its name, or its name and arguments; ``None``: what goes with the exchange.
+    """An update from its name, or its name and arguments; ``None``: the exchange's default.
 
     Raises:
         UserError: if there is no such name or argument.

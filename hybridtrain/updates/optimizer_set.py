@@ -1,10 +1,12 @@
-"""All optimizers of a module, stepped with what the workers have pushed."""
+"""All optimizers of a module, stepped with the workers' pushes."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,15 +16,14 @@ from hybridtrain.memory.lending import SharedState
 from hybridtrain.memory.scratch_file import fill
 from hybridtrain.protocol.messages import Push, StepNumber
 from hybridtrain.updates.accumulator import Accumulator, check_held
-from hybridtrain.updates.base import Update
-from hybridtrain.updates.contribution import Contribution
-from hybridtrain.updates.evaluation import Again, Evaluation
-from hybridtrain.updates.factory import for_sparse
-from hybridtrain.updates.groups import Groups, Members
-from hybridtrain.updates.regroup import States, regroup, with_state
+from hybridtrain.updates.base import Again, Contribution, Evaluation, Update
+from hybridtrain.updates.factory import build_update, for_sparse
+from hybridtrain.updates.groups import Groups, Members, numbers_of
 from hybridtrain.updates.shared_state import SharedStateOptimizer
 from hybridtrain.updates.staleness.late_gradients import LateGradients
 from hybridtrain.updates.thread_pool import Pool
+
+States = dict[int, dict[str, Any]]  # by slot number
 
 
 class OptimizerFailed(UserError):
@@ -31,10 +32,10 @@ class OptimizerFailed(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What came of a round: who counted, or that the step needs one more evaluation.
+    """The result of a step: the workers whose gradients were applied, or one more evaluation.
 
-    ``news``: hyper-parameters that the optimizer has changed by itself; ``turn``: what a worker
-    needs that steps itself.
+    ``news``: hyper-parameters that the optimizer has changed itself; ``turn``: the step number for
+    a worker that makes the step itself.
     """
 
     workers: tuple[int, ...]
@@ -45,11 +46,10 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Not yet: what :meth:`Optimizers.step` may answer in place of what came of a round.
+    """A step that takes time, in place of its result (:meth:`Optimizers.step`).
 
-    The contributions have been read, so their rows may be written again. The masters are those of
-    the version before until ``finish`` is called, once, which moves them; it may raise what a step
-    may raise.
+    The contributions have been read, so their rows may be written again. The masters keep the
+    version before until ``finish`` is called, once; it may raise what a step may raise.
     """
 
     finish: Callable[[], Stepped]
@@ -59,9 +59,9 @@ class Optimizers:
     """The module's optimizers, by number.
 
     Args:
-        updates: in the order in which ``configure_optimizers`` has returned them.
+        updates: in the order of ``configure_optimizers``.
         store: the shared rows.
-        pool: who does the arithmetic.
+        pool: the threads that step.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Optimizers:
 
     @property
     def under_way(self) -> int | None:
-        """The optimizer that is in the middle of a step, if there is one."""
+        """The optimizer whose step needs one more evaluation, if any."""
         return next((n for n, update in enumerate(self._updates) if update.under_way), None)
 
     def objection(self, worker: int, push: Push) -> str | None:
-        """Why this push cannot be served, if so."""
+        """Why this push cannot be applied; ``None`` if it can."""
         number, under_way = push.optimizer, self.under_way
         if not 0 <= number < len(self._updates):
             return f"worker {worker} steps optimizer {number}, but {len(self._updates)} are known"
@@ -101,14 +101,14 @@ class Optimizers:
         return None
 
     def members(self, worker: int, push: Push) -> Members:
-        """The groups as this worker has them, when it pushes."""
+        """The groups that this worker has, as of its push."""
         known = self._told.get((worker, push.optimizer), self._first[push.optimizer])
         return known if push.members is None else push.members
 
-    # ---- what is put aside ----------------------------------------------------------------------
+    # ---- gradient accumulation ------------------------------------------------------------------
 
     def hold(self, worker: int, push: Push) -> bool:
-        """Put the worker's contribution aside for the next step; whether there was one."""
+        """Accumulate the worker's gradient for the next step; whether there was one."""
         number = push.optimizer
         with self._naming(number):
             self._hear(worker, push)
@@ -117,7 +117,7 @@ class Optimizers:
             return False
         if number not in self._held:
             assert self._place is not None, "what is put aside has a place"
-            numbers = _numbers(update.members)
+            numbers = frozenset(numbers_of(update.members))
             check_held(self._held, number, numbers)
             self._held[number] = Accumulator(self._place[0], numbers)
         contribution = self._contribution(worker, push, update)
@@ -127,17 +127,17 @@ class Optimizers:
 
     @property
     def holding(self) -> tuple[int, ...]:
-        """The optimizers for which something is put aside."""
+        """The optimizers with accumulated gradients."""
         return tuple(self._held)
 
     # ---- one round ------------------------------------------------------------------------------
 
     def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
-        """Apply one round's pushes, all for one optimizer, and what is held for it.
+        """Step one optimizer with these pushes and its accumulated gradients.
 
-        Those that abstain have no share, but what they tell of hyper-parameters and groups does
-        count: a worker tells a change only once. A single veto leaves the step out, but not in the
-        middle of one.
+        Pushes of weight 0 have no share, but their changes of hyper-parameters and groups are
+        applied: a worker sends a change only once. A single veto skips the step, unless it is one
+        more evaluation.
         """
         number = next(iter(pushes.values())).optimizer if number is None else number
         vetoed = any(push.veto for push in pushes.values()) and self.under_way is None
@@ -166,67 +166,64 @@ class Optimizers:
         return Stepped(tuple(counted), again, update.news, turn)
 
     def _note_moves(self, update: Update) -> None:
-        """What the update has just moved, workers with parameters of their own lack."""
+        """Mark what the update has moved, for workers with their own copies."""
         if self._place is not None:
-            self._place[0].moves.note(_numbers(update.members), update.moved)
+            self._place[0].moves.note(numbers_of(update.members), update.moved)
 
     def _ticket(self, worker: int, push: Push, update: Update) -> Stepped:
-        """The worker steps; here the step is only counted, unless the state does that itself."""
+        """The worker makes the step itself; count it, and number it if the state is shared."""
         if not isinstance(update, SharedStateOptimizer):
             return Stepped((worker,))
         steps = update.ticket(self._absent(worker, push, update))
         return Stepped((worker,), turn=StepNumber(update.lent.generation, steps))
 
     def lent(self, number: int) -> SharedState:
-        """Where an optimizer's state lies that workers step themselves."""
+        """The place of an optimizer's state that workers step themselves."""
         update = self._updates[number]
         assert isinstance(update, SharedStateOptimizer), "nothing is lent"
         return update.lent
 
     @contextmanager
     def _naming(self, number: int) -> Iterator[None]:
-        """Say which optimizer it was that has raised."""
+        """Name the optimizer in exceptions of its own code."""
         try:
             yield
         except UserError:
-            raise  # said already, and by us
+            raise
         except Exception as error:
             who = f"optimizer {number} ({self._updates[number].name})"
             error.add_note(f"This happened in the process that holds the parameters, in {who}.")
             raise OptimizerFailed(f"{who} raised {type(error).__name__}: {error}") from error
 
     def hear(self, worker: int, push: Push) -> None:
-        """What a push that does not count tells of groups and hyper-parameters does count."""
+        """Apply the changes of groups and hyper-parameters in a push that is dropped."""
         with torch.no_grad(), self._naming(push.optimizer):
             self._hear(worker, push)
 
     def _hear(self, worker: int, push: Push) -> None:
-        """Take over what the worker says of groups and hyper-parameters."""
+        """Apply the push's changes of groups, state and hyper-parameters."""
         number = push.optimizer
         if push.members is not None:
             self._usual = (None, {}, [])
             self._told[worker, number] = push.members
             if push.members != self._updates[number].members:
-                self._regroup(number, push.groups or (), push.members)
+                assert self._place is not None, "what steps has a store"
+                old, left = self._updates[number], self._left[number]
+                made = regroup(old, push.groups or (), push.members, left, *self._place)
+                self._updates[number] = made
         if push.state is not None and self._place is not None:
             self._updates[number] = with_state(self._updates[number], push.state, *self._place)
         current = self._updates[number]
         if push.groups is not None and self.members(worker, push) == current.members:
             current.set_groups(push.groups)
 
-    def _regroup(self, number: int, groups: Groups, members: Members) -> None:
-        assert self._place is not None, "what steps has a store"
-        old, left = self._updates[number], self._left[number]
-        self._updates[number] = regroup(old, groups, members, left, *self._place)
-
     def _contributions(
         self, pushes: Mapping[int, Push], update: Update, held: Accumulator | None
     ) -> tuple[list[Contribution], float]:
-        """Everybody's share by samples, or one row for all where gradients are averaged already.
+        """Shares by samples (one row for all if gradients are averaged already), and a rate factor.
 
-        Also what the step's learning rates are multiplied with, as late contributions may count
-        less. Shares sum to 1 (but where contributions add up), so that an optimizer which does not
-        care how long a gradient is makes a shorter step, too.
+        Staleness factors shorten the step by the learning rate, not by the shares, which sum to 1
+        (unless the update sums): an optimizer like Adam ignores the length of the gradient.
         """
         plain = not update.wants_staleness and not update.sums
         usual = held is None and not self.late.active and plain
@@ -250,7 +247,7 @@ class Optimizers:
     def _usual_contributions(
         self, pushes: Mapping[int, Push], update: Update
     ) -> list[Contribution]:
-        """Where gradients are all that was pushed, and most rounds are like the one before."""
+        """Of plain gradients; those of the round before, if all weights are equal."""
         weights = {worker: push.weight for worker, push in pushes.items()}
         if (update, weights) != self._usual[:2]:
             total = sum(weights.values())
@@ -265,44 +262,41 @@ class Optimizers:
         return Contribution(worker, 1.0, self._absent(worker, push, update), packed, staleness)
 
     def _absent(self, worker: int, push: Push, update: Update) -> frozenset[int]:
-        """Also what the worker does not know yet that it belongs to the optimizer."""
+        """Absent parameters, with those that the worker does not know to be in the optimizer."""
         known = self.members(worker, push)
         if known == update.members:
             return frozenset(push.absent)
-        return frozenset(push.absent) | _numbers(update.members) - _numbers(known)
+        joined = set(numbers_of(update.members)) - set(numbers_of(known))
+        return frozenset(push.absent) | joined
 
     def read(self, worker: int) -> None:
-        """The worker reads the masters as they are now."""
+        """The worker reads the current masters."""
         for update in self._updates:
             update.read(worker)
 
     # ---- state ----------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Somebody is going to look at parameters: move what was put off."""
+        """Make all steps that were put off, before parameters are read."""
         for update in self._updates:
             if update.puts_off:
                 with torch.no_grad():
                     update.settle()
                 if self._place is not None:
-                    self._place[0].moves.all_of(_numbers(update.members))
+                    self._place[0].moves.all_of(numbers_of(update.members))
 
     def dump(self, place: str = "") -> bytes:
-        """What each optimizer would save, for ``torch.load``; nothing, if it lies in ``place``."""
+        """The optimizers' states for ``torch.load``; empty if they were written to ``place``."""
         return fill(place, [update.state() for update in self._updates])
 
     def close(self) -> None:
-        """End what the updates hold."""
+        """Free what the updates hold."""
         for update in self._updates:
             update.close()
 
 
-def _numbers(members: Members) -> frozenset[int]:
-    return frozenset(number for group in members for number in group)
-
-
 def is_usual(push: Push) -> bool:
-    """Whether the whole gradient lies in the worker's row, and counts for what the push weighs."""
+    """Whether the worker's row holds a whole dense gradient, weighted by the push."""
     return not (push.absent or push.packed or push.averaged)
 
 
@@ -312,3 +306,60 @@ def evaluation_of(pushes: Mapping[int, Push]) -> Evaluation:
     total = sum(weight for _, weight in losses)
     mean = sum(loss * weight for loss, weight in losses) / total if losses else None
     return Evaluation(mean, any(push.repeatable for push in pushes.values()))
+
+
+# ---- groups and states that change during a run -------------------------------------------------
+
+
+def regroup(
+    update: Update, groups: Groups, members: Members, left: States, store: Store, pool: Pool
+) -> Update:
+    """The same optimizer over other groups (unfrozen layers); parameters keep their state.
+
+    Args:
+        update: the one to be replaced.
+        groups: all hyper-parameters of the new groups.
+        members: slot numbers of their parameters.
+        left: states of parameters that have left the optimizer, kept for their return as torch
+            does. Changed in place.
+        store: holds the masters.
+        pool: the threads that step.
+    """
+    optimizer, parameters = update.hand_over()
+    update.close()
+    for number, parameter in parameters.items():
+        if parameter in optimizer.state:
+            left[number] = optimizer.state.pop(parameter)
+    numbers = numbers_of(members)
+    for number in numbers:
+        if number not in parameters:
+            master = store.master(store.layout.slots[number])
+            parameters[number] = torch.nn.Parameter(master)
+        if number in left:
+            optimizer.state[parameters[number]] = left.pop(number)
+    # The dictionaries stay the same objects: an optimizer that wraps another shares them with it.
+    known = {id(g["params"][0]): g for g in optimizer.param_groups if g["params"]}
+    optimizer.param_groups[:] = [
+        _filled(known, [parameters[number] for number in inside], group)
+        for group, inside in zip(groups, members, strict=True)
+    ]
+    return build_update(optimizer, numbers, store, pool)
+
+
+def with_state(update: Update, payload: bytes, store: Store, pool: Pool) -> Update:
+    """The same optimizer with another state, by slot number in ``payload``."""
+    optimizer, parameters = update.hand_over()
+    update.close()
+    states = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+    optimizer.state.clear()
+    optimizer.state.update({parameters.get(key, key): state for key, state in states.items()})
+    return build_update(optimizer, numbers_of(update.members), store, pool)
+
+
+def _filled(
+    known: dict[int, dict[str, Any]], inside: list[torch.nn.Parameter], group: dict[str, Any]
+) -> dict[str, Any]:
+    filled = known.pop(id(inside[0]), {}) if inside else {}
+    filled.clear()
+    filled.update({"params": inside} | group)
+    return filled

@@ -1,9 +1,10 @@
-"""What an optimizer's class tells about its needs, without asking its author."""
+"""Properties of optimizer classes, found by inspection."""
 
 from __future__ import annotations
 
 import dis
 import inspect
+from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
@@ -11,12 +12,12 @@ import torch
 
 
 def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the arithmetic is torch's own, perhaps under a user's name."""
+    """Whether ``step`` is torch's, perhaps in a user's subclass."""
     return str(_step(optimizer).__module__).startswith("torch.optim.")
 
 
 def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``step`` has an argument that is not optional."""
+    """Whether ``step`` has a required argument."""
     return any(
         argument.default is argument.empty and argument.kind is argument.POSITIONAL_OR_KEYWORD
         for argument in _arguments(optimizer)
@@ -24,7 +25,7 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def takes_sparse(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it can be given sparse gradients. A user's class is given what autograd makes."""
+    """Whether it accepts sparse gradients; assumed of a user's class."""
     if not is_torchs(optimizer):
         return True
     kind = str(_step(optimizer).__qualname__).split(".")[0]
@@ -38,22 +39,21 @@ def takes_sparse(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def steps_rows(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a step moves the rows that have a gradient, and no others."""
+    """Whether a step moves only the rows that have a gradient."""
     return bool(getattr(optimizer, "steps_rows", False))
 
 
 def puts_off(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether rows without a gradient are behind until its ``catch_up`` is called."""
+    """Whether rows without a gradient are stepped later, by its ``catch_up``."""
     return callable(getattr(optimizer, "catch_up", None))
 
 
 def calls_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``step`` may call its closure in the middle, or more than once.
 
-    Torch's optimizers call an optional closure once, before anything else, which is what the
-    workers do for them; where it is not optional (L-BFGS) they call it as they please. Of a user's
-    class one only knows that it may, if its code mentions the arguments of ``step`` at all; those
-    of this package (``steps_rows``) do as torch's.
+    Torch's optimizers call an optional closure once, first, as the workers do; with a required
+    closure (L-BFGS) at any time. A user's class may, if its code reads the arguments of ``step``;
+    those of this package (``steps_rows``) do not.
     """
     if needs_closure(optimizer):
         return True
@@ -84,9 +84,9 @@ def _loaded(code: CodeType) -> set[str]:
 
 
 def look_for_no_device(optimizer: torch.optim.Optimizer) -> None:
-    """Keep its step from asking for CUDA graphs, which would initialise CUDA in this process.
+    """Disable its check for CUDA graphs, which would initialise CUDA in this process.
 
-    The parameters lie in host memory. A context would take some hundred megabytes of a GPU, and
+    The parameters are in host memory. A context would take some hundred megabytes of a GPU, and
     workers of a later run could not be forked any more.
     """
     for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
@@ -95,3 +95,11 @@ def look_for_no_device(optimizer: torch.optim.Optimizer) -> None:
 
 def _nothing() -> None:
     pass
+
+
+def evaluated(closure: Callable[[], Any] | None) -> Any:
+    """The loss of an optional closure, which an optimizer calls before its step."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

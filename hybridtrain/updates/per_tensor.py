@@ -1,7 +1,4 @@
-"""The user's own optimizer object, stepping the master parameters one whole parameter at a time.
-
-The general case: whatever works in one process works here, with the arithmetic the user chose.
-"""
+"""The user's own optimizer object on the masters: the general case, for any optimizer."""
 
 from __future__ import annotations
 
@@ -12,16 +9,13 @@ import torch
 
 from hybridtrain.memory import Rows, Store, unpack
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.base import clip_factor
-from hybridtrain.updates.contribution import Contribution
-from hybridtrain.updates.evaluation import Again, Evaluation
+from hybridtrain.updates.base import Again, Contribution, Evaluation, Saved, Update, clip_factor
 from hybridtrain.updates.flat.reduce import merge_mixed
 from hybridtrain.updates.groups import Groups, differences, members_of, plain, slowed
 from hybridtrain.updates.optimizer_traits import is_torchs, puts_off, steps_rows
-from hybridtrain.updates.saved import Saved
 
 
-class PerTensorUpdate:
+class PerTensorUpdate(Update):
     """Steps an optimizer whose parameters are views of the masters.
 
     Args:
@@ -29,9 +23,6 @@ class PerTensorUpdate:
         numbers: the slot number of each of its parameters, group by group.
         store: the shared rows.
     """
-
-    under_way = False  # a step takes one round
-    wants_staleness = False
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
@@ -47,14 +38,10 @@ class PerTensorUpdate:
         self._rows = [
             [store.gradient(row, slot) for slot in slots] for row in range(len(store.gradients))
         ]  # W (and the held one) × parameters, each in the parameter's shape
-        self.moved: Mapping[int, Rows] = {}
         self._means: dict[int, torch.Tensor] = {}
         self._keeps_figures_in_groups = not is_torchs(optimizer)
         self._steps_rows = steps_rows(optimizer)
         self.puts_off = puts_off(optimizer)
-
-    def read(self, worker: int) -> None:
-        """What a worker has read makes no difference."""
 
     def step(
         self,
@@ -81,7 +68,7 @@ class PerTensorUpdate:
         return None
 
     def _touched(self) -> dict[int, Rows]:
-        """The rows of the sparse gradients that have just been stepped."""
+        """The rows of the sparse gradients of this step."""
         both = zip(self._numbers, self._parameters, strict=True)
         found = {number: p.grad for number, p in both if p.grad is not None and p.grad.is_sparse}
         return {number: gradient.indices()[0].numpy() for number, gradient in found.items()}
@@ -100,7 +87,7 @@ class PerTensorUpdate:
         return merge_mixed(gradients, shares, lambda: self._gradient_memory(index))
 
     def _gradient_memory(self, index: int) -> torch.Tensor:
-        """Where the merged gradient is written."""
+        """Memory for the merged gradient."""
         if index not in self._means:
             self._means[index] = torch.zeros_like(self._parameters[index])
         return self._means[index]
@@ -112,7 +99,6 @@ class PerTensorUpdate:
             own.update(new)
 
     def settle(self) -> None:
-        """Bring the optimizer's state up to date, before it is looked at."""
         if self.puts_off:
             catching_up: Any = self._optimizer
             catching_up.catch_up()
@@ -137,12 +123,9 @@ class PerTensorUpdate:
         self.settle()
         return self._optimizer, dict(zip(self._numbers, self._parameters, strict=True))
 
-    def close(self) -> None:
-        """Nothing is held."""
-
 
 def clip_gradients(found: Sequence[torch.Tensor], clip: Clip | None) -> None:
-    """Clip these in place, as one; what a sparse one does not hold is zero."""
+    """Clip the gradients in place, by their common norm or by value."""
     gradients = [g._values() if g.is_sparse else g for g in found]
     if clip is None or not gradients:
         return

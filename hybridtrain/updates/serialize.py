@@ -1,10 +1,9 @@
-"""Carry a configured optimizer from the worker that made it to the process that will step it.
+"""Pickles a configured optimizer in a worker, for the process that steps it.
 
-Parameters are not copied but named by number; they become views of the masters on the other side.
-All else travels: hyper-parameters, state (of a resumed run), and whatever attributes the
-optimizer's own class keeps, which pickling an optimizer alone would lose. The bytes pass between a
-parent and the children it started, over a socket no one else can reach, so pickle is as safe here
-as ``fork``.
+Parameters are replaced by their numbers, and become views of the masters on the other side.
+Hyper-parameters, state (of a resumed run) and the instance's own attributes, which pickling an
+optimizer alone would lose, are kept. The bytes pass only between a parent and its children, over an
+inherited socket, so pickle is as safe here as ``fork``.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory.scratch_file import as_bytes
 
-# What torch, a scheduler or a wrapper puts on an instance: rebuilt or meaningless elsewhere.
+# Attributes that torch, a scheduler or a wrapper sets on an instance: rebuilt or not needed.
 _NOT_CARRIED = frozenset(
     {"step", "zero_grad", "_opt_called", "defaults", "state", "param_groups"}
     | set(vars(torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)))
@@ -41,10 +40,10 @@ def dump(optimizer: torch.optim.Optimizer, number_of: Mapping[int, int]) -> byte
 def load(
     payload: bytes, parameter: Callable[[int], torch.Tensor]
 ) -> tuple[torch.optim.Optimizer, list[int]]:
-    """Rebuild the optimizer over ``parameter(number)``; also the numbers, group by group.
+    """Rebuild the optimizer over ``parameter(number)``; also the numbers, in the order of groups.
 
     Raises:
-        UserError: if this process does not know the optimizer's class.
+        UserError: if this process cannot find the optimizer's class.
     """
     unpickler = _Unpickler(io.BytesIO(payload), parameter)
     kind, state, own = unpickler.load()
@@ -90,7 +89,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"unknown reference {pid!r}")
 
     def _optimizer_class(self, module: str, qualname: str) -> type[torch.optim.Optimizer]:
-        """Also finds classes that no import reaches (made in a function, before the fork)."""
+        """Also finds classes that cannot be imported (defined in a function, before the fork)."""
         try:
             return self.find_class(module, qualname)
         except (ImportError, AttributeError) as error:

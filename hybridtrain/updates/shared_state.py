@@ -1,12 +1,11 @@
-"""An optimizer that workers step themselves, without a lock, on state that all of them share.
+"""An optimizer that workers step themselves, without a lock, on shared state (Hogwild!).
 
-Theory of operation. What an optimizer keeps for each parameter it makes in its own way at its first
-step. So the first gradient of a parameter goes to the server, as under any other policy, and the
-user's optimizer steps here. Its new state is then moved to memory that is lent to the workers, and
-from there on each steps with its own optimizer object, at the same place (Hogwild!, Niu et al.
-2011, arXiv:1106.5730). What only the server can do (parameters that join, state that user code has
-changed) it does, in the same memory. Step counts are the exception: two workers that add 1 at the
-same moment would count once, so the server counts, and every worker is given its own number.
+Theory of operation. An optimizer creates a parameter's state in its first step. So the server steps
+with the first gradient of a parameter, and moves the new state to memory that the workers map. From
+then on each worker steps with its own optimizer object on that memory (Niu et al. 2011,
+arXiv:1106.5730). The server still adds parameters and replaces state, in the same memory. It also
+counts the steps, and gives every worker its own number: two workers that increment a shared counter
+at the same time would count once.
 """
 
 from __future__ import annotations
@@ -21,11 +20,10 @@ from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import Place, SharedState
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.contribution import Contribution
-from hybridtrain.updates.evaluation import Again, Evaluation
+from hybridtrain.updates.base import Again, Contribution, Evaluation
 from hybridtrain.updates.per_tensor import PerTensorUpdate
 
-STEP = "step"  # what torch, and whoever follows it, calls the number of steps of a parameter
+STEP = "step"  # torch's name for the number of steps of a parameter
 _INSTEAD = "use SGD, Adam, AdamW, Adagrad or RMSprop, or strategy=async"
 
 
@@ -38,18 +36,19 @@ class SharedStateOptimizer(PerTensorUpdate):
         store: the shared rows.
 
     Raises:
-        UserError: if it keeps something that cannot be shared without a lock.
+        UserError: if its state cannot be shared without a lock.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
     ) -> None:
         super().__init__(optimizer, numbers, store)
+        assert store.made is not None, "a store without a lock counts the workers' steps"
         self._lending, self._steps = store.lending, store.made
         self._counts = dict.fromkeys(self._numbers, 0)
-        self._made = 0 if store.made is None else store.made.told
-        self._look()
-        self._begun: set[int] = set()  # whatever is kept for these is there
+        self._made = self._steps.told
+        self._steps.look()
+        self._begun: set[int] = set()  # numbers of parameters whose state is complete
         self.lent = SharedState()
         self._lend()
 
@@ -74,9 +73,9 @@ class SharedStateOptimizer(PerTensorUpdate):
         return again
 
     def ticket(self, absent: Collection[int]) -> int | dict[int, int]:
-        """Count a step that a worker makes of all but the ``absent``.
+        """Count a step that a worker makes, of all parameters but the ``absent``.
 
-        Returns the counts before: one number if it is that of all, else by slot number.
+        Returns the counts before: one number if all are equal, else by slot number.
         """
         before = dict(self._counts)
         for number in before.keys() - set(absent) if absent else before:
@@ -86,15 +85,6 @@ class SharedStateOptimizer(PerTensorUpdate):
             self.lent = replace(self.lent, generation=self._lending.next_generation(), offset=None)
         counts = set(before.values())
         return counts.pop() if len(counts) == 1 else before
-
-    def _look(self) -> None:
-        if self._steps is not None:
-            self._steps.look()
-
-    @property
-    def _ahead(self) -> int:
-        """So many more steps than it was told of are in the state."""
-        return 0 if self._steps is None else self._steps.ahead
 
     @property
     def _offset(self) -> int | None:
@@ -108,7 +98,7 @@ class SharedStateOptimizer(PerTensorUpdate):
         return f"optimizer {self.name} was given to workers that step it without a lock, but it"
 
     def _lend(self) -> None:
-        """Move what is new in the state to where workers can map it."""
+        """Move new state tensors to memory that workers can map."""
         self._check_keys()
         steps: dict[int, Any] = {}
         plain: dict[int, dict[str, Any]] = {number: {} for number in self._begun}
@@ -118,7 +108,7 @@ class SharedStateOptimizer(PerTensorUpdate):
             for key, value in state.items():
                 if key == STEP:
                     steps[number] = value
-                    self._counts[number] = int(value) - self._ahead
+                    self._counts[number] = int(value) - self._steps.ahead
                 elif isinstance(value, torch.Tensor):
                     self._check_tensor(number, key, value)
                     found.append((number, key, value))
@@ -135,7 +125,7 @@ class SharedStateOptimizer(PerTensorUpdate):
     def _placed(
         self, found: Sequence[tuple[int, str, torch.Tensor]]
     ) -> dict[int, dict[str, Place]]:
-        """Where each tensor lies, once those that are new have been moved."""
+        """The place of each tensor, after new ones have been moved."""
         known = {(n, key): self._known_place(n, key, tensor) for n, key, tensor in found}
         fresh = [(n, key, tensor) for n, key, tensor in found if known[n, key] is None]
         if fresh:
@@ -150,7 +140,7 @@ class SharedStateOptimizer(PerTensorUpdate):
         return placed
 
     def _known_place(self, number: int, key: str, tensor: torch.Tensor) -> Place | None:
-        """Also of a tensor that the optimizer has put in place of one that is lent."""
+        """The tensor's place, if it has one; a tensor that replaces a lent one is copied there."""
         if (place := self._lending.place_of(tensor)) is not None:
             return place
         place = self.lent.places.get(number, {}).get(key)
@@ -166,7 +156,7 @@ class SharedStateOptimizer(PerTensorUpdate):
                 raise UserError(f"{self._who} keeps state that is of no parameter; {_INSTEAD}")
 
     def _check_tensor(self, number: int, key: str, value: torch.Tensor) -> None:
-        scalar = value.ndim == 0 and self._store_shape(number) != ()
+        scalar = value.ndim == 0 and self._parameters[self._numbers.index(number)].ndim > 0
         if scalar or value.layout != torch.strided:
             self._refuse(key, "a figure of all steps so far" if scalar else "a sparse tensor")
 
@@ -176,22 +166,19 @@ class SharedStateOptimizer(PerTensorUpdate):
             f"{_INSTEAD}"
         )
 
-    def _store_shape(self, number: int) -> tuple[int, ...]:
-        return tuple(self._parameters[self._numbers.index(number)].shape)
-
     def _states(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Of the parameters that have a state."""
+        """Number and state of each parameter that has one."""
         for number, parameter in zip(self._numbers, self._parameters, strict=True):
             if state := self._optimizer.state.get(parameter):
                 yield number, state
 
     def settle(self) -> None:
-        """Tell the optimizer how many steps the workers have made."""
-        self._look()
+        """Write the number of steps, those of workers included, to the optimizer's state."""
+        self._steps.look()
         for number, state in self._states():
-            count = state.get(STEP)
+            count, made = state.get(STEP), self._counts[number] + self._steps.ahead
             if isinstance(count, torch.Tensor):
-                count.fill_(self._counts[number] + self._ahead)
+                count.fill_(made)
             elif count is not None:
-                state[STEP] = type(count)(self._counts[number] + self._ahead)
+                state[STEP] = type(count)(made)
         super().settle()

@@ -1,9 +1,8 @@
-"""The server's threads, which share the chunks of an update.
+"""A thread pool that steps the chunks of an update.
 
-Torch releases the interpreter lock inside its kernels, so Python threads are enough. Torch's own
-OpenMP threads are not used: the pools of several processes on one core spin against each other.
-Each thread takes the next task when it is done with its last, so one that wakes late, or shares its
-core with a worker, only does less.
+Torch releases the GIL inside its kernels, so Python threads suffice. Torch's OpenMP threads are not
+used: the pools of several processes on one core spin against each other. Each thread takes the next
+task when it has finished its last, so a thread that wakes late or shares its core does less.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class Pool:
     """Maps a function ``(lane, task)`` over tasks; no two calls run in one lane at a time.
 
     Args:
-        size: how many threads, the caller's own included.
+        size: number of threads, with the caller's.
     """
 
     def __init__(self, size: int) -> None:
@@ -34,10 +33,10 @@ class Pool:
         weakref.finalize(self, _end, self._helpers)
 
     def map(self, function: Callable[[int, T], R], tasks: Sequence[T]) -> list[R]:
-        """The results in the order of the tasks. A single task never leaves this thread.
+        """The results in the order of the tasks. A single task runs in this thread.
 
         Raises:
-            BaseException: what the first task that fails has raised, once none is under way.
+            BaseException: of the first task that fails, after all running tasks have ended.
         """
         helping = min(self.size, len(tasks)) - 1
         if helping <= 0:
@@ -58,7 +57,7 @@ class Pool:
 
 
 def _end(helpers: list[_Helper]) -> list[threading.Thread]:
-    """Let them end when they have done what they have been given."""
+    """Let the threads end after the jobs they have."""
     for helper in helpers:
         helper.jobs.put(None)
     threads = [helper.thread for helper in helpers]
@@ -67,7 +66,7 @@ def _end(helpers: list[_Helper]) -> list[threading.Thread]:
 
 
 class _Job:
-    """One call of ``map``; each lane takes tasks until there are no more."""
+    """One call of ``map``; each lane takes tasks until none is left."""
 
     def __init__(self, function: Callable[[int, Any], Any], tasks: Sequence[Any]) -> None:
         self._function, self._tasks = function, tasks
@@ -90,7 +89,7 @@ class _Job:
                 self._over.release()
 
     def results(self) -> list[Any]:
-        """Once the last task has ended."""
+        """Wait for the last task."""
         self._over.acquire()
         if self._errors:
             raise self._errors[min(self._errors)]
@@ -98,7 +97,7 @@ class _Job:
 
 
 class _Helper:
-    """A thread that sleeps until there is a job; it ends with the process."""
+    """A daemon thread that waits for jobs."""
 
     def __init__(self, lane: int) -> None:
         self.jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -112,4 +111,4 @@ class _Helper:
         with torch.no_grad():
             while (job := self.jobs.get()) is not None:
                 job.work(self._lane)
-                del job  # its tasks may hold the memory of a run that is over
+                del job  # its tasks may hold memory of a finished run

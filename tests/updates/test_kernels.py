@@ -20,7 +20,7 @@ from hybridtrain.updates.kernels.fused import FusedAdam, FusedSgd
 from hybridtrain.updates.kernels.kernel import Kernel
 from hybridtrain.updates.kernels.public_class import PublicClass
 from hybridtrain.updates.kernels.unfused import PlainAdagrad, PlainAdam
-from hybridtrain.updates.regroup import regroup
+from hybridtrain.updates.optimizer_set import regroup
 from hybridtrain.updates.thread_pool import Pool
 from tests.support.rows import Gradients, Pair, make_pair
 

@@ -1,1 +1,1 @@
-"""Elementwise optimizers over flat memory: mean of the rows and update in one pass."""
+"""Elementwise optimizers on flat memory: gradient mean and step in one pass."""

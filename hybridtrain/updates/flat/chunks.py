@@ -1,4 +1,4 @@
-"""The chunks of an update, cut once and kept: a step makes no tensor and looks at no parameter.
+"""The chunks of an update, planned once, so that a step creates no tensors.
 
 Legend: P elements of the buffer (padding included), n elements of a chunk.
 """
@@ -16,13 +16,13 @@ from hybridtrain.updates.flat.step_counters import StepCountGroup
 
 _VECTOR = ALIGNMENT_BYTES // 4  # elements of a cache line
 
-Present = tuple[int, ...] | None  # which of the contributions count, by place; None: all
-Absent = tuple[frozenset[int], ...]  # of each contribution, slot numbers
+Present = tuple[int, ...] | None  # indices of the contributions with a gradient; None: all
+Absent = tuple[frozenset[int], ...]  # slot numbers without a gradient, of each contribution
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkStretch:
-    """Whole cache lines of one count group, to which the same contributions count."""
+    """Whole cache lines of one count group, with gradients from the same contributions."""
 
     count_group: StepCountGroup
     start: int
@@ -32,32 +32,32 @@ class ChunkStretch:
 
 @dataclass(slots=True)
 class Chunk:
-    """What one call of a kernel works on."""
+    """The elements of one kernel call."""
 
-    count_group: int  # which one of the plan's
+    count_group: int  # index in the plan
     start: int  # in the buffer
     size: int  # n
     parameter: torch.Tensor  # (n,) view of the masters
     state: tuple[torch.Tensor, ...]  # (n,) each
-    rows: tuple[torch.Tensor, ...]  # of each worker, and the held one: (n,)
+    rows: tuple[torch.Tensor, ...]  # of each worker, and the accumulated one: (n,)
     present: Present
-    number: int = 0  # by place in the buffer
+    number: int = 0  # in the order of the buffer
 
 
 @dataclass(slots=True)
 class ChunkPlan:
-    """The count_groups that move, and their chunks."""
+    """The count groups of a step, and their chunks."""
 
-    places: list[tuple[int, Present]]  # the slot number of each parameter that moves
+    places: list[tuple[int, Present]]  # the slot number of each parameter in the step
     count_groups: list[StepCountGroup] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
     backwards: list[Chunk] = field(default_factory=list)
-    stops: list[int] = field(default_factory=list)  # where each chunk ends in the buffer
+    stops: list[int] = field(default_factory=list)  # end of each chunk in the buffer
     size: int = 0  # elements of all chunks
 
 
 def present_in(absent: Absent, number: int) -> Present:
-    """Which contributions bring a gradient of this parameter."""
+    """The contributions with a gradient of this parameter."""
     found = tuple(place for place, without in enumerate(absent) if number not in without)
     return None if len(found) == len(absent) else found
 
@@ -65,7 +65,7 @@ def present_in(absent: Absent, number: int) -> Present:
 def stretches(
     places: Iterable[tuple[int, StepCountGroup, Present]], store: Store
 ) -> Iterator[ChunkStretch]:
-    """Join neighbours: the slot number, the count group and the contributions of each parameter."""
+    """Join neighbours; ``places``: slot number, count group, contributions of each parameter."""
     last: ChunkStretch | None = None
     for number, count_group, present in places:
         slot = store.layout.slots[number]
@@ -83,8 +83,8 @@ def stretches(
 def cut(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
     """Pieces of nearly equal size, at most ``chunk``, each a whole number of cache lines.
 
-    An even number of them, so that two threads end together, and independent of how many there
-    are, so that a norm is always summed alike.
+    Their number is even, so that two threads end together, and does not depend on the number of
+    threads, so that a norm is always summed in the same order.
     """
     size = stop - start
     pieces = 1 if size <= chunk else 2 * -(-size // (2 * chunk))
@@ -98,7 +98,7 @@ def make_plan(
     state: dict[StepCountGroup, tuple[torch.Tensor, ...]],  # (P,) each
     longest: int,
 ) -> ChunkPlan:
-    """Join what moves alike, and cut it into chunks of at most so many elements."""
+    """Join parameters that step alike, and cut them into chunks of at most ``longest`` elements."""
     plan = ChunkPlan([(number, present) for number, _, present in places])
     dtype = torch.float32
     numbers: dict[StepCountGroup, int] = {}

@@ -1,14 +1,14 @@
-"""Elementwise optimizers on flat memory: mean of the rows and update in one cache-sized pass.
+"""Elementwise optimizers on flat memory: gradient mean and step in one cache-sized pass.
 
-Per chunk: add the workers' rows into a scratch that stays in the cache, then let the optimizer's
-kernel (:mod:`hybridtrain.updates.kernels`) step the chunk. Each byte of gradient, parameter and
-state crosses the memory bus once per update. Chunks are independent, so idle cores share them. The
-bits equal those of torch's optimizer on the mean gradient, except in the odd elements at a
-parameter's end (fewer than 16): torch steps those in a scalar loop that may round in another order,
-while here the padding makes a whole vector of them.
+Per chunk: add the workers' rows in a scratch buffer that stays in the cache, then step the chunk
+with the optimizer's kernel (:mod:`hybridtrain.updates.kernels`). Each byte of gradient, parameter
+and state crosses the memory bus once per update. Idle cores share the independent chunks. The bits
+equal those of torch's optimizer on the mean gradient, except in the last elements of a parameter
+(fewer than 16): torch steps those in a scalar loop that may round differently, while here padding
+completes the vector.
 
-What depends on who brings which gradient (chunks, their views) is planned once and kept, so that a
-step costs the same Python however many parameters there are.
+Chunks and their views are planned once per set of absent gradients and cached, so that the Python
+cost of a step does not depend on the number of parameters.
 
 Legend: P elements of the buffer (padding included), n elements of a chunk.
 """
@@ -21,45 +21,41 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import TypeVar
 
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.memory import Rows, Store
+from hybridtrain.memory import Store
 from hybridtrain.memory.arena import align
 from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.memory.limits import available_bytes
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.base import clip_factor
-from hybridtrain.updates.contribution import Contribution
-from hybridtrain.updates.evaluation import Evaluation
+from hybridtrain.updates.base import Contribution, Evaluation, Saved, Update, clip_factor
 from hybridtrain.updates.flat.chunks import Absent, Chunk, ChunkPlan, make_plan, present_in
 from hybridtrain.updates.flat.norms import NormPiece, pieces, total
 from hybridtrain.updates.flat.reduce import merge
 from hybridtrain.updates.flat.step_counters import StepCountGroup, StepCountGroups, scalar
 from hybridtrain.updates.groups import Groups, members_of, plain, slowed
 from hybridtrain.updates.kernels import Figures, Kernel, StepChunk, scalar_dtype
-from hybridtrain.updates.saved import Saved
 from hybridtrain.updates.thread_pool import Pool
 
-# gradient (n,), scratch (n,) -> what is to be stepped with
+# gradient (n,), scratch (n,) -> clipped gradient
 Transform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-_ALONE = 256 * 1024  # elements that one thread steps as soon as two would
-_LARGE = 2**25  # elements of a buffer whose norm is taken in longer pieces, so that calls are fewer
-_PLANS = 16  # kept; where a net leaves out layers at random there is no end of them
+_ALONE = 256 * 1024  # elements below which one thread is as fast as two
+_LARGE = 2**25  # elements of a buffer whose norm is computed in longer pieces, with fewer calls
+_PLANS = 16  # cached at most: nets that skip layers at random need ever new ones
 
 
 def private(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """So many tensors of zeros, each (numel,), one behind the other.
+    """``count`` tensors of zeros, each (numel,), in one mapping.
 
     Raises:
-        UserError: if the machine has not that much memory.
+        UserError: if the machine has not enough memory.
     """
     if not count * numel:
         return [torch.zeros(numel, dtype=dtype) for _ in range(count)]
@@ -70,7 +66,7 @@ def private(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
         for place in range(count)
     ]
     for each in found:
-        each.zero_()  # takes the pages now, not in the middle of a step
+        each.zero_()  # touches the pages now, not during a step
     return found
 
 
@@ -86,27 +82,21 @@ def _mapped(n_bytes: int) -> mmap.mmap:
             f"the system refused them ({error.strerror}); use an optimizer that keeps less, "
             "a smaller model, or a machine with more memory"
         ) from error
-    with suppress(OSError, AttributeError):  # a kernel without them, or not Linux
+    with suppress(OSError, AttributeError):  # no huge pages, or not Linux
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
-class FlatUpdate:
-    """One elementwise optimizer over one float32 buffer.
+class FlatUpdate(Update):
+    """One elementwise optimizer on one float32 buffer.
 
     Args:
         optimizer: the user's, over views of the masters, perhaps with state.
         numbers: the slot number of each of its parameters, group by group.
         store: the shared rows.
-        pool: who does the arithmetic.
-        kernel: what it does to a chunk.
+        pool: the threads that step.
+        kernel: steps a chunk.
     """
-
-    under_way = False  # a step takes one round
-    wants_staleness = puts_off = False
-    sums = False
-    news: Groups | None = None  # nor does it change hyper-parameters
-    moved: Mapping[int, Rows] = MappingProxyType({})  # and it moves all rows
 
     def __init__(
         self,
@@ -118,22 +108,22 @@ class FlatUpdate:
     ) -> None:
         self.name = type(optimizer).__name__
         self.members = members_of(optimizer, numbers)
-        self._optimizer = optimizer  # the state that it holds is of parameters that have left it
+        self._optimizer = optimizer  # its own state is that of parameters that have left it
         self._store, self._pool, self._numbers = store, pool, tuple(numbers)
         self._kernel = kernel
         large = store.layout.sizes[torch.float32] >= _LARGE
-        self._piece = kernel.chunk * (8 if large else 1)  # of a norm: by size alone, not by threads
+        self._piece = kernel.chunk * (8 if large else 1)  # of a norm: independent of the threads
         self._longest = kernel.chunk * max(1, pool.size // 2)  # chunk
         self._groups = [dict(group) for group in plain(optimizer)]
         self._plans: dict[Absent | None, ChunkPlan] = {}
-        self._pieces: dict[int, list[NormPiece]] = {}  # by id of a plan, once a norm is asked for
+        self._pieces: dict[int, list[NormPiece]] = {}  # by id of a plan, made for its first norm
         self._scratch: list[dict[int, tuple[torch.Tensor, ...]]] = [{} for _ in range(pool.size)]
         self.flats: dict[str, torch.Tensor] = {}  # (P,) each
         self._make_flats()
         self.count_groups = StepCountGroups(self._taken_over(optimizer))
 
     def _make_flats(self) -> None:
-        """State for the whole buffer, (P,) each, as far as the groups need it now."""
+        """Allocate the state tensors that the groups need, (P,) each."""
         needed = {name: None for group in self._groups for name in self._kernel.names(group)}
         size = self._store.layout.sizes[torch.float32]
         missing = [name for name in needed if name not in self.flats]
@@ -141,16 +131,16 @@ class FlatUpdate:
         self.flats |= dict(zip(missing, made, strict=True))
 
     def is_settled(self, count_group: StepCountGroup) -> bool:
-        """Whether what is kept for these is there, so that each step is like the next."""
+        """Whether the state of these parameters exists, or none is kept."""
         return count_group.begun or not self._kernel.keeps(self._groups[count_group.group])
 
     def use(self, flats: Mapping[str, torch.Tensor]) -> None:
-        """The state lies there from now on."""
+        """Use these state tensors from now on."""
         self.flats = dict(flats)
         self._forget_plans()
 
     def _taken_over(self, optimizer: torch.optim.Optimizer) -> list[tuple[int, Figures, bool]]:
-        """Move the state that the user's optimizer brings along (a resumed run) to its place."""
+        """Copy the state of the user's optimizer (a resumed run) to the flat tensors."""
         found: list[tuple[int, Figures, bool]] = []
         dtype = scalar_dtype()
         for number, group in enumerate(optimizer.param_groups):
@@ -167,14 +157,11 @@ class FlatUpdate:
         return found
 
     def _part(self, name: str, index: int) -> torch.Tensor:
-        """A parameter's own part of the state, in its shape."""
+        """A parameter's view of a state tensor, in its shape."""
         slot = self._store.layout.slots[self._numbers[index]]
         return self.flats[name].as_strided(slot.shape, slot.stride, slot.offset)
 
     # ---- one update -----------------------------------------------------------------------------
-
-    def read(self, worker: int) -> None:
-        """What a worker has read makes no difference."""
 
     def step(
         self,
@@ -183,7 +170,7 @@ class FlatUpdate:
         evaluation: Evaluation | None = None,
         rate: float = 1.0,
     ) -> None:
-        assert not any(c.packed for c in contributions), "sparse gradients are not for here"
+        assert not any(c.packed for c in contributions), "sparse gradients need another update"
         plan = self._plan([each.absent for each in contributions])
         if not plan.chunks:
             return
@@ -194,17 +181,17 @@ class FlatUpdate:
         watched = self._store.progress.watched
         told = ChunkProgress(self._store.progress, plan.stops) if watched else None
         work = partial(self._step_chunk, mean, transform, steps, told)
-        # The last chunks that a norm was taken of are still in the cache.
+        # The last chunks of the norm are still in the cache.
         self._map(plan, work, plan.backwards if transform and not watched else plan.chunks)
 
     def _map(self, plan: ChunkPlan, work: Callable[[int, T], R], tasks: list[T]) -> list[R]:
-        """Waking a thread takes as long as stepping some ten thousand elements."""
+        """On one thread if small: waking another takes as long as some ten thousand elements."""
         if plan.size <= _ALONE:
             return [work(0, task) for task in tasks]
         return self._pool.map(work, tasks)
 
     def _begin(self, count_group: StepCountGroup) -> StepChunk:
-        """Count its step; what is kept for it begins with the first."""
+        """Count its step; the first one initialises its state."""
         group, first = self._groups[count_group.group], not count_group.begun
         if first:
             for name, value in self._kernel.start(group).items():
@@ -234,7 +221,7 @@ class FlatUpdate:
             told.ended(chunk.number)
 
     def _scratch_of(self, lane: int, size: int) -> tuple[torch.Tensor, ...]:
-        """Temporaries of a lane, (n,) each; the first is for the merged gradient."""
+        """A lane's temporaries, (n,) each; the first is for the merged gradient."""
         known = self._scratch[lane]
         if size not in known:
             room = max(self._longest, self._piece)
@@ -275,16 +262,15 @@ class FlatUpdate:
         self._pieces.clear()
 
     def _chunk_for(self, size: int) -> int:
-        """Elements of a chunk, of an update of so many.
+        """Elements of a chunk, in an update of ``size`` elements.
 
-        The interpreter's lock goes from thread to thread at each call of a kernel, which takes the
-        longer the more of them wait for it. So many threads need long calls, as long as there are
-        some for each. (AdamW, 170 M elements, 16 threads: 34 ms with 512 Ki, 69 with 128 Ki, 277
-        with 32 Ki; two threads: no difference.)
+        Threads contend for the GIL at each kernel call, so many threads need longer calls. (AdamW,
+        170 M elements, 16 threads: 34 ms with 512 Ki, 69 with 128 Ki, 277 with 32 Ki; two threads:
+        no difference.)
         """
         return max(self._kernel.chunk, min(self._longest, size // (2 * self._pool.size)))
 
-    # ---- clipping: the global norm needs all chunks before the first may be stepped -------------
+    # ---- clipping: the global norm is computed before the first chunk is stepped -----------------
 
     def _clipping(self, plan: ChunkPlan, mean: _Mean, clip: Clip | None) -> Transform | None:
         if clip is None:
@@ -296,7 +282,7 @@ class FlatUpdate:
         return None if factor == 1.0 else lambda gradient, out: torch.mul(gradient, factor, out=out)
 
     def _norm(self, plan: ChunkPlan, mean: _Mean) -> torch.Tensor:
-        """That of the mean gradient, ()."""
+        """The norm of the mean gradient, ()."""
         if id(plan) not in self._pieces:
             self._pieces[id(plan)] = pieces(plan.places, self._store, self._piece)
         found = self._pieces[id(plan)]
@@ -309,7 +295,7 @@ class FlatUpdate:
     # ---- groups and state -----------------------------------------------------------------------
 
     def changes_no_state(self, groups: Groups) -> bool:
-        """Whether all that is kept stays what it is with these hyper-parameters."""
+        """Whether these hyper-parameters need the same state tensors."""
         names = self._kernel.names
         pairs = zip(self._groups, groups, strict=True)
         return all(names(own) == names({**own, **new}) for own, new in pairs)
@@ -319,11 +305,8 @@ class FlatUpdate:
         for own, new in zip(self._groups, groups, strict=True):
             own.update(new)
         if before != [self._kernel.names(group) for group in self._groups]:
-            self._make_flats()  # momentum where there was none
+            self._make_flats()  # for example momentum, which was 0 before
             self._forget_plans()
-
-    def settle(self) -> None:
-        """Nothing is put off."""
 
     def state(self) -> Saved:
         states = {}
@@ -344,22 +327,16 @@ class FlatUpdate:
             own.update(current)
         return self._optimizer, numbered
 
-    def close(self) -> None:
-        """The state goes with the last reference."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Mean:
-    """The mean gradient of these workers' rows, chunk by chunk."""
+    """Computes the mean of these workers' rows, chunk by chunk."""
 
     workers: list[int]
     shares: list[float]
 
     def of(self, chunk: Chunk | NormPiece, out: torch.Tensor) -> torch.Tensor:
-        """That of a chunk, (n,): in ``out``, or a lone row itself.
-
-        Those without a gradient count as zeros.
-        """
+        """The mean of a chunk, (n,): in ``out``, or a lone row itself; absent gradients are 0."""
         if chunk.present is None:
             return merge([chunk.rows[worker] for worker in self.workers], self.shares, out)
         rows = [chunk.rows[self.workers[place]] for place in chunk.present]

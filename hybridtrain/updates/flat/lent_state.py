@@ -1,4 +1,4 @@
-"""The flat pass in several processes: one state in shared memory, stepped by one at a time."""
+"""The flat pass in several processes, which step one shared state in turns."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.kernels import kernel_for
 from hybridtrain.updates.thread_pool import Pool
 
-# Elements of a buffer that is worth lending. The copy that is kept of it and its state must not be
-# felt. Adam, two workers, two cores, pairs by turns: with 334 k parameters rounds of workers were
-# faster than the server's by 5 to 20 %, with 514 k slower by 4 to 9; updates one by one were faster
-# with 334 k to 823 k by 12 to 20 %, as often slower as faster with 1.04 M, slower from 1.36 M on.
+# Largest buffer that is lent, in elements: each step first backs up the buffer and its state. Adam,
+# two workers, two cores, alternating: with 334 k parameters rounds of workers were faster than the
+# server's by 5 to 20 %, with 514 k slower by 4 to 9; updates one by one were faster with 334 k to
+# 823 k by 12 to 20 %, as often slower as faster with 1.04 M, slower from 1.36 M on.
 LARGEST = 3 * 2**17
 LARGEST_ALONE = 7 * 2**17
 
 
 class LentFlatUpdate:
-    """Steps what is lent, whole or not at all.
+    """An update on lent state, with a backup to undo an interrupted step.
 
     Args:
-        update: whose state lies there.
-        kept: has room for a copy of the masters and the state.
+        update: has the lent state.
+        kept: memory for the backup of the masters and the state.
         store: the shared rows.
     """
 
@@ -38,17 +38,17 @@ class LentFlatUpdate:
         self._pairs = list(zip(live, kept, strict=True))
 
     def keep(self) -> None:
-        """Copy everything, before somebody steps."""
+        """Back up masters and state, before a step."""
         for live, kept in self._pairs:
             kept.copy_(live)
 
     def restore(self) -> None:
-        """Somebody was gone in the middle of a step: it was not made."""
+        """Undo a step whose process died in it."""
         for live, kept in self._pairs:
             live.copy_(kept)
 
     def set_groups(self, groups: Groups) -> bool:
-        """Take over what has changed of the hyper-parameters, unless it changes what is kept."""
+        """Set changed hyper-parameters; False if they need other state tensors."""
         if not self.update.changes_no_state(groups):
             return False
         self.update.set_groups(groups)
@@ -60,7 +60,7 @@ def _figures(update: FlatUpdate) -> list[torch.Tensor]:
 
 
 class Lender:
-    """For the server: moves an update's state to where workers can map it.
+    """Moves an update's state to memory that workers can map; for the server.
 
     Args:
         store: the shared rows.
@@ -68,15 +68,12 @@ class Lender:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._room: dict[int, Place] = {}  # for a copy of what lies at this address
+        self._room: dict[int, Place] = {}  # address of a tensor -> place of its backup
         self._lent: LentFlatUpdate | None = None  # the last
-        self._known: object = None  # how it was
+        self._known: object = None  # its shape when it was lent
 
     def lend(self, update: object) -> LentState | None:
-        """Where it lies; ``None``: it is not for workers.
-
-        What has never been stepped has no state yet.
-        """
+        """The place of the state; ``None`` if it cannot be lent (before its first step)."""
         store = self._store
         if not isinstance(update, FlatUpdate) or not may_be_lent(
             store.layout, store.private_parameters
@@ -109,17 +106,17 @@ class Lender:
         return [self._room[tensor.data_ptr()] for tensor in tensors]
 
     def restore(self) -> None:
-        """Somebody was gone in the middle of a step."""
-        assert self._lent is not None, "whoever steps has borrowed it"
+        """Undo a step whose process died in it."""
+        assert self._lent is not None, "workers step only lent state"
         self._lent.restore()
 
     @property
     def lends(self) -> bool:
-        """Whether anybody has borrowed something."""
+        """Whether state is lent."""
         return self._lent is not None
 
     def is_outdated(self, updates: Sequence[object]) -> bool:
-        """Whether what was lent last is another now; it is said once."""
+        """Whether the lent state has been replaced; True only once."""
         if self._lent is None or self._known is None:
             return False
         update = self._lent.update
@@ -130,7 +127,7 @@ class Lender:
 
 
 def _shape_of(update: FlatUpdate) -> object:
-    """Where the state lies, and who shares its figures."""
+    """The places of the state, and the step count groups."""
     flats = [(name, flat.data_ptr()) for name, flat in update.flats.items()]
     groups = update.count_groups.all
     return flats, [(g.group, tuple(g.members), _addresses(g), g.begun) for g in groups]
@@ -141,7 +138,7 @@ def _addresses(group: StepCountGroup) -> dict[str, int]:
 
 
 def may_be_lent(layout: Layout, alone: bool) -> bool:
-    """Whether it is small enough for a copy not to be felt, and all of one kind.
+    """Whether the buffer is small enough for backups, and dense with one dtype.
 
     ``alone``: workers make updates one by one.
     """
@@ -156,11 +153,11 @@ def borrow(
     lent: LentState,
     arenas: Mapping[int, Arena],
 ) -> LentFlatUpdate | None:
-    """In another process: the same update, with this optimizer's hyper-parameters, if it can."""
+    """The lent update in a worker, with this optimizer's hyper-parameters, if possible."""
     bare: Any = object.__new__(type(optimizer))
-    vars(bare).update(vars(optimizer) | {"state": {}})  # the user's stays as it is
+    vars(bare).update(vars(optimizer) | {"state": {}})  # the user's is not changed
     vars(bare).pop("step", None)
-    if (kernel := kernel_for(bare)) is None:  # what is a matter of devices, the server has changed
+    if (kernel := kernel_for(bare)) is None:  # the server has changed options of devices
         return None
     update = FlatUpdate(bare, numbers, store, Pool(1), kernel)
     update.count_groups.take_over(

@@ -1,8 +1,8 @@
-"""The norm of the mean gradient, summed as ``torch.nn.utils.clip_grad_norm_`` sums it.
+"""The norm of the mean gradient, as in ``torch.nn.utils.clip_grad_norm_``.
 
-Torch takes the norm of each parameter's gradient, and the norm of these. Here the rows are merged a
-piece at a time: whole parameters, as many as fit. One that is larger than a piece is summed in
-parts, which may round otherwise; all others give torch's bits.
+Torch computes the norm of each parameter's gradient, and the norm of these. Here the rows are
+merged piece by piece, several whole parameters at a time, with torch's bits. A parameter that is
+larger than a piece is summed in parts, which may round differently.
 
 Legend: n elements of a piece.
 """
@@ -18,24 +18,22 @@ from hybridtrain.memory import Store
 from hybridtrain.memory.layout import Slot
 from hybridtrain.updates.flat.chunks import Present, cut
 
-Merged = Callable[
-    ["NormPiece", torch.Tensor], torch.Tensor
-]  # the mean of a piece, perhaps in scratch
+Merged = Callable[["NormPiece", torch.Tensor], torch.Tensor]  # piece, scratch -> mean
 
 
 @dataclass(slots=True)
 class NormPiece:
-    """Neighbours to which the same contributions count, or a part of one parameter."""
+    """Neighbours with gradients from the same contributions, or a part of one parameter."""
 
     size: int  # n
-    rows: tuple[torch.Tensor, ...]  # of each worker, and the held one: (n,)
+    rows: tuple[torch.Tensor, ...]  # of each worker, and the accumulated one: (n,)
     present: Present
-    spans: tuple[tuple[int, int], ...]  # where in it parameters lie, without what is between
-    parts: int = 1  # of how many parts of one parameter this is the first; 0: not the first
+    spans: tuple[tuple[int, int], ...]  # of the parameters in it, without padding
+    parts: int = 1  # number of parts, if this is a parameter's first; 0: a later one
     views: dict[int, list[torch.Tensor]] = field(default_factory=dict)  # of each lane's scratch
 
     def norms(self, merged: Merged, lane: int, scratch: torch.Tensor) -> list[torch.Tensor]:
-        """Of each span, ()."""
+        """The norm of each span, ()."""
         mean = merged(self, scratch)
         if mean is not scratch:
             return list(torch._foreach_norm([mean[start:stop] for start, stop in self.spans]))
@@ -45,7 +43,7 @@ class NormPiece:
 
 
 def pieces(places: Iterable[tuple[int, Present]], store: Store, chunk: int) -> list[NormPiece]:
-    """The slot number of each parameter, and which contributions count to it, in their order."""
+    """Cut into pieces; ``places``: slot number and contributions of each parameter."""
     found: list[NormPiece] = []
     waiting: list[Slot] = []
     known: Present = None
@@ -63,7 +61,7 @@ def pieces(places: Iterable[tuple[int, Present]], store: Store, chunk: int) -> l
 
 
 def _follows(before: list[Slot], slot: Slot, chunk: int) -> bool:
-    """Whether it lies behind these, and all fit into a piece."""
+    """Whether the slot follows these, and all fit into a piece."""
     near = 0 <= slot.offset - (before[-1].offset + before[-1].numel) < 16
     return near and slot.offset + slot.numel - before[0].offset <= chunk
 
@@ -88,7 +86,7 @@ def _rows(store: Store, start: int, stop: int) -> tuple[torch.Tensor, ...]:
 
 
 def total(found: Iterable[NormPiece], norms: Iterable[list[torch.Tensor]]) -> torch.Tensor:
-    """The norm of all, (), of those of each piece's spans."""
+    """The norm of all, (), from the norms of each piece's spans."""
     whole: list[torch.Tensor] = []
     parts: list[torch.Tensor] = []
     missing = 0

@@ -1,4 +1,4 @@
-"""The weighted mean of the workers' gradient rows, a stretch at a time.
+"""The weighted mean of the workers' gradient rows.
 
 Legend: P elements of one dtype's buffer, W workers, n elements of a stretch.
 """
@@ -15,9 +15,9 @@ def merge(
     shares: Sequence[float],
     out: torch.Tensor,  # (n,) scratch
 ) -> torch.Tensor:
-    """Σ share · row, added in the order given, in ``out``'s dtype (rows may be narrower).
+    """Σ share · row, added in this order, in ``out``'s dtype (rows may be narrower).
 
-    A lone full share of that dtype returns its row, not a copy.
+    A lone row of that dtype with share 1 is returned itself.
     """
     narrow = rows[0].dtype != out.dtype
     if len(rows) == 1 and shares[0] == 1.0 and not narrow:
@@ -35,7 +35,7 @@ def merge_sparse(
     gradients: Sequence[torch.Tensor],  # each sparse, coalesced
     shares: Sequence[float],
 ) -> torch.Tensor:
-    """Σ share · gradient, sparse and coalesced; a lone full share is returned as it is."""
+    """Σ share · gradient, sparse and coalesced; a lone one with share 1 is returned itself."""
     if len(gradients) == 1 and shares[0] == 1.0:
         return gradients[0]
     indices = torch.cat([gradient.indices() for gradient in gradients], dim=1)
@@ -49,7 +49,7 @@ def merge_mixed(
     shares: Sequence[float],
     memory: Callable[[], torch.Tensor],
 ) -> torch.Tensor:
-    """Sparse if all are, else dense, in ``memory()``."""
+    """Σ share · gradient: sparse if all are, else dense, in ``memory()``."""
     if all(gradient.is_sparse for gradient in gradients):
         return merge_sparse(gradients, shares)
     if not any(gradient.is_sparse for gradient in gradients):

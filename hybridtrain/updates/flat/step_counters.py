@@ -1,8 +1,8 @@
-"""Parameters that have always moved together, and so share all figures that are kept per parameter.
+"""Step counts, shared by parameters that have always been stepped together.
 
-Torch counts the steps of each parameter. Nearly always all of a group have the same count, so it is
-kept once per *count group*. When a step leaves out some of a group (they got no gradient) it
-splits, for good: groups only ever become smaller.
+Torch counts the steps of each parameter. Nearly always all of a parameter group have the same
+count, so it is kept once per *count group*. A step without gradients for some of a group splits it
+permanently.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from hybridtrain.updates.kernels import Figures
 
 @dataclass(eq=False, slots=True)
 class StepCountGroup:
-    """Parameters of one group, by their place in the optimizer."""
+    """Parameters of one parameter group, by their index in the optimizer."""
 
     group: int
     members: list[int]
     figures: Figures
-    begun: bool = False  # something is kept for its members
+    begun: bool = False  # its members have state
 
     def split_off(self, leaving: Collection[int]) -> StepCountGroup:
-        """A group of its own for these."""
+        """Move these members to a new group."""
         self.members = [index for index in self.members if index not in leaving]
         figures = {name: figure.clone() for name, figure in self.figures.items()}
         return StepCountGroup(self.group, sorted(leaving), figures, self.begun)
 
 
 class StepCountGroups:
-    """All parameters of an optimizer.
+    """The count groups of an optimizer.
 
     Args:
-        begun: each parameter's group, its figures, and whether something is kept for it.
+        begun: each parameter's group, its figures, and whether it has state.
     """
 
     def __init__(self, begun: Iterable[tuple[int, Figures, bool]]) -> None:
@@ -49,17 +49,17 @@ class StepCountGroups:
 
     @property
     def all(self) -> list[StepCountGroup]:
-        """Each once, in the order of their first parameters."""
+        """All count groups, in the order of their first parameters."""
         return list(dict.fromkeys(self.of))
 
     def take_over(self, groups: Iterable[StepCountGroup]) -> None:
-        """These are all there are."""
+        """Replace all count groups."""
         for group in groups:
             for index in group.members:
                 self.of[index] = group
 
     def part(self, moving: Collection[int]) -> bool:
-        """See that all of a group move, or none; whether any had to be split."""
+        """Split groups of which only some members are stepped; whether any was split."""
         leaving: dict[StepCountGroup, list[int]] = {}
         for index in moving:
             leaving.setdefault(self.of[index], []).append(index)
@@ -72,7 +72,7 @@ class StepCountGroups:
 
 
 def scalar(value: float | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A figure of one's own, (); one that has been saved keeps its precision."""
+    """A new figure, (); a saved one keeps its precision."""
     if isinstance(value, torch.Tensor) and value.is_floating_point():
         return value.detach().cpu().clone()
     return torch.tensor(float(value), dtype=dtype)

@@ -1,4 +1,4 @@
-"""The arithmetic of elementwise optimizers, a chunk at a time."""
+"""Kernels: the arithmetic of elementwise optimizers on a chunk."""
 
 from hybridtrain.updates.kernels.choice import kernel_for
 from hybridtrain.updates.kernels.kernel import Figures, Group, Kernel, StepChunk, scalar_dtype

@@ -1,4 +1,4 @@
-"""Which kernel does exactly what a user's optimizer does."""
+"""Chooses the kernel of a user's optimizer."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _RARE: Mapping[type, KeptState] = {
 
 
 def kernel_for(optimizer: torch.optim.Optimizer) -> Kernel | None:
-    """The kernel of a plain torch optimizer on float32; ``None`` if there is none.
+    """The kernel of a torch optimizer on float32; ``None`` if there is none.
 
-    Nobody's subclass, and no engine other than the one the user has chosen: ``foreach=True`` rounds
-    in its own way. Adam whose user has not chosen gets the fused engine, which is several times as
-    fast as what torch would choose; all others have the bits of torch's choice.
+    Subclasses have none, nor has ``foreach=True``, which rounds differently. Adam without a choice
+    of ``fused`` or ``foreach`` gets the fused engine, several times as fast as torch's choice; all
+    others have the bits of torch's choice.
     """
     kind, groups = type(optimizer), optimizer.param_groups
     engines = {group.get("fused") for group in groups}
@@ -53,7 +53,7 @@ def kernel_for(optimizer: torch.optim.Optimizer) -> Kernel | None:
 
 
 def may_be_fused(kind: type[torch.optim.Optimizer], fused: bool | None) -> bool:
-    """Whether the fused engine is to step such an optimizer, whose user has chosen ``fused``."""
+    """Whether the fused engine steps an optimizer of this class with the user's ``fused``."""
     return kind is _OPTIM.SGD or (fused is None and kind in (_OPTIM.Adam, _OPTIM.AdamW))
 
 

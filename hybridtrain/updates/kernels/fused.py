@@ -1,7 +1,7 @@
-"""Optimizers for which torch has an engine that steps an element in one go: Adam and SGD.
+"""Adam and SGD with torch's fused engines.
 
-``torch._fused_adam_`` and its likes are what ``fused=True`` runs on. They are private, so where one
-is missing :mod:`hybridtrain.updates.kernels.public_class` takes its place.
+``torch._fused_adam_`` and the like implement ``fused=True``. They are private; where one is missing
+:mod:`hybridtrain.updates.kernels.public_class` replaces it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FusedAdam(Kernel):
 
 
 class FusedSgd(Kernel):
-    """SGD, perhaps with momentum; its bits do not depend on ``fused``."""
+    """SGD, with or without momentum; its bits do not depend on ``fused``."""
 
     figures = ()
 

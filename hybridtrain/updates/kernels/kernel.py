@@ -1,9 +1,9 @@
-"""The contract between the flat pass and the arithmetic of one kind of optimizer.
+"""The contract of a kernel: the arithmetic of one optimizer class, for the flat pass.
 
-An optimizer is *elementwise* if what it makes of an element depends on that element's gradient,
-value and state alone, and on figures that are the same for all elements of a parameter (the number
-of steps). Then its parameters may be cut anywhere and joined with their neighbours. A kernel says
-what such an optimizer keeps, and steps one chunk.
+An optimizer is *elementwise* if the step of an element depends only on its own gradient, value and
+state, and on figures of the whole parameter (the number of steps). Then parameters may be cut
+anywhere and joined with their neighbours. A kernel names the optimizer's state, and steps one
+chunk.
 
 Legend: n elements of a chunk.
 """
@@ -17,61 +17,61 @@ from typing import Any
 import torch
 
 Group = dict[str, Any]  # hyper-parameters
-Figures = dict[str, torch.Tensor]  # () each: what torch keeps per parameter, e.g. "step"
+Figures = dict[str, torch.Tensor]  # () each: torch's scalar state of a parameter, e.g. "step"
 Tensors = Sequence[torch.Tensor]  # (n,) each
-# parameter (n,), gradient (n,) that must not be changed, state, scratch
+# parameter (n,), gradient (n,) not to be changed, state, scratch
 StepChunk = Callable[[torch.Tensor, torch.Tensor, Tensors, Tensors], None]
 
 
 class Kept(ABC):
-    """What one kind of optimizer keeps."""
+    """The state of one optimizer class."""
 
     figures: tuple[str, ...] = ("step",)
 
     @abstractmethod
     def names(self, group: Group) -> tuple[str, ...]:
-        """The flat tensors that it keeps, under torch's names, in the order of ``state``."""
+        """Torch's names of the state tensors, in the order of ``state``."""
 
     def start(self, group: Group) -> dict[str, float]:
-        """What figures and flat tensors hold before the first step, unless it is zero."""
+        """Initial values of figures and state tensors, if not zero."""
         return {}
 
     def keeps(self, group: Group) -> bool:
-        """Whether there is a state once a step has been made."""
+        """Whether there is any state."""
         return True
 
 
 class Kernel(Kept):
-    """One kind of optimizer; without state of its own, so one object serves all of a kind."""
+    """Steps chunks of one optimizer class; itself stateless."""
 
-    scratch = 0  # how many (n,) temporaries a step needs
-    # Elements. Smaller ones fit a core's own cache better, but the calls then cost more than that
-    # saves: measured from 16 Ki to 256 Ki, for engines that pass once and for torch's operations.
+    scratch = 0  # number of (n,) temporaries
+    # Elements. Smaller chunks fit a core's own cache better, but the calls cost more than that
+    # saves: measured from 16 Ki to 256 Ki, for fused engines and for torch's operations.
     chunk = 128 * 1024
 
     @abstractmethod
     def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
-        """Count one step, in the figures; returns what steps each chunk of it.
+        """Count one step in the figures; returns the function that steps each chunk.
 
-        ``first``: nothing has been kept so far.
+        ``first``: there is no state yet.
         """
 
 
 def scalar_dtype() -> torch.dtype:
-    """The dtype that torch's optimizers keep figures in."""
+    """The dtype of figures in torch's optimizers."""
     double = torch.get_default_dtype() == torch.float64
     return torch.float64 if double else torch.float32
 
 
 def count(figures: Figures) -> float:
-    """One step more; the number of this step."""
+    """Increment the step; returns its number."""
     step = figures["step"]
     step += 1
     return step.item()
 
 
 def directed(group: Group, gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The gradient, (n,), or its opposite in ``out`` where the group maximizes."""
+    """The gradient, (n,), negated in ``out`` if the group maximizes."""
     return torch.neg(gradient, out=out) if group["maximize"] else gradient
 
 
@@ -85,5 +85,5 @@ def decayed(
 
 
 def number(value: Any) -> Any:
-    """A hyper-parameter; one that is a tensor stays one, so that it rounds as it does in torch."""
+    """A hyper-parameter; a tensor stays one, so that it rounds as in torch."""
     return value.squeeze() if isinstance(value, torch.Tensor) else value

@@ -1,9 +1,8 @@
-"""A step of a worker's own optimizer, as fast as the masters' would be stepped.
+"""A step of a worker's own optimizer, fused where possible.
 
-Torch steps Adam and SGD on a CPU tensor by tensor unless it is asked for ``fused=True``; the
-masters have that engine anyway. So a worker's step has it, too, where the user has not chosen. That
-is said for the time of the step alone: whoever looks at the groups or saves them finds what the
-user has made.
+Torch steps Adam and SGD on a CPU tensor by tensor unless ``fused=True``. The masters use the fused
+engine; a worker's step does, too, if the user has not chosen. The option is set only during the
+step, so that the parameter groups that the user sees or saves are unchanged.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from hybridtrain.updates.kernels.choice import may_be_fused
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """The class' own ``step``, without the wrapper that runs the hooks of an object's step."""
+    """The class' ``step``, without torch's wrapper that runs step hooks."""
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
 def own_step(optimizer: torch.optim.Optimizer) -> None:
-    """One step with the gradients that are there, without hooks."""
+    """One step with the present gradients, without hooks."""
     fused = all(_can_be_fused(optimizer, group) for group in optimizer.param_groups)
     with _fused(optimizer.param_groups) if fused else nullcontext():
         step_of(optimizer)(optimizer)
@@ -43,10 +42,10 @@ def _fused(groups: list[dict[str, Any]]) -> Iterator[None]:
 
 
 def _can_be_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the engine does what torch would do otherwise.
+    """Whether the fused engine gives the same result.
 
-    It relies on things that it never asks: a gradient that lies in another order than its parameter
-    would be mixed up, and momentum must have begun for all parameters or for none.
+    It does not check that gradients are laid out like their parameters, or that all parameters have
+    momentum or none.
     """
     special = any(group.get(key) for key in ("foreach", "capturable", "differentiable"))
     if special or group.get("fused") is not None or not may_be_fused(type(optimizer), None):

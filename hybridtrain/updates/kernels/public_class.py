@@ -1,6 +1,6 @@
 """Any elementwise optimizer through its public class.
 
-For optimizers that are rarely used, and where torch's private engines are missing.
+For rarely used optimizers, and if torch's private engines are missing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from hybridtrain.updates.optimizer_traits import look_for_no_device
 
 
 class KeptState(Kept):
-    """What an optimizer keeps, whatever its hyper-parameters are.
+    """The state of an optimizer class that does not depend on hyper-parameters.
 
     Args:
-        names: the flat tensors.
+        names: of the state tensors.
         figures: besides the number of steps.
-        start: what begins with another value than zero; ``None``: with the learning rate.
+        start: initial values other than zero; ``None``: the learning rate.
     """
 
     def __init__(
@@ -50,10 +50,10 @@ class KeptState(Kept):
 
 
 class PublicClass(Kernel):
-    """Steps a chunk as if it were the only parameter of an optimizer of the class.
+    """Steps a chunk as the only parameter of an optimizer of the class.
 
     Args:
-        like: what the class keeps.
+        like: the state of the class.
         kind: the optimizer's class.
         fused: with its fused engine.
     """
@@ -85,7 +85,7 @@ class PublicClass(Kernel):
 
     def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
         before = {name: figure.clone() for name, figure in figures.items()}
-        names, group = self.names(group), group | self._engine  # a slower step's rate is for now
+        names, group = self.names(group), group | self._engine  # copied: its rate may be temporary
         nothing = [torch.zeros(1) for _ in range(2 + len(names))]
         self._step(group, nothing, figures, names, first)  # counts
 
@@ -105,7 +105,7 @@ class PublicClass(Kernel):
         optimizer.param_groups[0].update(group)
         kept: dict[str, Any] = dict(zip(names, tensors[2:], strict=True))
         optimizer.state[parameter] = (
-            {} if first and not figures else dict(figures) | kept  # SGD has nothing to begin with
+            {} if first and not figures else dict(figures) | kept  # SGD begins without state
         )
         optimizer.step()
         for name, flat in kept.items():

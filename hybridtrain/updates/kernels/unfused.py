@@ -1,7 +1,7 @@
-"""Adam, Adagrad and RMSprop in torch's own operations and their order.
+"""Adam, Adagrad and RMSprop with torch's operations in torch's order.
 
 Each class follows the ``_single_tensor_...`` function of its module in ``torch.optim``, with
-scratch in place of temporaries, and so has the bits of ``fused=False`` and ``foreach=False``.
+reused temporaries, and has the bits of ``fused=False`` and ``foreach=False``.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class PlainAdagrad(Kernel):
 
 
 class RmsProp(Kernel):
-    """RMSprop, perhaps centered, perhaps with momentum."""
+    """RMSprop, also centered and with momentum."""
 
     scratch = 2
 

@@ -1,1 +1,1 @@
-"""Optimizers for sparse gradients: only rows that have a gradient are stepped."""
+"""Sparse gradients: step only the rows that have one."""

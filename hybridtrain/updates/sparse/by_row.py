@@ -1,10 +1,9 @@
-"""Optimizers that take sparse gradients, stepping touched rows alone.
+"""The update of torch's sparse optimizers: steps only the rows with a gradient.
 
-Torch's own step of a sparse gradient builds one sparse tensor after the other, 3 ms for 2,000 rows
-of 64 numbers under SparseAdam. Here the touched rows are copied to where they are hot, stepped by
-the same operations and copied back, portion by portion, on all idle cores. The state stays torch's:
-it is saved, loaded and handed over like any other. Dense gradients, of other parameters or of the
-same, go to the user's optimizer object as before.
+Torch's own step builds several sparse tensors, 3 ms for 2,000 rows of 64 numbers under SparseAdam.
+Here the rows are gathered into cache, stepped with the same operations and scattered back, in
+portions, on all idle cores. The state is torch's, and is saved and loaded like any other. Dense
+gradients are stepped by the user's optimizer object.
 
 Legend: n rows of shape (...).
 """
@@ -23,8 +22,7 @@ from hybridtrain.memory import Rows, Store, Table
 from hybridtrain.memory.sparse_rows import rows_of
 from hybridtrain.memory.table import Block, is_table, zeros_like
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.contribution import Contribution
-from hybridtrain.updates.evaluation import Again, Evaluation
+from hybridtrain.updates.base import Again, Contribution, Evaluation
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.per_tensor import PerTensorUpdate, clip_gradients
 from hybridtrain.updates.sparse.lazy_momentum import LazyMomentum, Scratch
@@ -32,7 +30,7 @@ from hybridtrain.updates.sparse.row_kernels import RowKernel, State
 from hybridtrain.updates.sparse.touched_rows import Merger, RowPiece, Touched, pieces_of
 from hybridtrain.updates.thread_pool import Pool
 
-_PORTION = 64 * 1024  # elements: 4 tensors of as many fit the cache, and a thread wakes for it
+_PORTION = 64 * 1024  # elements: 4 tensors of this size fit the cache, and repay waking a thread
 _TEMPORARIES = 4  # three for a kernel, and the gradient
 _MOMENTUM = "momentum_buffer"
 _NONE: Rows = np.empty(0, np.int64)
@@ -41,7 +39,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class _Brought:
-    """The sparse gradients of one parameter, and what each counts for."""
+    """The sparse gradients of one parameter, and their shares."""
 
     parts: Sequence[Touched]
     shares: Sequence[float]
@@ -54,8 +52,8 @@ class ByRow(PerTensorUpdate):
         optimizer: over views of the masters, in host memory.
         numbers: the slot number of each of its parameters, group by group.
         store: the shared rows.
-        pool: who does the arithmetic.
-        kernel: what the optimizer does to a row.
+        pool: the threads that step.
+        kernel: steps rows.
     """
 
     def __init__(
@@ -111,7 +109,7 @@ class ByRow(PerTensorUpdate):
     # ---- which rows -----------------------------------------------------------------------------
 
     def _brought(self, contributions: Sequence[Contribution]) -> dict[int, _Brought]:
-        """The gradients of parameters of which all who have one bring a sparse one."""
+        """The gradients, by index, of parameters whose gradients are all sparse."""
         numbers = {number for each in contributions for number in each.packed}
         found = {}
         for index, number in enumerate(self._numbers):
@@ -124,7 +122,7 @@ class ByRow(PerTensorUpdate):
         parameter = self._parameters[index]
         if not is_table(parameter) or parameter.dtype not in _DTYPES:
             return False
-        if self._group_of[index].get("weight_decay"):  # torch says what is wrong with it
+        if self._group_of[index].get("weight_decay"):  # torch raises the error
             return False
         return all(
             number in each.packed and each.packed[number].sparse_dim == 1
@@ -143,13 +141,13 @@ class ByRow(PerTensorUpdate):
         return _Brought(parts, [each.share for each in present])
 
     def _merged(self, index: int, brought: _Brought) -> _Brought:
-        """The mean as if one had brought it."""
+        """The mean, as one contribution."""
         return _Brought([self._mergers[index].merge(brought.parts, brought.shares)], [1.0])
 
     # ---- stepping them --------------------------------------------------------------------------
 
     def _step_rows(self, index: int, brought: _Brought) -> Rows:
-        """Returns the rows that have moved."""
+        """Step the rows that have a gradient; returns those that moved."""
         group, parameter = self._group_of[index], self._parameters[index]
         state: State = self._optimizer.state[parameter]
         if group.get("momentum"):
@@ -164,8 +162,9 @@ class ByRow(PerTensorUpdate):
         def step(scratch: Scratch, piece: RowPiece, part: slice) -> None:
             run(piece.rows[part], piece.mean(part, scratch[-1].tensor), tables, scratch)
 
-        pieces = pieces_of(brought.parts, brought.shares)
-        self._over_pieces(step, pieces, parameter)
+        pieces, size = pieces_of(brought.parts, brought.shares), _portion(parameter)
+        tasks = [(piece, part) for piece in pieces for part in _slices(len(piece.rows), size)]
+        self._over(step, tasks, parameter)
         if not state:
             del self._optimizer.state[parameter]  # torch keeps none for plain SGD
         return np.concatenate([piece.rows for piece in pieces])
@@ -183,7 +182,12 @@ class ByRow(PerTensorUpdate):
         if lazy is None or lazy.buffer.whole is not state[_MOMENTUM]:
             tables = self._table(index, "", parameter), Table(state[_MOMENTUM])
             lazy = self._lazy[index] = LazyMomentum(*tables)
-        return lazy.step(touched, group, first, partial(self._over, like=parameter))
+
+        def over(function: Callable[[Scratch, slice], Any], rows: Rows) -> list[Any]:
+            parts = _slices(len(rows), _portion(parameter))
+            return self._over(function, [(part,) for part in parts], parameter)
+
+        return lazy.step(touched, group, first, over)
 
     def _table(self, index: int, name: str, whole: torch.Tensor) -> Table:
         known = self._tables.get((index, name))
@@ -192,36 +196,20 @@ class ByRow(PerTensorUpdate):
         return known
 
     def _over(
-        self, function: Callable[[Scratch, slice], Any], rows: Rows, like: torch.Tensor
-    ) -> list[Any]:
-        """Run it on portions of these rows of a parameter ``like`` this one, (R, ...)."""
-        size = _portion(like)
-
-        def run(lane: int, part: slice) -> Any:
-            return function(self._scratch_of(lane, size, like), part)
-
-        return self._pool.map(run, _slices(len(rows), size))
-
-    def _over_pieces(
         self,
-        function: Callable[[Scratch, RowPiece, slice], None],
-        pieces: Sequence[RowPiece],
-        like: torch.Tensor,
-    ) -> None:
-        """Run it on portions of them."""
-        size = _portion(like)
+        function: Callable[..., Any],
+        tasks: Sequence[tuple[Any, ...]],
+        like: torch.Tensor,  # the parameter, (R, ...)
+    ) -> list[Any]:
+        """Map ``function(scratch, *task)`` over tasks, each of a portion of rows."""
 
-        def run(lane: int, task: tuple[RowPiece, slice]) -> None:
-            function(self._scratch_of(lane, size, like), *task)
+        def run(lane: int, task: tuple[Any, ...]) -> Any:
+            known, key = self._scratch[lane], (like.dtype, like.shape[1:])
+            if key not in known:
+                known[key] = [Block(_portion(like), like) for _ in range(_TEMPORARIES)]
+            return function(known[key], *task)
 
-        tasks = [(piece, part) for piece in pieces for part in _slices(len(piece.rows), size)]
-        self._pool.map(run, tasks)
-
-    def _scratch_of(self, lane: int, size: int, like: torch.Tensor) -> Scratch:
-        known, key = self._scratch[lane], (like.dtype, like.shape[1:])
-        if key not in known:
-            known[key] = [Block(size, like) for _ in range(_TEMPORARIES)]
-        return known[key]
+        return self._pool.map(run, tasks)
 
     # ---- state ----------------------------------------------------------------------------------
 

@@ -1,12 +1,11 @@
-"""SGD with momentum on sparse gradients: rows move until their momentum is too small to matter.
+"""SGD with momentum on sparse gradients: steps only rows whose momentum is not negligible.
 
-Theory of operation. In torch every step moves every row by its decaying momentum, whether it has a
-gradient or not. Workers read parameters in place, so no step can be put off until a row is touched
-again. But the momentum of a row without gradients decays: after about log(2⁻²⁴)/log(momentum) steps
-(150 for 0.9) it is too small to change any element. From then on neither the row nor its momentum
-is looked at. When the row is touched again, or saved, its momentum is multiplied by the product of
-all momenta since. So the cost of a step follows the number of rows that still move. The parameters
-are those of dense momentum: to the bit while the learning rate does not rise, else to rounding.
+Theory of operation. In torch every step moves every row by its decaying momentum. Workers read
+parameters in place, so these steps cannot be deferred. But the momentum of a row without gradients
+decays: after about log(2⁻²⁴)/log(momentum) steps (150 for 0.9) it changes no element any more, and
+the row is at rest. Its momentum is multiplied by the product of all momenta since when the row has
+a gradient again, or is saved. So a step costs as much as the rows in motion. The parameters are
+those of dense momentum: to the bit while the learning rate does not rise, else to rounding.
 
 Legend: R rows of shape (...), n of them.
 """
@@ -25,7 +24,7 @@ from hybridtrain.memory.table import Block
 from hybridtrain.updates.sparse.touched_rows import Touched
 
 Scratch = Sequence[Block]  # n rows or more each
-# rows (n,) -> what was returned for each portion of them
+# rows (n,) -> the results for portions of them
 Map = Callable[[Callable[[Scratch, slice], Any], Rows], list[Any]]
 
 _SMALLEST = 1e-300
@@ -36,7 +35,7 @@ class LazyMomentum:
 
     Args:
         parameter: its rows.
-        buffer: their momenta, which may be there from earlier steps.
+        buffer: their momenta, perhaps of earlier steps.
     """
 
     def __init__(self, parameter: Table, buffer: Table) -> None:
@@ -44,22 +43,22 @@ class LazyMomentum:
         self._parameter = parameter
         self._moves = np.zeros(parameter.n_rows, dtype=bool)
         self._passed = 0.0  # the logarithm of the product of all momenta so far
-        self._rested = np.zeros(parameter.n_rows)  # what that was when the row came to rest
+        self._rested = np.zeros(parameter.n_rows)  # its value when the row came to rest
         self.all_move()
 
     def all_move(self) -> None:
-        """The buffer has been written to: whatever has a momentum may be in motion."""
+        """The buffer is new: rows with a momentum are in motion."""
         self._gliding: Rows = self.buffer.whole.flatten(1).any(dim=1).nonzero().flatten().numpy()
         self._moves[:] = False
         self._moves[self._gliding] = True
         self._rested[:] = self._passed
 
     def step(self, touched: Touched, group: Mapping[str, Any], first: bool, over: Map) -> Rows:
-        """One step; returns the rows that it has moved.
+        """One step; returns the rows in motion.
 
         Args:
             touched: the gradient; its values may be changed.
-            first: the momentum begins with this gradient.
+            first: the momentum is initialised with this gradient.
             over: runs a function over portions of rows.
         """
         rows, g = touched.rows, touched.values
@@ -78,7 +77,7 @@ class LazyMomentum:
         return self._gliding
 
     def _step_lazily(self, rows: Rows, group: Mapping[str, Any], over: Map) -> Rows:
-        """Move rows without a gradient; those that come to rest are left out of the answer."""
+        """Move rows without a gradient; returns those still in motion."""
         rate, momentum, nesterov = -float(group["lr"]), group["momentum"], group["nesterov"]
 
         def advance(scratch: Scratch, part: slice) -> np.ndarray[Any, np.dtype[np.bool_]]:
@@ -128,7 +127,7 @@ class LazyMomentum:
             over(push, rows)
 
     def catch_up(self) -> None:
-        """Let all momenta be what they would be if rows at rest had been stepped, too."""
+        """Decay the momenta of rows at rest, as dense momentum would have."""
         factors = np.where(self._moves, 1.0, np.exp(self._passed - self._rested))
         whole = self.buffer.whole
         whole.mul_(torch.from_numpy(factors).to(whole.dtype).view(-1, *[1] * (whole.ndim - 1)))

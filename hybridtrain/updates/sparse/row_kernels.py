@@ -1,8 +1,7 @@
-"""The arithmetic of optimizers that take sparse gradients, for touched rows alone.
+"""Kernels of torch's sparse optimizers, for the rows that have a gradient.
 
-Each class follows torch's own (``torch.optim._functional.sparse_adam``, ``_single_tensor_adagrad``,
-``_single_tensor_sgd``), operation by operation, on rows that were copied to where they are hot; so
-the bits are torch's, too.
+Each class follows torch's function (``torch.optim._functional.sparse_adam``,
+``_single_tensor_adagrad``, ``_single_tensor_sgd``) operation by operation, with torch's bits.
 
 Legend: n rows of shape (...).
 """
@@ -18,27 +17,27 @@ import torch
 
 from hybridtrain.memory import Rows, Table
 from hybridtrain.memory.table import Block
+from hybridtrain.updates.kernels.kernel import number
 
 Group = Mapping[str, Any]  # hyper-parameters
-State = dict[str, Any]  # what torch's optimizer keeps for a parameter
-Tables = Sequence[Table]  # of the parameter, and of what is kept for it
+State = dict[str, Any]  # of a parameter in torch's optimizer
+Tables = Sequence[Table]  # of the parameter, and of its state
 # rows (n,), gradient (n, ...) that may be changed, tables, scratch: n rows or more each
 StepRows = Callable[[Rows, torch.Tensor, Tables, Sequence[Block]], None]
 
 
 class RowKernel(ABC):
-    """One kind of optimizer; without state of its own."""
+    """Steps rows of one optimizer class; itself stateless."""
 
-    names: tuple[str, ...] = ()  # what it keeps for each element
-    scratch = 1  # temporaries
+    names: tuple[str, ...] = ()  # of the state tensors
 
     def begin(self, group: Group, state: State, make: Callable[[], torch.Tensor]) -> None:
-        """There is a first gradient: fill what is kept, as torch does, with zeros from ``make``."""
+        """Initialise the state as torch does, with zeros from ``make``."""
         state |= {name: make() for name in self.names}
 
     @abstractmethod
     def prepare(self, group: Group, state: State) -> StepRows:
-        """Count one step, in ``state``; returns what steps some of its rows."""
+        """Count one step in ``state``; returns the function that steps some of its rows."""
 
 
 class RowSgd(RowKernel):
@@ -55,14 +54,13 @@ class RowSgd(RowKernel):
 
 
 class RowAdagrad(RowKernel):
-    """Adagrad. Its state is filled when it is made, so it is there already."""
+    """Adagrad, whose state torch initialises in its constructor."""
 
     names = ("sum",)
-    scratch = 2
 
     def prepare(self, group: Group, state: State) -> StepRows:
         state["step"] += 1
-        rate = _number(group["lr"]) / (1 + (float(state["step"]) - 1) * group["lr_decay"])
+        rate = number(group["lr"]) / (1 + (float(state["step"]) - 1) * group["lr_decay"])
         rate, eps = _directed(group, -float(rate)), group["eps"]
 
         def step(rows: Rows, g: torch.Tensor, tables: Tables, out: Sequence[Block]) -> None:
@@ -78,10 +76,9 @@ class RowAdagrad(RowKernel):
 
 
 class RowSparseAdam(RowKernel):
-    """SparseAdam: moments of touched rows move, corrected by the number of all steps."""
+    """SparseAdam: moments of rows, bias-corrected by the number of all steps."""
 
     names = ("exp_avg", "exp_avg_sq")
-    scratch = 3
 
     def begin(self, group: Group, state: State, make: Callable[[], torch.Tensor]) -> None:
         state["step"] = 0
@@ -90,7 +87,7 @@ class RowSparseAdam(RowKernel):
     def prepare(self, group: Group, state: State) -> StepRows:
         state["step"] += 1
         count, (beta1, beta2), eps = state["step"], group["betas"], group["eps"]
-        size = _number(group["lr"]) * math.sqrt(1 - beta2**count) / (1 - beta1**count)
+        size = number(group["lr"]) * math.sqrt(1 - beta2**count) / (1 - beta1**count)
         backwards = group.get("maximize", False)
 
         def step(rows: Rows, g: torch.Tensor, tables: Tables, out: Sequence[Block]) -> None:
@@ -112,18 +109,13 @@ class RowSparseAdam(RowKernel):
 
 
 def row_kernel(optimizer: torch.optim.Optimizer) -> RowKernel | None:
-    """Of a plain torch optimizer that takes sparse gradients, and is none of its subclasses."""
+    """The kernel of a torch optimizer that accepts sparse gradients; subclasses have none."""
     kind = type(optimizer)
     if kind is torch.optim.SparseAdam:
         return RowSparseAdam()
     if kind is torch.optim.Adagrad:
         return RowAdagrad()
     return RowSgd() if kind is torch.optim.SGD else None
-
-
-def _number(value: Any) -> Any:
-    """A figure; one that is a tensor stays one, so that it rounds as it does in torch."""
-    return value.squeeze() if isinstance(value, torch.Tensor) else value
 
 
 def _directed(group: Group, rate: float) -> float:

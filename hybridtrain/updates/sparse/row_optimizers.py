@@ -1,17 +1,17 @@
-"""Optimizers for embeddings of which a mini-batch touches a few rows: every row has its own past.
+"""Optimizers for embeddings with sparse gradients, whose rows are stepped independently.
 
-``torch.optim.SGD`` with momentum moves every row in every step, touched or not, and
-``torch.optim.SparseAdam`` corrects a row's moments by the number of all steps, so that a row that
-is seen for the first time late moves by up to 3.16 times the learning rate. Here a row that has no
-gradient costs nothing, and what it has missed is worked out from when it was touched last.
+``torch.optim.SGD`` with momentum moves every row in every step, and ``torch.optim.SparseAdam``
+corrects a row's moments by the number of all steps, so that the first step of a row that occurs
+late is up to 3.16 learning rates long. Here a row without a gradient costs nothing; its missed
+steps are computed at its next gradient.
 
 Theory of operation of deferred momentum. A row with momentum m and no gradients still moves: step s
 moves it by −η_s · m · Π μ. So after the steps a + 1 … t it has moved by −m · G(a), and its momentum
 is m · C(a), with C(a) = Π μ_s and G(a) = Σ η_s · Π_{r ≤ s} μ_r over s = a + 1 … t. Both are kept
 for every a; a step changes only the last few hundred of them, as C of earlier ones has vanished.
-That holds for every schedule of rate and momentum.
+This holds for every schedule of rate and momentum.
 
-Legend: R rows, n touched ones, each of shape (...); t steps so far.
+Legend: R rows, n with a gradient, each of shape (...); t steps so far.
 """
 
 from __future__ import annotations
@@ -24,30 +24,28 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
+from hybridtrain.updates.optimizer_traits import evaluated
 from hybridtrain.util.option_types import Decay, NotNegative, typed
 
 _STEP, _MOMENTUM, _LAST, _COUNTS = "step", "momentum_buffer", "last_step", "row_steps"
-_VANISHED = 1e-30  # of a momentum: what is left of it moves nothing any more
-_BEGUN = 1024  # steps for which there is room at first
+_VANISHED = 1e-30  # decay below which a momentum is negligible
+_BEGUN = 1024  # steps for which memory is allocated at first
 
 
 class _RowOptimizer(torch.optim.Optimizer, ABC):
-    """Steps each parameter by the coalesced rows of its gradient; a dense one has all rows."""
+    """Steps the rows of each coalesced gradient; a dense one has all rows."""
 
-    steps_rows = True  # and moves no others
+    steps_rows = True
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for kept in self.state.values():  # torch loads counts in the parameter's type
+        for kept in self.state.values():  # torch loads counts in the parameter's dtype
             kept |= {key: kept[key].long() for key in (_LAST, _COUNTS) if key in kept}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step the rows that have a gradient. ``closure`` is called once, before."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Step the rows that have a gradient. ``closure`` is called once, first."""
+        loss = evaluated(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -58,20 +56,20 @@ class _RowOptimizer(torch.optim.Optimizer, ABC):
     def _step_rows(
         self, parameter: Tensor, group: Mapping[str, Any], rows: Tensor, gradient: Tensor
     ) -> None:
-        """``rows`` (n,), each once; ``gradient`` (n, ...), which may not be changed."""
+        """``rows`` (n,), each once; ``gradient`` (n, ...), not to be changed."""
 
 
 class SparseMomentum(_RowOptimizer):
-    """Stochastic gradient descent with momentum that moves touched rows alone.
+    """SGD with momentum that moves only rows with a gradient.
 
     Args:
         params: parameters or groups; each at least one-dimensional.
         lr: step size.
         momentum: decay of the momentum, from 0 up to 1.
-        idle: what a row's momentum does while it has no gradient. ``"lazy"``: nothing; it neither
-            moves the row nor decays, as in MXNet's lazy update. ``"deferred"``: it goes on, and is
-            made up for when the row is touched again and by :meth:`catch_up`; then the parameters
-            are those of dense momentum on the same gradients, to rounding.
+        idle: the momentum of a row without a gradient. ``"lazy"``: it neither moves the row nor
+            decays, as in MXNet's lazy update. ``"deferred"``: the row's missed steps are made at
+            its next gradient and by :meth:`catch_up`; then the parameters are those of dense
+            momentum on the same gradients, to rounding.
 
     Raises:
         UserError: for an option out of its range.
@@ -90,7 +88,7 @@ class SparseMomentum(_RowOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._paths = {}  # those of another process
+        self._paths = {}  # not part of the state
 
     def _step_rows(
         self, parameter: Tensor, group: Mapping[str, Any], rows: Tensor, gradient: Tensor
@@ -116,10 +114,7 @@ class SparseMomentum(_RowOptimizer):
 
     @torch.no_grad()
     def catch_up(self) -> None:
-        """Move every row to where dense momentum would have it by now.
-
-        Evaluation and checkpoints need it; strategies of this package call it there.
-        """
+        """Make the missed steps of all rows; called before evaluation and checkpoints."""
         for group in self.param_groups:
             for parameter in group["params"] if group["idle"] == "deferred" else ():
                 if state := self.state.get(parameter):
@@ -138,10 +133,10 @@ class SparseMomentum(_RowOptimizer):
     def _path(
         self, parameter: Tensor, state: dict[str, Any], group: Mapping[str, Any], steps: int
     ) -> _Path:
-        """What has become of a momentum of each earlier step, after so many ``steps``.
+        """C and G after ``steps`` steps.
 
-        Steps that others have made, or that a checkpoint was made after, are taken to have had the
-        rate and the momentum that there are now.
+        Steps by other processes or before a checkpoint are assumed to have had the present rate and
+        momentum.
         """
         path = self._paths.get(parameter)
         if path is None or path.steps > steps:
@@ -156,7 +151,7 @@ class _Path:
 
     def __init__(self) -> None:
         self.steps = 0
-        self._first = 0  # of earlier ones C has vanished
+        self._first = 0  # the first step whose C has not vanished
         self._both = torch.zeros(2, _BEGUN, dtype=torch.float64)  # C and G, by a
         self._both[0, 0] = 1.0
 
@@ -173,26 +168,26 @@ class _Path:
             self._first += 1
 
     def kept(self, last: Tensor, like: Tensor) -> Tensor:
-        """What is left of momenta (n, ...) of rows that were touched ``last`` (n,): a factor."""
+        """C, as a factor of momenta (n, ...) of rows whose last gradients were at ``last`` (n,)."""
         return _beside(self._both[0, last], like)
 
     def travelled(self, last: Tensor, momentum: Tensor) -> Tensor:
-        """How far such rows have gone, (n, ...)."""
+        """The distance that such rows have moved, (n, ...)."""
         return momentum * _beside(self._both[1, last], momentum)
 
 
 class RowAdam(_RowOptimizer):
-    """Adam that moves touched rows alone, each with a step count of its own.
+    """Adam that moves only rows with a gradient, with a step count per row.
 
-    As ``torch.optim.SparseAdam``, but a row's moments are corrected by the number of gradients that
-    this row has had; so the first step of a row is the learning rate long, however late it comes.
-    A row that has a gradient in every step moves as under ``torch.optim.Adam``, ``eps`` included.
+    As ``torch.optim.SparseAdam``, but a row's moments are corrected by the number of its own
+    gradients, so its first step is one learning rate long, however late it occurs. A row with a
+    gradient in every step moves as under ``torch.optim.Adam``, ``eps`` included.
 
     Args:
         params: parameters or groups; each at least one-dimensional.
         lr: step size.
         betas: decay of the mean and of the mean square of the gradient.
-        eps: is added to the root of the corrected mean square.
+        eps: added to the root of the corrected mean square.
 
     Raises:
         UserError: for an option out of its range.

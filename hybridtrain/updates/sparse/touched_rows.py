@@ -1,12 +1,11 @@
-"""The mean of sparse gradients, as the rows that anybody has touched.
+"""The mean of the workers' sparse gradients, over the union of their rows.
 
-Nothing is as large as the table, and nobody needs the mean as a whole, unless it is clipped or has
-momentum. So it is only planned which worker's gradient of a row comes first and who else has one; a
-thread makes the mean of a portion when it steps that portion, in memory that is hot. Rows are added
-up in the order of the workers (which torch's ``coalesce`` does not keep), so that the bits are
-those of the dense sum.
+The whole mean is only needed for clipping and momentum. Otherwise it is only planned which workers
+have a gradient of a row, and a thread computes the mean of a portion, in cache, when it steps that
+portion. Rows are added in the order of the workers (unlike in torch's ``coalesce``), so that the
+bits are those of the dense sum.
 
-Legend: n rows, of shape (...); k of them that another worker has touched as well; W workers.
+Legend: n rows, of shape (...); k of them with gradients of several workers; W workers.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ from hybridtrain.memory.sparse_rows import ascending, same_as_before
 
 @dataclass(frozen=True, slots=True)
 class Touched:
-    """A sparse gradient: ``values`` (n, ...) of the rows ``rows`` (n,), each of which occurs once;
-    one worker's in ascending order."""
+    """A sparse gradient: ``values`` (n, ...) of distinct ``rows`` (n,), a worker's ascending."""
 
     rows: Rows
     values: torch.Tensor
@@ -32,7 +30,7 @@ class Touched:
 
 @dataclass(frozen=True, slots=True)
 class More:
-    """What one more worker adds: values ``at`` (k,) belong to the places ``to`` (k,), ascending."""
+    """Another worker's addends: its values ``at`` (k,), for the places ``to`` (k,), ascending."""
 
     to: Rows
     at: Rows
@@ -42,7 +40,7 @@ class More:
 
 @dataclass(frozen=True, slots=True)
 class RowPiece:
-    """The rows (n,) of which one worker's gradient comes first: values ``at`` (n,), or all."""
+    """Rows (n,) for which a worker is the first with a gradient: its values ``at`` (n,), or all."""
 
     rows: Rows
     at: Rows | None
@@ -51,7 +49,7 @@ class RowPiece:
     more: tuple[More, ...] = ()
 
     def mean(self, part: slice, out: torch.Tensor) -> torch.Tensor:
-        """Of a part of the rows, at the beginning of ``out``, (n or more, ...)."""
+        """The mean of a part of the rows, at the beginning of ``out``, (n or more, ...)."""
         n = len(self.rows[part])
         if self.at is None:
             mean = torch.mul(self.values[part], self.share, out=out[:n])
@@ -68,10 +66,10 @@ class RowPiece:
 
 
 def pieces_of(parts: Sequence[Touched], shares: Sequence[float]) -> list[RowPiece]:
-    """Σ share · gradient, planned.
+    """Plan Σ share · gradient.
 
     Args:
-        parts: of each worker, with rows in ascending order.
+        parts: each worker's gradient, with ascending rows.
     """
     if len(parts) == 1:
         return [RowPiece(parts[0].rows, None, parts[0].values, shares[0])]
@@ -89,10 +87,10 @@ def pieces_of(parts: Sequence[Touched], shares: Sequence[float]) -> list[RowPiec
 def _divided(
     parts: Sequence[Touched],
     shares: Sequence[float],
-    to: Rows,  # (k,) places in all rows, one worker's behind the other's
-    at: Rows,  # (k,) that are to be added there; both ascend with the rows that they are
+    to: Rows,  # (k,) places in the workers' concatenated rows
+    at: Rows,  # (k,) places of the addends; both ascend with the row numbers
 ) -> list[RowPiece]:
-    """By workers."""
+    """Split the plan by workers."""
     ends = np.cumsum([len(part.rows) for part in parts])
     owner, adder = np.searchsorted(ends, to, "right"), np.searchsorted(ends, at, "right")
     starts = [0, *ends.tolist()]
@@ -112,7 +110,7 @@ def _divided(
 
 
 def _without(n: int, gone: Rows) -> Rows | None:
-    """The places of n rows without these; ``None``: all."""
+    """The places of n rows without ``gone``; ``None``: all."""
     if not len(gone):
         return None
     kept = np.ones(n, dtype=bool)
@@ -121,16 +119,16 @@ def _without(n: int, gone: Rows) -> Rows | None:
 
 
 class Merger:
-    """Merges the sparse gradients of one parameter, in memory that is kept."""
+    """Merges the sparse gradients of one parameter, in reused memory."""
 
     def __init__(self) -> None:
         self._sums: torch.Tensor | None = None
 
     def merge(self, parts: Sequence[Touched], shares: Sequence[float]) -> Touched:
-        """Σ share · gradient. A lone full share is returned as it is, not as a copy.
+        """Σ share · gradient; a lone gradient with share 1 is returned itself.
 
         Args:
-            parts: each with its rows in ascending order.
+            parts: each with ascending rows.
         """
         if len(parts) == 1 and shares[0] == 1.0:
             return parts[0]
@@ -145,7 +143,7 @@ class Merger:
 
 
 def room(memory: torch.Tensor | None, n: int, like: torch.Tensor) -> torch.Tensor:
-    """The memory, or a larger one, for n rows like these: (n or more, ...)."""
+    """The memory, or a new one, for n rows of this shape: (n or more, ...)."""
     if memory is not None and len(memory) >= n and memory.dtype == like.dtype:
         return memory
     return torch.empty((n + n // 2, *like.shape[1:]), dtype=like.dtype)

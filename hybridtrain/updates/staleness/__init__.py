@@ -1,12 +1,11 @@
-"""What is done about gradients that arrive late: shorter steps, or other gradients."""
+"""Corrections of stale gradients: shorter steps, or changed gradients."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridtrain.updates.staleness.correction import Correction, Late
+from hybridtrain.updates.staleness.correction import ByStaleness, Correction, Late, Polynomial
 from hybridtrain.updates.staleness.delay_compensated import DcAsgd, DcAsgdAdaptive
 from hybridtrain.updates.staleness.gap_aware import GapAware
-from hybridtrain.updates.staleness.rates import ByStaleness, Polynomial
 from hybridtrain.util.named_choice import choose
 
 __all__ = [
@@ -23,7 +22,7 @@ __all__ = [
 ]
 
 
-# A name, {"name": ..., parameters}, an object, or nothing.
+# A name, {"name": ..., parameters}, an object, or None.
 CorrectionSpec = str | Mapping[str, Any] | Correction | None
 
 CORRECTIONS: dict[str, Callable[..., Correction]] = {

@@ -1,13 +1,13 @@
-"""Correct a late gradient for the movement since, with an estimate of the curvature.
+"""Delay compensation: correct a stale gradient with an estimate of the curvature.
 
 Zheng et al., *Asynchronous Stochastic Gradient Descent with Delay Compensation*, ICML 2017
 (arXiv:1609.08326): the gradient at w is about g + H (w - w_read), and for losses that are negative
-log-likelihoods the diagonal of H is E[g * g] (section 3). Elementwise, so for any optimizer.
+log-likelihoods the diagonal of H is E[g * g] (section 3).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -25,11 +25,11 @@ _EPSILON = 1e-7  # section 5
 
 @dataclass
 class DcAsgd(Correction):
-    """g + strength * g * g * (w - w_read), algorithm DC-ASGD-c. One pass over what is late.
+    """g + strength * g * g * (w - w_read), algorithm DC-ASGD-c. One pass over stale gradients.
 
     Args:
-        strength: the paper's lambda; 0 changes nothing. It has the unit of 1 / loss: gradients of
-            a mean loss, as they come from a worker, suit the default.
+        strength: the paper's lambda, in units of 1 / loss; 0 changes nothing. The default suits
+            gradients of a mean loss.
     """
 
     strength: NotNegative = 0.04
@@ -50,9 +50,9 @@ class DcAsgd(Correction):
 class DcAsgdAdaptive(Correction):
     """The same with strength / sqrt(ms + 1e-7) for each element, algorithm DC-ASGD-a.
 
-    ``ms`` is the moving mean of the worker's squared gradients, which begins with 0 (also after a
-    checkpoint was loaded: with the default it has caught up after some 50 mini-batches). It takes
-    one more float for each parameter and worker. Of sparse gradients only touched rows take part.
+    ``ms`` is the moving mean of the worker's squared gradients. It begins at 0, also after loading
+    a checkpoint (the default needs some 50 mini-batches), and takes one more float for each
+    parameter and worker. Of sparse gradients only rows with a gradient take part.
 
     Args:
         strength: the paper's lambda_0; 0 changes nothing.
@@ -61,13 +61,10 @@ class DcAsgdAdaptive(Correction):
 
     strength: NotNegative = 2.0
     decay: Decay = 0.95
-    _squares: dict[int, dict[torch.dtype, torch.Tensor]] = field(
-        default_factory=dict, init=False, repr=False
-    )  # worker -> dtype -> (P,)
 
     def begin(self, store: Store) -> None:
         check_real(store, "dc_asgd_adaptive")
-        self._squares = {}
+        self._squares: dict[int, dict[torch.dtype, torch.Tensor]] = {}  # worker -> dtype -> (P,)
 
     def correct(self, late: Late) -> None:
         squares = self._squares.setdefault(late.worker, zeros_like(late.store.masters))

@@ -1,20 +1,20 @@
-"""The more parameters have moved since a gradient was computed, the less it counts.
+"""Gap-aware: divide a stale gradient by the movement of its parameters.
 
 Barkai, Hakimi, Schuster, *Gap Aware Mitigation of Gradient Staleness*, ICLR 2020
 (arXiv:1909.10802): each element of a gradient is divided by G = 1 + |w - w_read| / C, where C is
-the length of a typical step of this element. If all steps are of length C and in one direction, G
-is 1 + tau; where they cancel one another, a gradient counts fully however late it is.
+the length of a typical step of this element. If all steps have length C and one direction, G is
+1 + tau; if they cancel, the gradient is not reduced.
 
-The paper has C from the optimizer: rate times the root of the mean square of the momentum (SGD), or
-of the steps themselves (Adam). Here it is always the steps themselves, as seen from outside, which
-is the same for SGD with a constant rate, follows a rate that changes, and serves any optimizer.
+In the paper C is the rate times the root mean square of the momentum (SGD), or of the steps (Adam).
+Here it is always that of the steps, which is the same for SGD with a constant rate, follows a
+schedule, and works with any optimizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -34,9 +34,9 @@ from hybridtrain.util.option_types import Above0, Decay
 class GapAware(Correction):
     """Divide each element by 1 + (its gap in typical steps).
 
-    It takes two floats for each parameter, and about three passes over them per update. After a
-    checkpoint was loaded steps are observed anew, from the first on (their mean is corrected for
-    its short past, as Adam's moments are). Of sparse gradients only touched rows take part.
+    It takes two floats for each parameter, and about three passes over them per update. The mean
+    begins anew after loading a checkpoint, and is bias-corrected like Adam's moments. Of sparse
+    gradients only rows with a gradient take part.
 
     Args:
         decay: of the mean square of the steps, in [0, 1).
@@ -45,15 +45,12 @@ class GapAware(Correction):
 
     decay: Decay = 0.999
     epsilon: Above0 = 1e-8
-    _squares: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
-    # How much of each mean is there already, 1 - decay ** steps; (P,) as the squares.
-    _known: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
-    _masters: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def begin(self, store: Store) -> None:
         check_real(store, "gap_aware")
         self._masters = store.masters
-        self._squares, self._known = zeros_like(store.masters), zeros_like(store.masters)
+        self._squares = zeros_like(store.masters)
+        self._known = zeros_like(store.masters)  # bias corrections, 1 - decay ** steps
 
     def correct(self, late: Late) -> None:
         if late.staleness == 0:
@@ -64,7 +61,7 @@ class GapAware(Correction):
             late.replace(part, gradient)
 
     def _typical_step(self, part: Part) -> torch.Tensor:
-        """C of each element; what has never moved has no gap either."""
+        """C of each element."""
         known = part.read(self._known).clamp(min=torch.finfo(torch.float32).tiny)
         return (part.read(self._squares) / known).sqrt_().add_(self.epsilon)
 

@@ -1,4 +1,4 @@
-"""Late gradients on their way into an update: corrected, if that is wanted."""
+"""Applies the chosen correction to stale gradients before an update."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from hybridtrain.memory import Store
-from hybridtrain.updates.contribution import Contribution
-from hybridtrain.updates.groups import Members
+from hybridtrain.updates.base import Contribution
+from hybridtrain.updates.groups import Members, numbers_of
 from hybridtrain.updates.staleness.correction import Correction, Late
 
 
@@ -15,8 +15,8 @@ class LateGradients:
     """Applies a correction to the workers' rows.
 
     Args:
-        correction: what is to be done, or nothing.
-        age: updates since a worker has read the parameters.
+        correction: the correction, if any.
+        age: updates since a worker read the parameters.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class LateGradients:
         self._store: Store | None = None
 
     def begun(self, store: Store | None) -> LateGradients:
-        """Itself; from now on these are the rows, the masters, and what the workers have read.
+        """Itself, from now on with this store.
 
         Raises:
             UserError: if these parameters cannot be corrected.
         """
-        # Where all read the masters in place nothing is ever late.
+        # Where all workers read the masters in place no gradient is stale.
         late = self._correction is not None and store is not None and store.private_parameters
         if late and store is not self._store:
             assert self._correction is not None and store is not None
@@ -40,31 +40,27 @@ class LateGradients:
         return self
 
     def staleness(self, worker: int) -> int:
-        """Updates since the worker has read the parameters."""
+        """Updates since the worker read the parameters."""
         return self._age(worker)
 
     @property
     def active(self) -> bool:
-        """Whether contributions count for more or less than they weigh."""
+        """Whether a correction is applied."""
         return self._correction is not None and self._store is not None
 
     def correct(self, contribution: Contribution, members: Members) -> float:
-        """Change the gradient in its row; returns the factor that it counts with."""
+        """Correct the gradient in its row; returns the factor of its weight."""
         if self._correction is None or self._store is None:
             return 1.0
         age = self._age(contribution.worker)
-        self._correction.correct(Late(contribution, age, _numbers(members), self._store))
+        self._correction.correct(Late(contribution, age, numbers_of(members), self._store))
         return self._correction.factor(age)
 
     def watch(
         self, merged: Sequence[Contribution], members: Members
     ) -> AbstractContextManager[None]:
-        """Around the step that is made of these contributions."""
+        """A context around the step with these contributions."""
         if self._correction is None or self._store is None:
             return nullcontext()
-        numbers = _numbers(members)
+        numbers = numbers_of(members)
         return self._correction.watch([Late(each, 0, numbers, self._store) for each in merged])
-
-
-def _numbers(members: Members) -> list[int]:
-    return [number for group in members for number in group]

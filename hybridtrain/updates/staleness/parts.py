@@ -1,7 +1,6 @@
-"""Which elements of the flat buffers a gradient is about: stretches of them, or single rows.
+"""The elements of a gradient in the flat buffers: stretches, or rows of sparse gradients.
 
-Legend: P elements of one dtype's buffer, n elements of a stretch, r touched rows, s sparse
-dimensions.
+Legend: P elements of one dtype's buffer, n elements of a stretch, r rows, s sparse dimensions.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from hybridtrain.memory import Layout, Packed, Slot
 from hybridtrain.memory.sparse_rows import indices_of, used
 
-CHUNK = 256 * 1024  # elements: what belongs together stays in the cache
+CHUNK = 256 * 1024  # elements that fit the cache
 
 Buffers = Mapping[torch.dtype, torch.Tensor]  # dtype -> (P,)
 
@@ -33,7 +32,7 @@ class Stretch:
         return buffers[self.dtype][self.start : self.stop]
 
     def write(self, buffers: Buffers, values: torch.Tensor) -> None:
-        """Put the values there; nothing to do where they are what ``read`` has returned."""
+        """Write the values, unless they are the view that ``read`` has returned."""
         place = self.read(buffers)
         if place.data_ptr() != values.data_ptr():
             place.copy_(values)
@@ -43,7 +42,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class RowSet:
-    """Some rows of parameter ``number``: those of which a sparse gradient knows."""
+    """The rows of parameter ``number`` in a sparse gradient."""
 
     number: int
     slot: Slot
@@ -59,17 +58,17 @@ class RowSet:
         return self._whole(buffers)[self.indices()]
 
     def write(self, buffers: Buffers, values: torch.Tensor) -> None:
-        """Put the values there."""
+        """Write the values."""
         self._whole(buffers)[self.indices()] = values
 
     def gradient(self, buffers: Buffers) -> torch.Tensor:
-        """A view of the values that lie packed in a worker's buffers, (r, ...)."""
+        """A view of the packed values in a worker's buffers, (r, ...)."""
         whole = self._whole(buffers)
         shape = (self.packed.n_rows, *whole.shape[self.packed.sparse_dim :])
         return used(self.packed, whole).view(shape)
 
     def indices(self) -> tuple[torch.Tensor, ...]:
-        """Along each sparse dimension, (r,) each."""
+        """The indices along each sparse dimension, (r,) each."""
         return indices_of(self.packed).unbind(0)
 
     def _whole(self, buffers: Buffers) -> torch.Tensor:
@@ -83,7 +82,7 @@ Part = Stretch | RowSet
 def parts_of(
     layout: Layout, numbers: Iterable[int], absent: Collection[int], packed: Mapping[int, Packed]
 ) -> list[Part]:
-    """What a gradient of these parameters is about."""
+    """The elements of a gradient of these parameters."""
     found: list[Part] = []
     for number in numbers:
         slot = layout.slots[number]
@@ -99,7 +98,7 @@ def parts_of(
 
 
 def union(lists: Sequence[Sequence[Part]]) -> list[Part]:
-    """Whatever is in one of the lists, each element once."""
+    """The union of the lists, each element once."""
     dense = {part: None for parts in lists for part in parts if isinstance(part, Stretch)}
     whole = {part.number for part in dense}
     sparse: dict[int, list[RowSet]] = {}

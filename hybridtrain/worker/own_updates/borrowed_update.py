@@ -13,7 +13,7 @@ import torch
 from hybridtrain.memory import Arena, Store
 from hybridtrain.memory.lending import LentState
 from hybridtrain.protocol.messages import Clip, Push
-from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate, borrow
 from hybridtrain.updates.groups import Groups
 

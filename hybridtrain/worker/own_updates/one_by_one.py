@@ -12,7 +12,7 @@ from functools import partial
 from hybridtrain.memory import Store
 from hybridtrain.protocol.locked_steps import LockedSteps, Tried
 from hybridtrain.protocol.messages import Clip, Push
-from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.base import Contribution
 from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, is_usual
 
 _PATIENCE_S = 0.1  # for another worker's update; then the server makes this one

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hybridtrain.protocol.messages import Clip, Push
 from hybridtrain.protocol.shared_round import Arrival, Met, SharedRound
-from hybridtrain.updates.contribution import Contribution
+from hybridtrain.updates.base import Contribution
 from hybridtrain.updates.groups import Groups
 from hybridtrain.worker.own_updates.borrowed_update import BorrowedUpdate, is_usual
 

@@ -1,4 +1,7 @@
-"""What moves the masters where workers train on their own, and PyTorch has nothing for it."""
+"""Outer optimizers of local SGD that PyTorch does not have.
+
+They step the masters with pseudo-gradients (movements or elastic forces), not with gradients.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,31 @@ from typing import Any
 
 import torch
 
+from hybridtrain.updates.groups import with_gradients
+from hybridtrain.updates.optimizer_traits import evaluated
 from hybridtrain.util.option_types import Decay, NotNegative, Positive, Share, typed
 
 
 class Sum(torch.optim.SGD):
-    """All that is handed over is subtracted, whatever samples are behind it; not its mean."""
+    """Subtracts the sum of all contributions, not their weighted mean."""
 
     sums = True
 
 
 class DelayedNesterov(torch.optim.Optimizer):
-    """Nesterov momentum for movements that come one by one (Liu et al. 2024, arXiv:2401.09135,
-    algorithm 3).
+    """Nesterov momentum for asynchronous local SGD.
 
-    The momentum is renewed only every N-th time, with the mean of the last N movements. With N
-    movements g, the learning rate ε, the momentum β and the activation c::
+    Liu et al. 2024 (arXiv:2401.09135), algorithm 3.
+
+    The momentum is updated only every N-th time, with the mean of the last N movements. With a
+    movement g, the learning rate ε, the momentum β and the activation c::
 
         Δ ← Δ + g
         every N-th time:  m ← β m + Δ / N;  w ← w - ε ((1 - c N + c) β m + g / N);  Δ ← 0
         else:             w ← w - ε (c β m + g / N)
 
-    With c = 0, N movements that were all begun at one point are one Nesterov step with their mean;
-    with N = 1 it is ``torch.optim.SGD(nesterov=True)``.
+    With c = 0, N movements from the same parameters equal one Nesterov step with their mean; with
+    N = 1 it is ``torch.optim.SGD(nesterov=True)``.
 
     Args:
         params: as ``torch.optim`` takes them.
@@ -57,16 +63,10 @@ class DelayedNesterov(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One movement has come, as ``.grad``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (movement := parameter.grad) is not None:
-                    dense = movement.to_dense() if movement.is_sparse else movement
-                    self._move(parameter, dense, group, self.state[parameter])
+        """Step with one movement, in ``.grad``."""
+        loss = evaluated(closure)
+        for group, parameter, movement, state in with_gradients(self):
+            self._move(parameter, movement, group, state)
         return loss
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""Optimizers for gradients that were computed at parameters of some updates ago.
+"""Optimizers that know the staleness of each gradient, and the update that steps them.
 
-They step with one worker's gradient at a time. ``read(worker)`` says that the worker has the
-parameters as they are now; what it computes next, it computes there. In one process, where nothing
-is late, each is AdaGrad (or its dual averaging form), and a checkpoint goes on in plain PyTorch.
+They step with one worker's gradient at a time; ``read(worker)`` says at which parameters the
+worker computes its next one. In one process, without staleness, each is AdaGrad (or its dual
+averaging form), and a checkpoint can be continued in plain PyTorch. Corrections that work with any
+optimizer are in ``updates/staleness``.
 
 Legend: g the gradient, ḡ the sum of all gradients so far, α the learning rate; all per element.
 """
@@ -10,52 +11,47 @@ Legend: g the gradient, ḡ the sum of all gradients so far, α the learning rat
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from hybridtrain.memory import Store
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates.base import Again, Contribution, Evaluation
+from hybridtrain.updates.groups import slowed, with_gradients
+from hybridtrain.updates.optimizer_traits import evaluated
+from hybridtrain.updates.per_tensor import PerTensorUpdate, clip_gradients
 from hybridtrain.util.option_types import Above0, NotNegative, typed
 
 
 class DelayTolerant(torch.optim.Optimizer, ABC):
-    """Steps with the gradient of one worker, knowing what that worker had read."""
+    """Steps with the gradient of one worker at the parameters that it read."""
 
     def read(self, worker: int) -> None:
-        """The worker has the parameters as they are now."""
+        """The worker reads the current parameters."""
 
     @abstractmethod
     def step_late(self, worker: int | None, staleness: int) -> None:
-        """Step with ``.grad``, computed by the worker at what it has read.
+        """Step with ``.grad``, computed by the worker at the parameters that it read.
 
         Args:
-            worker: ``None``: at the parameters as they are now.
-            staleness: updates since that reading.
+            worker: ``None``: at the current parameters.
+            staleness: updates since the worker read them.
         """
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step with a gradient at the parameters as they are now."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        """Step with a gradient at the current parameters."""
+        loss = evaluated(closure)
         self.step_late(None, 0)
         return loss
 
-    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], Parameter, Tensor, dict[str, Any]]]:
-        """Each group, a parameter of it, its gradient and its state."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if (gradient := parameter.grad) is not None:
-                    dense = gradient.to_dense() if gradient.is_sparse else gradient
-                    yield group, parameter, dense, self.state[parameter]
-
 
 class _FromInitial(DelayTolerant):
-    """Of those whose z has a value before the first gradient."""
+    """Base of optimizers with an initial value of z."""
 
     @typed("")
     def __init__(self, params: Any, lr: NotNegative = 0.01, initial: Above0 = 1.0) -> None:
@@ -66,13 +62,13 @@ class AdaptiveRevision(_FromInitial):
     """McMahan and Streeter, "Delay-Tolerant Algorithms for Asynchronous Distributed Online
     Learning", NIPS 2014, Algorithm 1.
 
-    With b the sum of the gradients applied since the worker's reading::
+    With b the sum of the gradients applied since the worker read the parameters::
 
         z ← z + g² + 2 g b;  z' ← max(z', z)
         x ← x − α g / √z' + α (1/√z'_before − 1/√z') b
 
-    It is AdaGrad if nothing is late, and AdaGrad on the sum of gradients that were all computed at
-    one reading. It keeps three numbers per element, and one more for each worker.
+    It equals AdaGrad without staleness, and AdaGrad on the sum of gradients that were computed at
+    the same parameters. It keeps three numbers per element, and one more for each worker.
 
     Args:
         params: as ``torch.optim`` takes them.
@@ -85,7 +81,7 @@ class AdaptiveRevision(_FromInitial):
 
     def __init__(self, params: Any, lr: float = 0.01, initial: float = 1.0) -> None:
         super().__init__(params, lr, initial)
-        self._read: dict[int, dict[Tensor, Tensor]] = {}  # worker -> ḡ at its reading
+        self._read: dict[int, dict[Tensor, Tensor]] = {}  # worker -> ḡ when it read
 
     def read(self, worker: int) -> None:
         known = self._read.setdefault(worker, {})
@@ -96,7 +92,7 @@ class AdaptiveRevision(_FromInitial):
                 known[parameter] = state["sum"].clone()
 
     def step_late(self, worker: int | None, staleness: int) -> None:
-        for group, parameter, gradient, state in self._with_gradients():
+        for group, parameter, gradient, state in with_gradients(self):
             if not state:
                 state["z"] = torch.full_like(parameter, group["initial"])
                 state["largest"], state["sum"] = state["z"].clone(), torch.zeros_like(parameter)
@@ -114,9 +110,9 @@ class AdaptiveRevision(_FromInitial):
             state["sum"].add_(gradient)
 
     def _missed(self, worker: int | None, parameter: Parameter, total: Tensor) -> Tensor | None:
-        """The sum of the gradients since the worker's reading; ``None``: nothing.
+        """The sum of the gradients since the worker read the parameters; ``None``: none.
 
-        A worker that is not known has read the parameters before the first step.
+        An unknown worker read them before the first step.
         """
         if worker is None:
             return None
@@ -140,7 +136,7 @@ class AsyncAdaDA(_FromInitial):
     """
 
     def step_late(self, worker: int | None, staleness: int) -> None:
-        for group, parameter, gradient, state in self._with_gradients():
+        for group, parameter, gradient, state in with_gradients(self):
             if not state:
                 state["z"] = torch.full_like(parameter, group["initial"])
                 state["origin"], state["sum"] = parameter.clone(), torch.zeros_like(parameter)
@@ -180,7 +176,7 @@ class AdaDelay(DelayTolerant):
         super().__init__(params, {"lr": lr, "smoothness": smoothness, "eps": eps})
 
     def step_late(self, worker: int | None, staleness: int) -> None:
-        for group, parameter, gradient, state in self._with_gradients():
+        for group, parameter, gradient, state in with_gradients(self):
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float64)
                 state["sum"] = torch.zeros_like(parameter)
@@ -189,3 +185,39 @@ class AdaDelay(DelayTolerant):
             state["sum"].addcmul_(gradient, gradient, value=share)
             length = (state["sum"] / share).sqrt_().add_(group["smoothness"] + group["eps"])
             parameter.addcdiv_(gradient, length, value=-group["lr"])
+
+
+class DelayTolerantUpdate(PerTensorUpdate):
+    """Steps once for each contribution, weighted by its share.
+
+    Args:
+        optimizer: over views of the masters, in host memory.
+        numbers: the slot number of each of its parameters, group by group.
+        store: the shared rows.
+    """
+
+    wants_staleness = True
+
+    def __init__(self, optimizer: DelayTolerant, numbers: Sequence[int], store: Store) -> None:
+        super().__init__(optimizer, numbers, store)
+        self._delay_tolerant, self._held = optimizer, store.held
+
+    def read(self, worker: int) -> None:
+        with torch.no_grad():
+            self._delay_tolerant.read(worker)
+
+    def step(
+        self,
+        contributions: Sequence[Contribution],
+        clip: Clip | None,
+        evaluation: Evaluation | None = None,
+        rate: float = 1.0,
+    ) -> Again | None:
+        for each in contributions:
+            for index, parameter in enumerate(self._parameters):
+                parameter.grad = self._mean(index, [each])
+            clip_gradients([p.grad for p in self._parameters if p.grad is not None], clip)
+            with slowed(self._optimizer.param_groups, rate):
+                worker = None if each.worker == self._held else each.worker
+                self._delay_tolerant.step_late(worker, each.staleness)
+        return None
