@@ -47,6 +47,8 @@ class Averaging:
         self._rule, self._pool = WaitForAll(), pool
         self._asked: dict[int, Average] = {}
         self.given: dict[int, Mean] = {}  # to workers that have not pushed yet
+        workers = tuple(workers)
+        self._rule.begin(len(workers))
         for worker in workers:
             self._rule.on(Joined(worker))
 

@@ -1,12 +1,10 @@
-"""W workers on threads of this process, of which one runs at a time: whoever is asked next.
+"""W workers on threads of this process, one running at a time.
 
-Theory of operation. A worker runs until it says something to the server, and is suspended there, in
-the middle of its own code, until it is asked for its next word. Who is asked when is decided
-elsewhere (by a record, when a run is repeated); nothing here depends on a clock or on the system's
-scheduler. Workers that believe they have a process to themselves find it as they left it: what
-belongs to a process and not to a thread (random states, a rank in a global variable) is exchanged
-whenever another one goes on. Only objects that user code keeps in global variables of its own
-modules are shared, and that cannot be helped.
+Theory of operation. A worker runs until it sends a message to the server, and is suspended there
+until its next message is requested. The order of requests is decided elsewhere (by a record in a
+replay), so nothing here depends on a clock or the system's scheduler. Process-wide state (RNG
+states, the rank in an environment variable) is swapped whenever another worker runs, so each worker
+finds it as it left it. Only global variables of user modules are shared by the workers.
 """
 
 from __future__ import annotations
@@ -41,35 +39,35 @@ from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.worker_exit import Failed
 
 Body = Callable[[Client], Any]
-Word = Request | Note | Ended  # what a worker says next, or how it has ended
+Word = Request | Note | Ended  # a worker's next message, or its end
 Due = Callable[[int], bool]  # whether a worker is to stop at the next boundary
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Something that every process has one of."""
+    """A piece of process-wide state."""
 
     get: Callable[[], Any]
     set: Callable[[Any], None]
 
 
 class Stuck(Exception):
-    """A worker waits for an answer that nobody has for it."""
+    """A worker waits for an answer that does not exist."""
 
 
 class _Waits:
-    """What a worker "says" when there is no answer yet."""
+    """A worker's pseudo-message when there is no answer yet."""
 
 
 class ThreadWorld:
-    """Runs bodies, each on a thread of its own, one at a time.
+    """Runs bodies, each on its own thread, one at a time.
 
     Args:
-        server: answers; must be handed what :meth:`next` returns by the caller.
+        server: the caller passes it the messages that :meth:`next` returns.
         n_workers: W.
         threads: torch threads of each worker.
-        stops: tells a worker that it is to stop, as a signal does in a real run.
-        cells: what else is to be exchanged between workers, besides random states.
+        stops: whether a worker is to stop, as by a signal in a real run.
+        cells: process-wide state to swap between workers, besides RNG states.
     """
 
     def __init__(
@@ -85,14 +83,14 @@ class ThreadWorld:
         self._workers = [_Worker(_Line(n, self, stops)) for n in range(n_workers)]
 
     def start(self, bodies: Sequence[Body]) -> None:
-        """These are to be run; nobody runs yet. Each begins in a process like this one now."""
+        """Set the bodies, without running them; each begins with the present process-wide state."""
         for number, (worker, body) in enumerate(zip(self._workers, bodies, strict=True)):
             client = Client(number, len(self._workers), worker.line)
             worker.body = _on_a_thread(body, client, worker, self._threads)
             worker.contents = self._look()
 
     def next(self, number: int) -> Word:
-        """Let the worker go on until it says something, or has ended.
+        """Run the worker until it sends a message or ends.
 
         Raises:
             Stuck: if it waits for an answer.
@@ -110,16 +108,16 @@ class ThreadWorld:
         return said.question
 
     def answer(self, replies: Replies) -> None:
-        """What the server has answered."""
+        """Deliver the server's replies."""
         for number, reply in replies:
             self._workers[number].line.inbox.append(reply)
 
     def result(self, number: int) -> Any:
-        """What the worker's body has returned."""
+        """The result of the worker's body."""
         return self._workers[number].result
 
     def abandon(self, number: int) -> None:
-        """The worker is gone, wherever it was."""
+        """End the worker at its present message."""
         worker = self._workers[number]
         if worker.ended is None:
             worker.ended = Ended()
@@ -132,7 +130,7 @@ class ThreadWorld:
             worker.turns.close()
 
     def _within(self, worker: _Worker, action: Callable[[], Any]) -> Any:
-        """Do it with the worker's own random states and so on."""
+        """Run the action with the worker's process-wide state."""
         mine = self._look()
         self._put(worker.contents)
         try:
@@ -150,17 +148,17 @@ class ThreadWorld:
 
 
 class _Line:
-    """A worker's line to the server."""
+    """A worker's connection to the server."""
 
     def __init__(self, number: int, world: ThreadWorld, stops: Due) -> None:
         self._number, self._world, self._stops = number, world, stops
         self.turns = TurnTaking()
         self.inbox: deque[Reply] = deque()
         self.threads = 1
-        self.thread = 0  # its number, once it runs
+        self.thread = 0  # its identifier, once it runs
 
     def send(self, message: Request | Note) -> None:
-        if isinstance(message, ReadStats):  # of no consequence, and not in any record
+        if isinstance(message, ReadStats):  # changes nothing, and is not recorded
             self._world.answer(self._world.server.on(Received(self._number, message)))
             return
         if not isinstance(message, Saved | Failed):
@@ -196,7 +194,7 @@ class _Line:
 class _Worker:
     line: _Line
     body: Callable[[], None] | None = None  # until it is started
-    contents: list[Any] = field(default_factory=list)  # of the cells, while it is suspended
+    contents: list[Any] = field(default_factory=list)  # of the cells, while suspended
     result: Any = None
     ended: Ended | None = None
 
@@ -210,19 +208,19 @@ class _Worker:
 
 
 def _on_a_thread(body: Body, client: Client, worker: _Worker, threads: int) -> Callable[[], None]:
-    """The body as the main function of a worker process would run it."""
+    """The body, run as in a worker process."""
 
     def run() -> None:
         worker.line.thread, worker.line.threads = threading.get_ident(), threads
         torch.set_num_threads(threads)
-        torch.set_flush_denormal(True)  # as in a worker process: it is part of the arithmetic
+        torch.set_flush_denormal(True)  # as in a worker process: it affects the bits
         with torch.enable_grad():
             worker.result = body(client)
 
     return run
 
 
-# ---- what belongs to a process ------------------------------------------------------------------
+# ---- process-wide state -------------------------------------------------------------------------
 
 
 def _cuda_states() -> list[torch.Tensor]:

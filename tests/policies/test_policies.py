@@ -38,6 +38,7 @@ BOTH = [WaitForAll, OnArrival]
 
 
 def joined(policy: Policy, n_workers: int) -> Policy:
+    policy.begin(n_workers)
     for worker in range(n_workers):
         assert not policy.on(Joined(worker))
     return policy

@@ -1,18 +1,16 @@
-"""Framed messages over an inherited pair of sockets.
+"""Framed messages over an inherited socket pair.
 
-No port, no name, no address: only the two processes that inherited the pair can speak, which is why
-reading pickles from it is no more dangerous than the ``fork`` that made them. A frame is an 8-byte
-length and a pickle; a file descriptor may ride on the length.
+Only the two processes that inherited the pair can use it, so reading pickles from it is as safe as
+``fork``. A frame is an 8-byte length and a pickle; a file descriptor may be sent with the length.
 
-Whoever waits does not wait for the socket but for a *bell* (an ``eventfd``), which is rung once the
-message is there. Linux takes it that whoever writes to a socket is about to wait, and wakes the
-reader on the writer's own core; but a worker that has offered its gradient goes on, and would only
-be held up. A bell wakes the reader on a core that has nothing to do. Without bells (not Linux)
-sockets do.
+The reader does not wait for the socket but for a *bell* (an ``eventfd``), rung after the message.
+Linux assumes that a process that writes to a socket is about to wait, and wakes the reader on the
+writer's core; but a worker that has pushed its gradient continues, and would be delayed. A bell
+wakes the reader on an idle core. Without ``eventfd`` (not Linux) the reader waits for the socket.
 
-A worker *sends*: it waits until the other side has made room. The server *posts*: what finds no
-room (a worker that is stopped, or slow to read an answer of many megabytes) is kept, and goes out
-when there is some, so that no worker can hold up the others.
+A worker *sends*: it blocks while the socket is full. The server *posts*: messages to a full socket
+(of a worker that is stopped, or slow to read many megabytes) are queued and sent later, so that no
+worker delays the others.
 """
 
 from __future__ import annotations
@@ -39,14 +37,14 @@ from hybridtrain.protocol.messages import Draw, Push, Released, Ticket
 
 _HEADER, _INT = struct.Struct("<Q"), struct.Struct("i")
 _READ_BYTES = 1 << 20
-_SEND_BYTES = 1 << 16  # at a time, less than a socket holds: a bell is rung before it is full
+_SEND_BYTES = 1 << 16  # per write, less than a socket holds: the bell is rung before it is full
 
 
 def _on_the_host(tensor: torch.Tensor) -> Any:
-    """How a tensor is pickled: as one in host memory, wherever it lies.
+    """Pickle a tensor as one in host memory.
 
-    A tensor of a device would initialise that device where it is read: in the parent, whose forked
-    workers could not use it any more, or on a device that is another worker's.
+    Unpickling a device tensor would initialise the device in the parent, whose forked workers could
+    not use it any more, or use another worker's device.
     """
     if tensor.device.type in ("cpu", "meta"):
         return tensor.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
@@ -57,15 +55,15 @@ def _on_the_host(tensor: torch.Tensor) -> Any:
 
 
 def _by_arguments(kind: type[Any]) -> None:
-    """Pickle these as calls: what dataclasses with slots do is a loop in Python, each way."""
+    """Pickle as a constructor call: dataclasses with slots use a slow Python loop by default."""
     values = attrgetter(*(each.name for each in fields(kind)))
     copyreg.pickle(kind, lambda message: (kind, values(message)))
 
 
-for _kind in (Push, Draw, Released, Ticket):  # those of every step
+for _kind in (Push, Draw, Released, Ticket):  # messages of every step
     _by_arguments(_kind)
 
-_OF_TORCH = b"torch"  # the module of what makes a tensor again
+_OF_TORCH = b"torch"  # the module that rebuilds tensors
 
 
 class _Pickler(pickle.Pickler):
@@ -76,9 +74,9 @@ class _Pickler(pickle.Pickler):
 
 
 def pickled(message: Any) -> bytes:
-    """The message; its tensors as ones in host memory, wherever they lie."""
+    """The message, with all tensors in host memory."""
     plain = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    if _OF_TORCH not in plain:  # nearly all have no tensor, and a pickler of one's own is slow
+    if _OF_TORCH not in plain:  # nearly all messages; the custom pickler is slow
         return plain
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(message)
@@ -86,37 +84,37 @@ def pickled(message: Any) -> bytes:
 
 
 class ChannelClosed(ConnectionError):
-    """The other side is gone."""
+    """The other process has closed the connection."""
 
 
 class Channel:
-    """One end of the pair.
+    """One end of the socket pair.
 
     Args:
-        sock: a connected stream socket; the channel owns it.
+        sock: a connected stream socket, which the channel owns.
     """
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        sock.set_inheritable(False)  # a spawned worker gets it so
+        sock.set_inheritable(False)  # a spawned worker receives it inheritable
         self._inbox = bytearray()
         self._hears: int | None = None  # the bell that the other side rings
         self._rings: int | None = None
-        self._kept: deque[tuple[memoryview, int | None]] = deque()  # posted, but not gone out
+        self._kept: deque[tuple[memoryview, int | None]] = deque()  # posted, but not sent yet
 
     @property
     def sock(self) -> socket.socket:
-        """Its end, for a process that must not inherit it."""
+        """The socket, for a forked process that must close it."""
         return self._socket
 
     def fileno(self) -> int:
-        """For ``select``: readable when something may have arrived."""
+        """A descriptor for ``select``, readable when a message may have arrived."""
         return self._socket.fileno() if self._hears is None else self._hears
 
     def give_bells(self, beside: int | None = None) -> None:
-        """Make bells and send them to the other side, which must ``take_bells``.
+        """Create bells and send them to the other side, which must call ``take_bells``.
 
-        ``beside``: one more descriptor for the other side.
+        ``beside``: one more descriptor to send.
         """
         if hasattr(os, "eventfd"):
             flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
@@ -125,10 +123,10 @@ class Channel:
         socket.send_fds(self._socket, [b"b"], [fd for fd in given if fd is not None])
 
     def take_bells(self) -> int | None:
-        """Those that the other side has made; returns what came beside them.
+        """Receive the other side's bells; returns the descriptor sent with them.
 
         Raises:
-            ChannelClosed: if it is gone.
+            ChannelClosed: if the other side has closed.
         """
         try:
             said, fds = _receive(self._socket, 1, 3)
@@ -141,10 +139,10 @@ class Channel:
         return fds[0] if len(fds) % 2 else None
 
     def send(self, message: Any, fd: int | None = None) -> None:
-        """Send one message, and a descriptor with it. Blocks while the other side's buffer is full.
+        """Send one message, and a descriptor with it. Blocks while the socket is full.
 
         Raises:
-            ChannelClosed: if nobody is there.
+            ChannelClosed: if the other side has closed.
         """
         body = pickled(message)
         header = _HEADER.pack(len(body))
@@ -158,7 +156,7 @@ class Channel:
             raise ChannelClosed(str(error)) from error
 
     def _send(self, content: bytes) -> None:
-        """All of it; the other side is told often enough to make room."""
+        """Send all of it; ring often enough that the other side makes room."""
         rest = memoryview(content)
         for start in range(0, len(content), _SEND_BYTES):
             self._socket.sendall(rest[start : start + _SEND_BYTES])
@@ -166,22 +164,22 @@ class Channel:
                 os.eventfd_write(self._rings, 1)
 
     def post(self, message: Any, fd: int | None = None) -> bool:
-        """Send one message, and a descriptor with it, without waiting for room.
+        """Send one message, and a descriptor with it, without blocking.
 
-        False: ``flush`` must send the rest when ``sink`` can be written to.
+        False: ``flush`` must send the rest when ``sink`` is writable.
 
         Raises:
-            ChannelClosed: if nobody is there.
+            ChannelClosed: if the other side has closed.
         """
         body = pickled(message)
         self._kept.append((memoryview(_HEADER.pack(len(body)) + body), fd))
         return self.flush()
 
     def flush(self) -> bool:
-        """Send what is kept, as far as there is room. False if there is not enough.
+        """Send the queued messages without blocking. False if some are left.
 
         Raises:
-            ChannelClosed: if nobody is there.
+            ChannelClosed: if the other side has closed.
         """
         total = 0
         while self._kept:
@@ -198,7 +196,7 @@ class Channel:
         return not self._kept
 
     def _send_some(self, content: memoryview, fd: int | None) -> int:
-        """As many bytes as there is room for now; the descriptor rides on the first."""
+        """Send as many bytes as fit now, the descriptor with the first; returns their number."""
         beside = () if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
         try:
             return self._socket.sendmsg([content], beside, socket.MSG_DONTWAIT)
@@ -209,25 +207,25 @@ class Channel:
 
     @property
     def sink(self) -> int:
-        """The socket's own descriptor, which says when there is room."""
+        """The socket's descriptor, for ``select`` on writability."""
         return self._socket.fileno()
 
     def receive(self) -> tuple[Any, int | None]:
         """The next message and its descriptor, if any. Blocks.
 
         Raises:
-            ChannelClosed: if the other side is gone.
+            ChannelClosed: if the other side has closed.
         """
         try:
             self._wait()
             header, fds = self._read_header()
             body = self._read_exactly(*_HEADER.unpack(header))
-        except OSError as error:  # a reset, if the other side has gone without listening
+        except OSError as error:  # a reset, if the other side has closed without reading
             raise ChannelClosed(str(error)) from error
         return pickle.loads(body), (fds[0] if fds else None)
 
     def _wait(self) -> None:
-        """Until something is there, or the other side is gone."""
+        """Wait for a message or the end of the stream."""
         while self._hears is not None and not self.ready():
             self._poll.poll()
             self.silence()
@@ -237,15 +235,15 @@ class Channel:
         return self.poll_with()
 
     def poll_with(self, *bells: int) -> select.poll:
-        """What returns when something may have come, here or by these bells."""
+        """A ``poll`` object for this channel and these bells."""
         poll = select.poll()
-        poll.register(self._socket, 0)  # only its end
+        poll.register(self._socket, 0)  # only the end of the stream
         for fd in (self.fileno(), *bells):
             poll.register(fd, select.POLLIN)
         return poll
 
     def silence(self, *bells: int) -> None:
-        """The other side's bell, and these, have been heard."""
+        """Reset the other side's bell, and these."""
         for bell in bells if self._hears is None else (self._hears, *bells):
             with suppress(BlockingIOError):
                 os.eventfd_read(bell)
@@ -271,7 +269,7 @@ class Channel:
         return buffer
 
     def ready(self) -> bool:
-        """Whether something has arrived, be it the end."""
+        """Whether data or the end of the stream has arrived."""
         try:
             self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -281,10 +279,10 @@ class Channel:
         return True
 
     def messages(self) -> Iterator[Any]:
-        """What has arrived so far, whole messages only; never waits for the rest of one.
+        """The complete messages that have arrived; never blocks.
 
         Raises:
-            ChannelClosed: if the other side is gone, once all its messages have been taken.
+            ChannelClosed: if the other side has closed, after its last message.
         """
         self.silence()
         closed = not self._fill()
@@ -300,7 +298,7 @@ class Channel:
             raise ChannelClosed("the other side is gone")
 
     def _fill(self) -> bool:
-        """Take what the kernel holds. False at the end of the stream."""
+        """Read all that has arrived. False at the end of the stream."""
         while True:
             try:
                 part = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
@@ -315,7 +313,7 @@ class Channel:
                 return True
 
     def close(self) -> None:
-        """Close this end; in a process that was forked from its owner, for that process only."""
+        """Close this end, in this process only."""
         self._socket.close()
         for bell in (self._hears, self._rings):
             if bell is not None:
@@ -324,11 +322,11 @@ class Channel:
 
 
 class SharedBells:
-    """One of each worker, beside the line to the server.
+    """Bells with which workers wake each other.
 
     Args:
-        channel: that line.
-        worker: whose these are.
+        channel: the worker's channel to the server.
+        worker: its number.
         bells: of all workers, by number.
     """
 
@@ -338,7 +336,7 @@ class SharedBells:
         self._channel = channel
 
     def ring(self) -> None:
-        """For all others."""
+        """Wake the other workers."""
         for bell in self._others:
             os.eventfd_write(bell, 1)
 
@@ -347,16 +345,13 @@ class SharedBells:
         return self._channel.poll_with(self._mine)
 
     def wait(self, for_s: float) -> None:
-        """Until somebody has rung, or the server has said something; not longer than so."""
+        """Wait for another worker's bell or a message of the server, at most so long."""
         self._poll.poll(1000 * for_s)
         self._channel.silence(self._mine)
 
 
 def _receive(sock: socket.socket, n_bytes: int, n_fds: int) -> tuple[bytes, list[int]]:
-    """Bytes and descriptors, which what this process starts does not inherit.
-
-    ``socket.recv_fds`` takes no heed of its flags.
-    """
+    """Receive bytes and non-inheritable descriptors (``socket.recv_fds`` ignores its flags)."""
     room = socket.CMSG_SPACE(n_fds * _INT.size)
     said, beside, _, _ = sock.recvmsg(n_bytes, room, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
     fds = array("i")
@@ -364,7 +359,7 @@ def _receive(sock: socket.socket, n_bytes: int, n_fds: int) -> tuple[bytes, list
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) // fds.itemsize * fds.itemsize])
     for fd in fds:
-        os.set_inheritable(fd, False)  # where there is no such flag
+        os.set_inheritable(fd, False)  # on systems without the flag
     return said, fds.tolist()
 
 

@@ -1,10 +1,9 @@
-"""Directories that go away with the processes that use them, however these end.
+"""Temporary directories that are removed when the processes that use them end, however they end.
 
-Nearly all that a run shares has no name, and the kernel frees it. Some things must have one: the
-sockets over which torch's data loaders hand over what they have made, a place for callbacks of a
-replay. Nobody can remove what he owns after ``kill -9``, so somebody else waits to do it: a shell
-that does nothing but read from a pipe. The kernel closes the pipe when the last process that has
-inherited it has ended, and then the shell removes the directory, and ends.
+Nearly all shared resources of a run are anonymous, and the kernel frees them. Exceptions: the
+sockets over which torch's data loaders send tensors, and the directory for callbacks of a replay.
+After ``kill -9`` a process cannot remove its own files, so a shell reads from a pipe until the last
+process that inherited it has ended, and then removes the directory.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 _SHELL = "/bin/sh"
 _PATIENCE_S = 5.0
 _SHARED_MEMORY, _READER = Path("/dev/shm"), "reader-"
-# Once more after a second: a process that was about to end may have put something there.
+# A second time after 1 s: a process that was about to end may have created a file.
 _WAIT_AND_REMOVE = """
     trap "" HUP INT TERM
     read -r _
@@ -37,7 +36,7 @@ _WAIT_AND_REMOVE = """
 
 @contextmanager
 def vanishing_directory(prefix: str = "hybridtrain-") -> Iterator[Path]:
-    """A new directory for temporary files, for this user's eyes only."""
+    """A new directory for temporary files, accessible to this user only."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     with removed_in_the_end(folder):
         yield folder
@@ -47,7 +46,7 @@ def vanishing_directory(prefix: str = "hybridtrain-") -> Iterator[Path]:
 def removed_in_the_end(folder: Path, semaphores: str = "") -> Iterator[None]:
     """Remove a directory afterwards, or when this process and its forks have been killed.
 
-    ``semaphores``: how the names of those begin that are to go with it in the second case.
+    ``semaphores``: prefix of the names of semaphores to remove in the second case.
     """
     shell = _waiting_shell(folder, semaphores)
     try:
@@ -56,15 +55,15 @@ def removed_in_the_end(folder: Path, semaphores: str = "") -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
         if shell is not None:
             assert shell.stdin is not None
-            shell.kill()  # forks may still hold the other end of its pipe
+            shell.kill()  # forks may still hold the write end of its pipe
             shell.wait()
             shell.stdin.close()
 
 
 def _waiting_shell(folder: Path, semaphores: str) -> subprocess.Popen[bytes] | None:
-    """It is in a session of its own, where no signal meant for the run reaches it."""
+    """Start the shell, in its own session, so that signals to the run do not reach it."""
     nowhere = subprocess.DEVNULL
-    with suppress(OSError):  # no shell: then only what ends by itself is tidied up
+    with suppress(OSError):  # without a shell, nothing is removed after a kill
         return subprocess.Popen(
             [_SHELL, "-c", _WAIT_AND_REMOVE, str(folder.absolute()), semaphores],
             stdin=subprocess.PIPE,
@@ -79,19 +78,19 @@ def _waiting_shell(folder: Path, semaphores: str) -> subprocess.Popen[bytes] | N
 
 @contextmanager
 def vanishing_sockets() -> Iterator[None]:
-    """Let processes started inside have named sockets, and semaphores, that go away.
+    """Remove the named sockets and semaphores of processes that are started inside.
 
-    ``multiprocessing`` makes one for each process that needs it, and removes it if it can.
+    ``multiprocessing`` creates them, and does not remove them if a process is killed.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if config.get("tempdir") is not None:  # there is one, and somebody may use it later
+    if config.get("tempdir") is not None:  # it exists, and may be used later
         yield
         return
-    # Named as multiprocessing.util.get_temp_dir does it: a socket's path must not be long.
+    # Named as in multiprocessing.util.get_temp_dir: a socket's path must be short.
     folder = Path(tempfile.mkdtemp(prefix="pymp-"))
     prefix, former = f"mp-{folder.name[-8:]}", dict(config)
     with removed_in_the_end(folder, prefix):
-        # Of semaphores for spawned processes multiprocessing's tracker takes care, while it lives.
+        # multiprocessing's tracker removes semaphores of spawned processes, unless it is killed.
         config |= {"tempdir": str(folder), "semprefix": f"/{prefix}"}
         try:
             yield
@@ -104,9 +103,10 @@ def vanishing_sockets() -> Iterator[None]:
 
 @contextmanager
 def announced_reader() -> Iterator[None]:
-    """This process hands over tensors in shared memory; for a moment each segment has a name.
+    """Mark this process as one that sends tensors in shared memory.
 
-    Torch takes it away at once, but who is killed between the two calls leaves it.
+    Torch unlinks each segment at once; if the process is killed in between, the mark tells the
+    cleanup which segments are left.
     """
     config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     folder = config.get("tempdir")
@@ -114,7 +114,7 @@ def announced_reader() -> Iterator[None]:
         yield
         return
     mark = Path(folder) / f"{_READER}{os.getpid()}"
-    with suppress(OSError):  # the run has ended meanwhile
+    with suppress(OSError):  # the run has ended
         mark.touch()
     yield
     with suppress(OSError):
@@ -122,7 +122,7 @@ def announced_reader() -> Iterator[None]:
 
 
 def _remove_segments(folder: Path) -> None:
-    """Those of readers that have ended."""
+    """Remove segments of readers that have ended."""
     for reader in folder.glob(f"{_READER}*"):
         number = reader.name.removeprefix(_READER)
         if not Path(f"/proc/{number}").exists():
@@ -131,7 +131,7 @@ def _remove_segments(folder: Path) -> None:
 
 
 def _stop_servers(folder: str) -> None:
-    """Those of this process whose socket is about to go: they are started anew when needed."""
+    """Stop this process' servers in the directory; they are restarted when needed."""
     fork_server: Any = forkserver._forkserver
     if str(fork_server._forkserver_address or "").startswith(folder):
         fork_server._stop()

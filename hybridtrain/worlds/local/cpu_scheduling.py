@@ -1,14 +1,11 @@
-"""On which cores the server runs, and how workers are scheduled beside it.
+"""CPU scheduling of server and workers.
 
-The server is kept off the cores that workers compute on, where there are cores enough.
+With enough cores, the server is kept off the cores of workers. Linux wakes the server on the core
+of the worker that rang its bell, and on a small machine does not always look for an idle one: the
+worker is delayed while another core is idle. Once moved, the server is woken on its last core.
 
-Linux wakes the server on the core of the worker that has rung for it, and, on a small machine, does
-not always look for an idle one: then the worker, which would go on computing, is held up while the
-server works, and the other core does nothing. Moved once, the server is woken where it was.
-
-Where there are not, a worker that the server has just released would take the core from the server,
-which has others to answer. Workers have the scheduling policy for those who compute and are in no
-hurry to be woken; the server takes a core from them, and they do not take it back.
+With fewer cores, a released worker would preempt the server, which has other workers to answer.
+Workers therefore run under ``SCHED_BATCH``: the server preempts them, and they do not preempt it.
 """
 
 from __future__ import annotations
@@ -25,13 +22,10 @@ _PROCESSOR = 39 - 3  # field 39 of /proc/<pid>/stat, counted from the third (pro
 
 
 def stand_aside(workers: Iterable[int]) -> bool:
-    """Move the calling thread to a core without a worker, if it shares one and there is another.
+    """Move the calling thread off a worker's core if another one is free; whether it was moved.
 
     Args:
         workers: process numbers.
-
-    Returns:
-        Whether it was moved.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -46,11 +40,10 @@ def stand_aside(workers: Iterable[int]) -> bool:
 
 
 def yield_when_woken() -> bool:
-    """Let this process take no core from who runs there; its share of the time is the same.
+    """Run this process under ``SCHED_BATCH``: it preempts no others, its share of time is the same.
 
     Returns:
-        Whether that was done: not where the user has chosen another policy (``chrt``, ``SCHED_*``
-        of sched(7)), or the system refuses it.
+        False if the user has chosen another policy (``chrt``, sched(7)), or the system refuses.
     """
     if not hasattr(os, "SCHED_BATCH"):
         return False
@@ -64,7 +57,7 @@ def yield_when_woken() -> bool:
 
 
 def last_core(pid: int) -> int | None:
-    """The core that the process' first thread has run on last, or ``None`` if it has ended."""
+    """The last core of the process' first thread, or ``None`` if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[_PROCESSOR])
@@ -74,7 +67,7 @@ def last_core(pid: int) -> int | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch's OpenMP team out of the server: it would spin on the workers' cores."""
+    """Disable torch's OpenMP threads in the server: they would spin on the workers' cores."""
     former = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,10 +1,10 @@
-"""A process that user code has forked from a worker (``os.fork``) does not train.
+"""Ends processes that user code has forked from a worker (``os.fork``), before they would train.
 
-Theory of operation. The child has the worker's line, its heartbeat, its shared memory and its
-stack. As it begins, its ends of line and heartbeat are closed, and shared memory becomes a copy of
-its own. What it does in user code is the user's. It ends where it would come back to Lightning or
-to this package, by returning or by raising: there a trace function waits, so that training without
-children costs nothing. A child of ``multiprocessing`` (a data loader's process) never comes back.
+Theory of operation. The child inherits the worker's channel, heartbeat, shared memory and stack.
+After the fork channel and heartbeat are closed, and shared memory is remapped as a private copy.
+The child may run user code. When it returns or raises to Lightning or this package, a trace
+function ends it; training without such children costs nothing. Children of ``multiprocessing``
+(data loaders) never return there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CANNOT_TRAIN = (
 
 
 def mute_children(client: Client, channel: Channel) -> None:
-    """Whatever is forked from this process, the worker, from now on does not speak for it."""
+    """Disconnect and end the future forks of this process, a worker."""
 
     def mute() -> None:
         channel.close()
@@ -38,7 +38,7 @@ def mute_children(client: Client, channel: Channel) -> None:
 
 
 def _end_behind_user_code(frame: FrameType | None) -> None:
-    """End this process when it comes back to the nearest caller that is no user code."""
+    """End this process when it returns to the nearest caller that is no user code."""
     while frame is not None:
         name = str(frame.f_globals.get("__name__"))
         if name.startswith("multiprocessing."):
@@ -51,7 +51,7 @@ def _end_behind_user_code(frame: FrameType | None) -> None:
 
 
 def _end(_: FrameType, event: str, what: Any) -> NoReturn:
-    """It has come back; functions that the worker has registered for its exit are not run."""
+    """Exit, without running the worker's ``atexit`` functions."""
     sys.settrace(None)
     if event == "exception":
         status = _status_of(what[1])
@@ -64,7 +64,7 @@ def _end(_: FrameType, event: str, what: Any) -> NoReturn:
 
 
 def _status_of(error: BaseException) -> int:
-    """As Python's; says what it would say."""
+    """Print the error and return the exit status, as Python does."""
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF

@@ -1,12 +1,11 @@
-"""Children end with their parent, however it ends: Linux kills them, if each of them asks for it.
+"""Workers and data loaders end with their parent, however it ends (``PR_SET_PDEATHSIG``).
 
-Workers ask first of all. A worker that is killed cannot tell the processes of its data loader to
-go either. Torch lets them look every five seconds whether it is still there, but only between
-mini-batches: one that waits inside the data set (for a disk, a lock, a network) stays for ever.
-So what torch runs in them is made to ask first, too.
+Each worker asks Linux to be killed with its parent. So do the processes of its data loader, by a
+replacement of torch's worker loop: torch's own check, every five seconds, runs only between
+mini-batches, so a process that waits inside the data set (for a disk, a lock) would stay forever.
 
-Who is forked by multiprocessing's fork server is not a child of the process that wants it, and the
-server stays as long as any of its children: there a thread waits for that process' end.
+A process forked by multiprocessing's fork server is not a child of the process that started it;
+there a thread waits for that process' end.
 """
 
 from __future__ import annotations
@@ -26,28 +25,26 @@ from hybridtrain.worlds.local.cleanup import announced_reader
 _PR_SET_PDEATHSIG = 1
 
 _their_loop = _torch._worker_loop
-_owner = (0, 0)  # process and thread whose data loaders these are to be
+_owner = (0, 0)  # process and thread that own the data loaders
 
 
 def die_with_parent(parent_pid: int | None) -> None:
-    """Ask Linux to kill this process when its parent ends, however it ends.
+    """Ask Linux to kill this process when its parent ends.
 
     Args:
-        parent_pid: the parent; ``None`` where it cannot be known who that is.
+        parent_pid: the parent; ``None`` if unknown.
     """
     if parent_pid is None:
         _follow()
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if (
-        parent_pid is not None and os.getppid() != parent_pid
-    ):  # it ended before the request was in place
-        os._exit(1)
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(1)  # it ended before the request
 
 
 def _follow() -> None:
-    """Where a fork server is in between: end with the process that this one works for."""
+    """Behind a fork server: end with the process that started this one."""
     parent = multiprocessing.parent_process()
     if parent is None or parent.pid == os.getppid():
         return
@@ -60,9 +57,9 @@ def _follow() -> None:
 
 
 def bind_loaders() -> None:
-    """From now on the processes of this process' data loaders end when it does.
+    """Let the data loaders' processes of this process end with it.
 
-    To be called in a thread that stays until then: the kernel's bond is with the thread that forks.
+    Call it in a thread that lives as long: the signal is bound to the thread that forks.
     """
     global _owner
     _owner = (os.getpid(), threading.get_ident())
@@ -70,7 +67,7 @@ def bind_loaders() -> None:
 
 
 def _loop(*args: Any, **options: Any) -> None:
-    """The main function of a data loader's process; found by its name, if that was spawned."""
+    """Main function of a data loader's process; imported by name if spawned."""
     parent = multiprocessing.parent_process()
     forked = (0 if parent is None else parent.pid, threading.get_ident())  # a fork keeps its thread
     spawned = _owner == (0, 0) and parent is not None and parent.pid == os.getppid()

@@ -2,11 +2,10 @@
 
 Two facts make the thread necessary (both measured, Linux, torch 2.13):
 
-- A child made by ``fork`` has only the thread that called it. If that thread has ever used OpenMP,
-  the child believes it still owns a team of threads, and its first parallel region waits for them
-  for ever. A fresh thread has no team, so its children start clean.
-- ``PR_SET_PDEATHSIG`` fires when the *thread* that forked ends, so the thread must live as long as
-  its children.
+- A forked child has only the calling thread. If that thread has used OpenMP, the child's first
+  parallel region waits forever for threads that do not exist. A fresh thread has no OpenMP team.
+- ``PR_SET_PDEATHSIG`` fires when the *thread* that forked ends, so it must live as long as its
+  children.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 
 class ProcessSpawner:
-    """Starts processes, and stays until they have ended.
+    """Starts processes from one thread, which lives until ``close``.
 
     Args:
         start_method: ``fork``, ``spawn`` or ``forkserver``.
@@ -36,10 +35,7 @@ class ProcessSpawner:
     def start(
         self, target: Callable[..., None], arguments: Sequence[Sequence[Any]]
     ) -> list[BaseProcess]:
-        """Start one process per row of arguments, which begins with the worker's birth.
-
-        All of them, or an exception and none.
-        """
+        """Start one process per row of arguments, the first a ``WorkerStart``; all, or raise."""
         processes: list[BaseProcess] = []
         done: Future[None] = Future()
 
@@ -77,7 +73,7 @@ class ProcessSpawner:
             order()
 
     def close(self) -> None:
-        """Let the thread go; the processes must have ended."""
+        """End the thread, after all processes have ended."""
         if self._thread is not None:
             self._orders.put(None)
             self._thread.join()
@@ -86,7 +82,6 @@ class ProcessSpawner:
 
 def _start(process: BaseProcess) -> None:
     with warnings.catch_warnings():
-        # Python 3.12+ warns of forking beside other threads; the module's docstring says why it
-        # is right here.
+        # Python 3.12+ warns about forking beside other threads; safe here (see the module).
         warnings.filterwarnings("ignore", message=".*multi-threaded.*", category=DeprecationWarning)
         process.start()

@@ -1,13 +1,12 @@
-"""Worker processes on this host: started, served and supervised by this one.
+"""Starts, serves and supervises worker processes on this host.
 
-Theory of operation. The parent starts W workers, each with one end of a socket pair, and then does
-three things in one loop: it carries messages between the workers and the server, it watches the
-processes (a dead one is seen within milliseconds), and it reacts to signals.
-What follows when a worker fails or dies is the judge's decision. Either it is the beginning of the
-end, as a signal is: everybody is asked to stop, given ``grace_s`` seconds (none, if another signal
-comes), and then killed. Or the others go on without it, or another process takes its place. Who is
-there, who comes back and who writes the last checkpoint is known to the roster, which says what is
-to be done (:mod:`hybridtrain.recovery.roster`). No process outlives ``run``.
+Theory of operation. The parent starts W workers, each with one end of a socket pair, and then runs
+one loop: it passes messages between workers and server, detects dead processes (within
+milliseconds), and handles signals. When a worker fails or dies the judge decides. Either the run
+ends, as on a signal: all workers are asked to stop, and killed after ``grace_s`` seconds (or at a
+second signal). Or the others continue without it, or it is restarted. The roster tracks the state
+of each worker and which one writes the last checkpoint, and returns the actions to execute
+(:mod:`hybridtrain.recovery.roster`). No process outlives ``run``.
 """
 
 from __future__ import annotations
@@ -81,15 +80,15 @@ from hybridtrain.worlds.local.worker_process import WorkerProcess
 Again = Callable[[bytes, int], Body]
 
 _POLL_S = 1.0
-_STOPPED_S = 1.0  # in the middle of an update, which takes milliseconds
+_STOPPED_S = 1.0  # within an update, which takes milliseconds
 _EVENTS = dict.fromkeys((Push, Average, Begin), LifecycleEvent.WAITS)
 _EVENTS |= dict.fromkeys((Gather, Share, Install), LifecycleEvent.MEETS)
 _ANEW = ", and all begin anew: no worker had told where training is"
-_SAME_SIGNAL_S = 1.0  # repeated sooner, it is the same: timeout(1) sends each twice
+_SAME_SIGNAL_S = 1.0  # a repetition within this time is ignored: timeout(1) sends signals twice
 
 
 class BeginAnew(BaseException):
-    """All workers were lost before any had told where training is: run again in ``delay_s``."""
+    """All workers were lost before any reported its progress: run again after ``delay_s``."""
 
     def __init__(self, delay_s: float) -> None:
         super().__init__("all workers are lost")
@@ -101,15 +100,15 @@ class ProcessWorld:
     """Runs one job on W worker processes.
 
     Args:
-        server: decides; used from this thread only.
+        server: used from this thread only.
         n_workers: W.
         start_method: ``fork``, ``spawn`` or ``forkserver``.
         threads_per_worker: torch threads of each worker.
-        grace_s: how long workers may take to stop before they are killed.
-        judge: decides what follows from a failure.
+        grace_s: time for workers to stop before they are killed.
+        judge: decides after a failure.
         watchdog: finds workers that hang.
         places: the device of each worker, in words.
-        meet: workers may meet in shared memory, where nobody sees what they do one by one.
+        meet: workers may make updates in shared memory without the server.
     """
 
     server: Server
@@ -123,21 +122,21 @@ class ProcessWorld:
     meet: bool = False
     _failure: BaseException | None = None
     _signals: list[int] = field(default_factory=list)
-    _look_at_s: float = 0.0  # when to see next who shares a core
+    _look_at_s: float = 0.0  # time of the next check
     _standstill: Standstill = field(default_factory=Standstill)
 
     def run(self, body: Body, again: Again | None = None) -> list[Any]:
         """Run ``body(client)`` in every worker; the results in the order of the workers.
 
         Args:
-            body: what workers do.
-            again: what a worker does that is restarted, by what is told of where training is, and
-                how many updates there have been.
+            body: the workers' function.
+            again: makes that of a restarted worker, from another's progress and the number of
+                updates.
 
         Raises:
             Interrupted: if a signal ended the run.
-            BeginAnew: if the user wants it restarted, and it can only begin with other processes.
-            BaseException: what the first failing worker raised, with its traceback as a note.
+            BeginAnew: if the run must restart from its beginning.
+            BaseException: of the first failing worker, with its traceback as a note.
         """
         whole_rounds = self.server.requirements.whole_rounds
         self._again = again
@@ -155,7 +154,7 @@ class ProcessWorld:
             finally:
                 self._starter.kill()
                 self._starter.close()
-                # It knows this world, which knows the server.
+                # Break the reference cycle between server and world.
                 self.server.membership.queue.covered = None
                 self.server.workers_updates.free_by(lambda pid, for_s: None)
                 self.server.close()
@@ -168,15 +167,14 @@ class ProcessWorld:
         return results
 
     def _covered(self, worker: int) -> int:
-        """Mini-batches that it has done by itself."""
+        """Mini-batches that the worker has processed without the server."""
         store = self.server.store
         return 0 if store is None or store.made is None else store.made.covered(worker)
 
     def _free(self, pid: int, for_s: float) -> None:
-        """The process holds the update lock for so long: if it is stopped, nobody gets on.
+        """Kill a stopped process (SIGSTOP) that has held the update lock for so long.
 
-        Nobody may write behind it, so it is killed. One that is slow, or in a debugger, is waited
-        for, unless the run ends.
+        A slow process, or one in a debugger, keeps the lock, unless the run ends.
         """
         ends = self.roster.ending or bool(self._signals)
         if for_s >= min(_STOPPED_S, self.grace_s / 4) and (ends or is_stopped(pid)):
@@ -208,7 +206,7 @@ class ProcessWorld:
         self._look()
 
     def _look(self) -> None:
-        """Now and then: the scheduler moves processes about; workers may hang."""
+        """Once a second, choose the server's core and check for standstill; check for hangs."""
         if (now_s := time.monotonic()) > self._look_at_s:
             self._look_at_s = now_s + _POLL_S
             if self.meet:
@@ -220,7 +218,7 @@ class ProcessWorld:
             self.watchdog.look(now_s, there)
 
     def _look_for_standstill(self, now_s: float) -> None:
-        """All wait, no timer runs, and who is to come back does not."""
+        """End the run if all workers wait, no timer runs, and no worker is about to return."""
         roster, workers = self.roster, self._workers
         due = self.server.wake_at_s is not None or any(at_s > now_s for at_s in roster.next_s())
         stands = not (roster.ending or due) and all(each.gone or each.asked for each in workers)
@@ -240,13 +238,13 @@ class ProcessWorld:
 
     def _listen(self, worker: WorkerProcess, selector: BaseSelector) -> None:
         if worker.channel not in selector.get_map():
-            return  # it has been closed, or its process reaped, since the selector saw something
+            return  # it has been closed since the selector returned
         try:
             for message in worker.channel.messages():
                 worker.heard += 1
                 self._take(worker, message, selector)
         except ChannelClosed:
-            selector.unregister(worker.channel)  # its sentinel will tell the rest
+            selector.unregister(worker.channel)  # its sentinel reports the end
 
     def _take(self, worker: WorkerProcess, message: Any, selector: BaseSelector) -> None:
         roster, number = self.roster, worker.number
@@ -256,7 +254,7 @@ class ProcessWorld:
                 roster.finished(number, first)
                 self._on(Completed(number))
             case Failed():
-                worker.request = None  # it waits for no answer any more
+                worker.request = None
                 self._fail(worker, message.rebuild(number, worker.place), message.waits)
             case Progress(whom, payload, question):
                 self._do(roster.told(number, whom, question, payload), selector)
@@ -266,7 +264,7 @@ class ProcessWorld:
                 self._do(roster.stopped(number), selector)
                 self._on(Received(number, message))
             case _:
-                if not isinstance(message, NOTES):  # it waits for an answer
+                if not isinstance(message, NOTES):
                     worker.request = message
                     if (event := _EVENTS.get(type(message))) is not None:
                         roster.on(number, event)
@@ -289,8 +287,8 @@ class ProcessWorld:
                 self.roster.on(number, LifecycleEvent.GOES_ON)
 
     def _reap(self, worker: WorkerProcess, selector: BaseSelector) -> None:
-        self._listen(worker, selector)  # its last words
-        if worker.channel in selector.get_map():  # its own children may hold the line open
+        self._listen(worker, selector)  # its last messages
+        if worker.channel in selector.get_map():  # its children may hold the socket open
             selector.unregister(worker.channel)
         selector.unregister(worker.sentinel)
         worker.bury()
@@ -303,7 +301,7 @@ class ProcessWorld:
     # ---- failures -------------------------------------------------------------------------------
 
     def _fail(self, worker: WorkerProcess, error: BaseException, waits: bool = False) -> None:
-        """What follows is decided by the judge; ``waits``: to be told whether it is to save."""
+        """Execute the judge's decision; ``waits``: the worker waits for a ``SavePermission``."""
         now_s, number = time.monotonic(), worker.number
         match self.roster.failed(number, error, now_s, self.server.training, waits):
             case GoOn():
@@ -329,12 +327,12 @@ class ProcessWorld:
     def _give_up(self, number: int, error: BaseException) -> None:
         if self._failure is None:
             self._failure = error
-            if isinstance(error, KeyboardInterrupt):  # which Lightning takes for Ctrl-C
+            if isinstance(error, KeyboardInterrupt):  # Lightning handles it as Ctrl-C
                 to_stderr(in_words(error))
         self._end()
         self._on(Received(number, Stopped(broke=True)))
 
-    # ---- what the roster wants ------------------------------------------------------------------
+    # ---- actions of the roster ------------------------------------------------------------------
 
     def _do(self, acts: Sequence[Act], selector: BaseSelector) -> None:
         for act in acts:
@@ -357,8 +355,8 @@ class ProcessWorld:
                     self._starter.kill()
 
     def _restart(self, number: int, told: bytes, selector: BaseSelector) -> None:
-        """Whoever comes to a meeting from now on waits for it."""
-        assert self._again is not None, "who restarts workers says what they do"
+        """Start the worker again; meetings wait for it from now on."""
+        assert self._again is not None, "restarts need a body"
         self._workers[number].close()
         version = self.server.membership.rounds.version
         try:
@@ -372,7 +370,7 @@ class ProcessWorld:
             self._workers[number].send(Stop())
 
     def _end(self) -> None:
-        """Everybody is asked to stop, once."""
+        """Ask all workers to stop, once."""
         if self.roster.ending:
             return
         asked = self.roster.those(*THERE)
@@ -388,4 +386,4 @@ class ProcessWorld:
                 self._failure = Interrupted(signum)
                 self._end()
             elif time.monotonic() > self.roster.began_s + _SAME_SIGNAL_S:
-                self.roster.insist()  # asked again: at once
+                self.roster.insist()

@@ -1,4 +1,4 @@
-"""Signals as events of a loop, so that none hits an update half-way."""
+"""Signals as events of a loop, so that none interrupts an update."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any
 
 
 def ending_signals() -> list[int]:
-    """Signals that end a run; SIGHUP, of a terminal that closes, unless it is ignored (nohup)."""
+    """Signals that end a run; SIGHUP (closed terminal) unless it is ignored (nohup)."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 class Interrupted(BaseException):
-    """A signal ended the run. ``signum`` says which.
+    """The signal ``signum`` ended the run.
 
-    ``results``: what workers had done by then, in their order; ``None`` of those that had not.
+    ``results``: of the workers, in their order; ``None`` if not finished.
     """
 
     def __init__(self, signum: int) -> None:
@@ -30,9 +30,9 @@ class Interrupted(BaseException):
 
 @contextmanager
 def caught_signals(caught: list[int], selector: selectors.BaseSelector) -> Iterator[None]:
-    """Signals that end a run are only noted in ``caught``, and wake the selector.
+    """Append signals that end a run to ``caught``, and wake the selector.
 
-    Only the main thread can catch signals; elsewhere they are somebody else's.
+    Does nothing outside the main thread, which alone can catch signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,4 +1,4 @@
-"""Starts worker processes, all at first or one that takes another's place, and ends them."""
+"""Starts, restarts and ends worker processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WorkerStarter:
         start_method: ``fork``, ``spawn`` or ``forkserver``.
         threads: torch threads of each worker.
         places: the device of each worker, in words.
-        meet: let them meet in shared memory, where the system can.
+        meet: workers may make updates in shared memory, if the system has ``eventfd``.
 
     ``workers``: the latest process of each.
     """
@@ -42,10 +42,10 @@ class WorkerStarter:
             self._bells = tuple(os.eventfd(0, flags) for _ in range(self.n_workers))
 
     def start(self, numbers: Sequence[int], body: Body, selector: BaseSelector) -> None:
-        """Start a process as each of these workers; all, or none.
+        """Start a process for each of these workers; all, or none.
 
         Raises:
-            OSError: if the system has not enough processes, memory or descriptors left.
+            OSError: if the system has not enough processes, memory or descriptors.
         """
         pairs: dict[int, SocketPair] = {}
         try:
@@ -92,7 +92,7 @@ class WorkerStarter:
         return self.places[number] if self.places else ""
 
     def kill(self) -> None:
-        """End all, at once."""
+        """Kill all processes."""
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
@@ -100,7 +100,7 @@ class WorkerStarter:
                 worker.process.join()
 
     def close(self) -> None:
-        """All have ended."""
+        """Free all resources, after the processes have ended."""
         for worker in self.workers:
             worker.close()
         for bell in self._bells:

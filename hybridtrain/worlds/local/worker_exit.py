@@ -1,4 +1,4 @@
-"""How a worker process has ended, as it reports itself."""
+"""A worker's report of its end, and exceptions for workers that failed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The worker has done its job; ``result`` is what it returns, if ``first``, for all."""
+    """The worker has finished with this result; ``first``: it is the leader, of all workers."""
 
     result: Any
     first: bool = True
@@ -21,7 +21,7 @@ class Finished:
 class Failed:
     """The worker's code raised. ``exception`` is pickled, or empty if it cannot be.
 
-    ``waits``: to be told whether to write the last checkpoint of the run.
+    ``waits``: the worker waits for permission to write the run's last checkpoint.
     """
 
     exception: bytes
@@ -31,12 +31,12 @@ class Failed:
 
     @classmethod
     def of(cls, error: BaseException, where: str = "", waits: bool = False) -> Failed:
-        """Describe an exception that is being handled, ``where`` the worker has raised it."""
+        """Of an exception; ``where``: the worker's activity."""
         text = "".join(traceback.format_exception(error)).rstrip()
         try:
             payload = pickle.dumps(error)
-            str(pickle.loads(payload))  # some exceptions pickle, and then cannot be rebuilt or read
-        except BaseException:  # it is the user's code, and may raise anything
+            str(pickle.loads(payload))  # some exceptions can be pickled, but not rebuilt or read
+        except BaseException:  # user code, which may raise anything
             payload = b""
         return cls(payload, text, where, waits)
 
@@ -47,9 +47,9 @@ class Failed:
         try:
             error = pickle.loads(self.exception)
             error.add_note(note)
-        except Exception:  # there is none, or it is one of a module that only the worker has
+        except Exception:  # none, or its module cannot be imported here
             error = None
-        # Raised here, the first two would end this process quietly or close a generator.
+        # Raised here, these two would end this process silently or close a generator.
         if isinstance(error, SystemExit | GeneratorExit) or not isinstance(error, BaseException):
             error = WorkerError(f"worker {worker} failed: {_last_words(self.text)}")
             error.add_note(note)
@@ -57,20 +57,20 @@ class Failed:
 
 
 class WorkerError(RuntimeError):
-    """A worker failed in a way that has no better exception."""
+    """A worker failed, and its exception cannot be raised here."""
 
 
 class WorkerDied(WorkerError):
-    """A worker process ended without a word (killed, out of memory, crashed)."""
+    """A worker process ended without a report (killed, out of memory, crashed)."""
 
 
 def _last_words(text: str) -> str:
-    """The line of a traceback that says what was raised; that of a group has it at its side."""
+    """The line of a traceback with the exception, also of an exception group."""
     of_a_group = re.search(r"^ {2}\| (\S.*)$", text, re.MULTILINE)
     return of_a_group[1] if of_a_group else text.splitlines()[-1]
 
 
 def in_words(error: BaseException) -> str:
-    """What has happened to a worker, with its traceback if it has raised."""
+    """The error as text, with the worker's traceback if it raised."""
     notes = [note for note in getattr(error, "__notes__", []) if "in worker" in note]
     return f"{notes[0]}\n{type(error).__name__}: {error}" if notes else str(error)

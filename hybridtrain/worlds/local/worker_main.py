@@ -1,4 +1,4 @@
-"""What happens in a worker process before and after the user's code."""
+"""The main function of a worker process."""
 
 from __future__ import annotations
 
@@ -34,21 +34,18 @@ _LARGEST_MMAP_THRESHOLD = 32 * 2**20  # glibc refuses more on 64-bit systems
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker needs to know from its parent.
-
-    ``parent_pid`` is ``None`` where a fork server stands in between, which ends with the parent.
-    """
+    """The parent's parameters for a worker; ``parent_pid``: ``None`` behind a fork server."""
 
     worker: int
     n_workers: int
     threads: int
     parent_pid: int | None
-    bells: tuple[int, ...] = ()  # of all workers, where they may meet in shared memory
+    bells: tuple[int, ...] = ()  # of all workers, if they may make updates in shared memory
 
     def arguments(
         self, body: Body, pairs: Mapping[int, SocketPair], lines: Sequence[socket.socket] | None
     ) -> tuple[Any, ...]:
-        """Of ``run_worker``; ``lines``: what a fork inherits and has to close, if it is one."""
+        """Of ``run_worker``; ``lines``: other sockets that a fork inherits and must close."""
         mine = pairs[self.worker][1]
         others = [each for pair in pairs.values() for each in pair if each is not mine]
         return self, mine, body, [] if lines is None else [*others, *lines]
@@ -57,11 +54,11 @@ class WorkerStart:
 def run_worker(
     birth: WorkerStart, sock: socket.socket, body: Body, inherited: list[socket.socket]
 ) -> None:
-    """The main function of a worker process: run ``body``, report how it ended."""
+    """Run ``body`` in a worker process, and report its result or exception to the parent."""
     for other in inherited:
-        other.close()  # or this worker would keep its siblings' lines open
+        other.close()  # or this worker would keep its siblings' sockets open
     if inherited:
-        atexit._clear()  # forked: what is registered is the parent's
+        atexit._clear()  # forked: these functions are the parent's
     _prepare_process(birth)
     channel = Channel(sock)
     client = Client(birth.worker, birth.n_workers, channel)
@@ -78,7 +75,7 @@ def run_worker(
             _report(channel, outcome)
     except ChannelClosed:
         sys.stderr.flush()
-        os._exit(1)  # the parent is gone; there is nobody to tell
+        os._exit(1)  # the parent is gone
     finally:
         channel.close()
 
@@ -86,7 +83,7 @@ def run_worker(
 def _outcome(client: Client, body: Body) -> Finished | Failed | Stopped | None:
     try:
         return Finished(body(client), client.is_leader)
-    except BaseException as error:  # SystemExit too: the parent must hear of it, if it has not
+    except BaseException as error:  # SystemExit too: the parent must know
         if isinstance(error, StopRequested):
             return Stopped()
         if isinstance(error, ChannelClosed):
@@ -106,10 +103,7 @@ def _report(channel: Channel, outcome: Finished | Failed | Stopped) -> None:
 
 
 def _run_exit_functions() -> None:
-    """What libraries have registered in this process (loggers that upload).
-
-    ``multiprocessing`` leaves without; what was inherited by a fork is the parent's to do.
-    """
+    """Run ``atexit`` functions (loggers that upload), which ``multiprocessing`` skips."""
     with suppress(Exception):
         atexit._run_exitfuncs()
 
@@ -117,8 +111,8 @@ def _run_exit_functions() -> None:
 def _prepare_process(birth: WorkerStart) -> None:
     die_with_parent(birth.parent_pid)
     bind_loaders()
-    # Ctrl-C reaches the whole process group, a service manager's SIGTERM often too. The parent
-    # decides what follows; a worker that dies on its own would tear the run apart.
+    # Ctrl-C reaches the whole process group, a service manager's SIGTERM often too. Only the parent
+    # handles them, so that the run ends in order.
     signal.set_wakeup_fd(-1)  # the parent's, if forked
     for signum in ending_signals():
         signal.signal(signum, signal.SIG_IGN)
@@ -129,10 +123,10 @@ def _prepare_process(birth: WorkerStart) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Stop glibc from giving every large temporary back to the kernel and mapping it anew."""
+    """Keep glibc from returning every large temporary to the kernel."""
     try:
         libc = ctypes.CDLL(None)
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
     except (OSError, AttributeError):
-        pass  # not glibc: nothing to tune
+        pass  # not glibc

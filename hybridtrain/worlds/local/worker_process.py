@@ -1,4 +1,4 @@
-"""One worker process, as its parent knows it."""
+"""The parent's handle on a worker process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from hybridtrain.worlds.local.channel import Channel, ChannelClosed
 
 @dataclass
 class WorkerProcess:
-    """A process that does the work of one worker; another may take its place.
+    """The process of one worker; a restarted worker has a new one.
 
-    ``number``: of the worker; ``sentinel``: readable once the process has ended; ``gone``: it has
-    been reaped; ``mourned``: the server has been told what follows, though it may not have ended
-    yet; ``cause``: why the parent has killed it; ``request``: what it waits to be answered;
-    ``heard``: how many messages have come from it.
+    ``number``: of the worker; ``sentinel``: readable once the process has ended; ``gone``: the
+    process has been reaped; ``mourned``: the server knows of the loss (the process may still run);
+    ``cause``: why the parent has killed it; ``request``: its unanswered message; ``heard``: number
+    of its messages.
     """
 
     number: int
@@ -50,39 +50,39 @@ class WorkerProcess:
     heard: int = 0
     closed: bool = False
     _selector: selectors.BaseSelector | None = None
-    _room: int | None = None  # a descriptor that says when there is room to send the rest
+    _room: int | None = None  # a descriptor to watch for writability
 
     @classmethod
     def of(cls, number: int, channel: Channel, process: BaseProcess, place: str) -> WorkerProcess:
-        """The process has just been started; ``place``: the device it computes on.
+        """Of a process that has just been started; ``place``: its device, in words.
 
         Raises:
             OSError: if there are no descriptors left.
         """
         heartbeat = heartbeat_file()
-        with suppress(OSError):  # it has ended already: the sentinel will tell
+        with suppress(OSError):  # it has ended already, which the sentinel reports
             channel.give_bells(heartbeat)
         return cls(number, channel, process, _sentinel(process), Heartbeat(heartbeat), place)
 
     # ---- messages -------------------------------------------------------------------------------
 
     def attend(self, selector: selectors.BaseSelector) -> None:
-        """Have the selector tell of messages, of the end, and of room for what is to be sent."""
+        """Register with the selector: for messages, the end, and room for queued messages."""
         self._selector = selector
         selector.register(self.channel, selectors.EVENT_READ, ("message", self))
         selector.register(self.sentinel, selectors.EVENT_READ, ("exit", self))
 
     def send(self, reply: Reply, fd: int | None = None) -> None:
-        """Send it, as far as there is room; ``make_room`` sends the rest, then."""
+        """Send without blocking; ``make_room`` sends the rest later."""
         if isinstance(reply, Answer) or (isinstance(reply, Stop) and reply.now):
-            self.request = None  # what comes unasked leaves it waiting
-        with suppress(ChannelClosed):  # the sentinel will tell
+            self.request = None  # other replies leave it waiting
+        with suppress(ChannelClosed):  # which the sentinel reports
             if not self.channel.post(reply, fd) and self._room is None and self._selector:
-                self._room = os.dup(self.channel.sink)  # the other one is watched for messages
+                self._room = os.dup(self.channel.sink)  # the original may be watched for messages
                 self._selector.register(self._room, selectors.EVENT_WRITE, ("room", self))
 
     def make_room(self) -> None:
-        """There is some: send what is kept."""
+        """The socket is writable: send queued messages."""
         try:
             done = self.channel.flush()
         except ChannelClosed:
@@ -91,7 +91,7 @@ class WorkerProcess:
             self.ignore_room()
 
     def ignore_room(self) -> None:
-        """Nothing is to be sent any more, for now."""
+        """Stop watching for room."""
         if self._room is not None and self._selector is not None:
             self._selector.unregister(self._room)
             os.close(self._room)
@@ -101,12 +101,12 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process number."""
         return self.process.pid or 0
 
     @property
     def asked(self) -> str:
-        """What it waits for, in words; empty if it does not wait."""
+        """The answer that the worker waits for, in words; empty if none."""
         match self.request:
             case None:
                 return ""
@@ -125,20 +125,20 @@ class WorkerProcess:
     # ---- the end --------------------------------------------------------------------------------
 
     def kill(self, cause: str = "") -> None:
-        """At once, whatever it does; ``cause`` is what the obituary will say."""
+        """Kill the process; ``cause``: for the obituary."""
         self.cause = self.cause or cause
         if not self.gone:
             self.process.kill()
 
     def bury(self) -> None:
-        """The process has ended."""
+        """Reap the process, which has ended."""
         self.process.join()
         self.gone = True
         self.request = None
         self.ignore_room()
 
     def close(self) -> None:
-        """Give all descriptors back; once is enough."""
+        """Close all descriptors; may be called twice."""
         if self.closed:
             return
         self.closed = True
@@ -150,7 +150,7 @@ class WorkerProcess:
         self.process.close()
 
     def obituary(self) -> str:
-        """How it ended, though it did not say so itself."""
+        """How the process ended, if it sent no report."""
         who = f"worker {self.number} (process {self.process.pid})"
         if self.cause:
             return f"{who} {self.cause}"
@@ -161,20 +161,20 @@ class WorkerProcess:
         return f"{who} was killed by {signal.Signals(-code).name}, {self.where()}{hint}"
 
     def aftermath(self) -> str:
-        """What the others cannot make good."""
+        """The loss that other workers cannot make good, in words."""
         if self.heartbeat.doing != Doing.EVALUATION:
             return ""
         return ", and its samples are missing from the metrics of this evaluation"
 
     def where(self) -> str:
-        """What it did last, and on which device."""
+        """Its last activity, and its device."""
         return f"{self.heartbeat.where}, on {self.place}" if self.place else self.heartbeat.where
 
 
 def _sentinel(process: BaseProcess) -> int:
-    """A descriptor that says at once when the process ends.
+    """A descriptor that is readable when the process ends.
 
-    ``process.sentinel`` is a pipe, which the process' own children (a data loader's) keep open.
+    ``process.sentinel`` is a pipe, which the process' children (data loaders) keep open.
     """
     try:
         return os.pidfd_open(process.pid or 0)
