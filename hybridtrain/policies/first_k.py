@@ -38,8 +38,6 @@ from hybridtrain.protocol.facts import (
 )
 from hybridtrain.util.option_types import Checked, Positive
 
-Late = Literal["drop", "use"]
-
 
 @dataclass
 class FirstK(Checked):
@@ -54,7 +52,7 @@ class FirstK(Checked):
     """
 
     k: Positive | None = None
-    late: Late = "drop"
+    late: Literal["drop", "use"] = "drop"
     several: bool = False
 
     def begin(self, n_workers: int) -> Needs:

@@ -255,7 +255,7 @@ def test_posting_to_a_full_line_returns_and_the_rest_follows_in_order(
     reader = threading.Thread(target=lambda: found.extend(theirs.receive() for _ in range(3)))
     reader.start()
     while not mine.flush():
-        assert select.select([], [mine.sink], [], 10)[1], "room must be told of"
+        assert select.select([], [mine.sock], [], 10)[1], "room must be told of"
     reader.join(10)
     os.close(fd)
     assert [message for message, _ in found] == ["first", large, "with"]

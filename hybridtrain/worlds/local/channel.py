@@ -95,21 +95,16 @@ class Channel:
     """
 
     def __init__(self, sock: socket.socket) -> None:
-        self._socket = sock
+        self.sock = sock  # a forked process must close it
         sock.set_inheritable(False)  # a spawned worker receives it inheritable
         self._inbox = bytearray()
         self._hears: int | None = None  # the bell that the other side rings
         self._rings: int | None = None
         self._kept: deque[tuple[memoryview, int | None]] = deque()  # posted, but not sent yet
 
-    @property
-    def sock(self) -> socket.socket:
-        """The socket, for a forked process that must close it."""
-        return self._socket
-
     def fileno(self) -> int:
         """A descriptor for ``select``, readable when a message may have arrived."""
-        return self._socket.fileno() if self._hears is None else self._hears
+        return self.sock.fileno() if self._hears is None else self._hears
 
     def give_bells(self, beside: int | None = None) -> None:
         """Create bells and send them to the other side, which must call ``take_bells``.
@@ -120,7 +115,7 @@ class Channel:
             flags = os.EFD_CLOEXEC | os.EFD_NONBLOCK
             self._hears, self._rings = os.eventfd(0, flags), os.eventfd(0, flags)
         given = (beside, self._rings, self._hears)
-        socket.send_fds(self._socket, [b"b"], [fd for fd in given if fd is not None])
+        socket.send_fds(self.sock, [b"b"], [fd for fd in given if fd is not None])
 
     def take_bells(self) -> int | None:
         """Receive the other side's bells; returns the descriptor sent with them.
@@ -129,7 +124,7 @@ class Channel:
             ChannelClosed: if the other side has closed.
         """
         try:
-            said, fds = _receive(self._socket, 1, 3)
+            said, fds = _receive(self.sock, 1, 3)
         except OSError as error:
             raise ChannelClosed(str(error)) from error
         if not said:
@@ -148,7 +143,7 @@ class Channel:
         header = _HEADER.pack(len(body))
         try:
             if fd is not None:
-                socket.send_fds(self._socket, [header], [fd])
+                socket.send_fds(self.sock, [header], [fd])
                 self._send(body)
             else:
                 self._send(header + body)
@@ -159,14 +154,14 @@ class Channel:
         """Send all of it; ring often enough that the other side makes room."""
         rest = memoryview(content)
         for start in range(0, len(content), _SEND_BYTES):
-            self._socket.sendall(rest[start : start + _SEND_BYTES])
+            self.sock.sendall(rest[start : start + _SEND_BYTES])
             if self._rings is not None:
                 os.eventfd_write(self._rings, 1)
 
     def post(self, message: Any, fd: int | None = None) -> bool:
         """Send one message, and a descriptor with it, without blocking.
 
-        False: ``flush`` must send the rest when ``sink`` is writable.
+        False: ``flush`` must send the rest when ``sock`` is writable.
 
         Raises:
             ChannelClosed: if the other side has closed.
@@ -199,16 +194,11 @@ class Channel:
         """Send as many bytes as fit now, the descriptor with the first; returns their number."""
         beside = () if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _INT.pack(fd))]
         try:
-            return self._socket.sendmsg([content], beside, socket.MSG_DONTWAIT)
+            return self.sock.sendmsg([content], beside, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return 0
         except OSError as error:
             raise ChannelClosed(str(error)) from error
-
-    @property
-    def sink(self) -> int:
-        """The socket's descriptor, for ``select`` on writability."""
-        return self._socket.fileno()
 
     def receive(self) -> tuple[Any, int | None]:
         """The next message and its descriptor, if any. Blocks.
@@ -237,7 +227,7 @@ class Channel:
     def poll_with(self, *bells: int) -> select.poll:
         """A ``poll`` object for this channel and these bells."""
         poll = select.poll()
-        poll.register(self._socket, 0)  # only the end of the stream
+        poll.register(self.sock, 0)  # only the end of the stream
         for fd in (self.fileno(), *bells):
             poll.register(fd, select.POLLIN)
         return poll
@@ -252,7 +242,7 @@ class Channel:
         header = b""
         fds: list[int] = []
         while len(header) < _HEADER.size:
-            part, more = _receive(self._socket, _HEADER.size - len(header), 1)
+            part, more = _receive(self.sock, _HEADER.size - len(header), 1)
             if not part:
                 raise ChannelClosed("the other side is gone")
             header, fds = header + part, fds + more
@@ -262,7 +252,7 @@ class Channel:
         buffer = bytearray(length)
         view = memoryview(buffer)
         while view:
-            count = self._socket.recv_into(view)
+            count = self.sock.recv_into(view)
             if not count:
                 raise ChannelClosed("the other side is gone")
             view = view[count:]
@@ -271,7 +261,7 @@ class Channel:
     def ready(self) -> bool:
         """Whether data or the end of the stream has arrived."""
         try:
-            self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            self.sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:
@@ -301,7 +291,7 @@ class Channel:
         """Read all that has arrived. False at the end of the stream."""
         while True:
             try:
-                part = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+                part = self.sock.recv(_READ_BYTES, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return True
             except OSError:
@@ -314,7 +304,7 @@ class Channel:
 
     def close(self) -> None:
         """Close this end, in this process only."""
-        self._socket.close()
+        self.sock.close()
         for bell in (self._hears, self._rings):
             if bell is not None:
                 os.close(bell)

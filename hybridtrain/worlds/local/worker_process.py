@@ -78,7 +78,8 @@ class WorkerProcess:
             self.request = None  # other replies leave it waiting
         with suppress(ChannelClosed):  # which the sentinel reports
             if not self.channel.post(reply, fd) and self._room is None and self._selector:
-                self._room = os.dup(self.channel.sink)  # the original may be watched for messages
+                # A copy: the original may be watched for messages.
+                self._room = os.dup(self.channel.sock.fileno())
                 self._selector.register(self._room, selectors.EVENT_WRITE, ("room", self))
 
     def make_room(self) -> None:

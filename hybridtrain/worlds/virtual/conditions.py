@@ -1,4 +1,4 @@
-"""Under which conditions virtual workers work."""
+"""The conditions of a simulation: network, script, and options of the server."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from hybridtrain.worlds.virtual.script import Script
 
 @dataclass(frozen=True)
 class Conditions(Checked):
-    """What is between the workers and their server, and what happens to them.
+    """The network, and what happens to workers.
 
-    ``interrupt``: a worker whose contribution could not count any more is told so and begins anew
-    at once, as the literature assumes of K-sync (Dutta et al. 2018); else it ends its mini-batch
-    and learns it when it pushes, as real processes do. ``update_s``: how long an update takes the
-    server, in seconds; what reaches it meanwhile waits for its turn. ``foresight``: who waits for a
-    time at which nothing more will have come has gone on at the last arrival, as the literature
-    assumes of a window (Liu et al. 2024). ``visits``: workers draw from shards of the data.
+    ``interrupt``: a worker whose gradient would be dropped begins anew at once, as the literature
+    assumes of K-sync (Dutta et al. 2018); else its gradient is dropped on arrival, as with real
+    processes. ``update_s``: duration of an update in seconds; messages that arrive meanwhile wait.
+    ``foresight``: a time window in which nothing more will arrive ends at the last arrival, as the
+    literature assumes (Liu et al. 2024). ``visits``: workers draw from shards of the data.
 
     Raises:
         UserError: if ``update_s`` is negative or infinite.

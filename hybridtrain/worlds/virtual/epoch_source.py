@@ -1,8 +1,8 @@
-"""Where virtual workers' mini-batches come from: the same shares, and the same queue, as elsewhere.
+"""The mini-batches of virtual workers, from fixed shares or the server's queue.
 
-In lock-step every worker has its fixed share of each global mini-batch; else it asks the server's
-queue. At the end of an epoch all meet, as they would for a validation, and begin the next one with
-the newest parameters. Drawing takes no time: real workers draw ahead.
+In lock-step every worker has a fixed share of each global mini-batch; else it draws from the
+server's queue. At the end of an epoch all workers meet, as for a validation, and begin the next one
+with the newest parameters. Drawing takes no time: real workers prefetch.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from hybridtrain.worlds.virtual.training_task import (
 
 
 class IdleOptimizers(Optimizers):
-    """One optimizer without parameters. Whatever is pushed is applied, at no cost.
+    """One optimizer without parameters, which applies every push at no cost.
 
     Args:
-        timed: an update ends when the world says so.
+        timed: the world ends the updates.
     """
 
     under_way = None
@@ -50,7 +50,7 @@ class IdleOptimizers(Optimizers):
         return ()
 
     def hear(self, worker: int, push: Push) -> None:
-        """There is nothing to be told."""
+        """Ignore changes of hyper-parameters."""
 
     def hold(self, worker: int, push: Push) -> bool:
         return push.weight > 0
@@ -69,13 +69,13 @@ def register_workers(
     update: NamedUpdate | None = None,
     under: Conditions | None = None,
 ) -> tuple[SimulatedReplicas | None, EpochSource | None]:
-    """Have the servers train the task, if there is one; who computes, and what data there are.
+    """Give the servers the task's parameters; returns its replicas and its data, if there is one.
 
-    Each server has a shard of the parameters; the first says what is to be done.
+    Each server has a shard of the parameters; the first deals the mini-batches.
 
     Raises:
         UserError: if the task has fewer parameters than there are servers, or workers cannot draw
-            as the conditions want it.
+            from shards of the data.
     """
     under = under or Conditions()
     timed = under.update_s > 0
@@ -96,16 +96,16 @@ def register_workers(
 
 
 class EpochSource:
-    """Leads workers through the epochs of a task.
+    """Deals the mini-batches of a task's epochs.
 
     Args:
-        task: what there is to do.
-        server: says how mini-batches are shared out, and deals them where they are not fixed.
-        replicas: hear of new hyper-parameters.
-        visits: workers draw from shards.
+        task: has the data and the schedules.
+        server: has the queue of mini-batches, where shares are not fixed.
+        replicas: receive new hyper-parameters.
+        visits: workers draw from shards of the data.
 
     Raises:
-        UserError: if workers are to draw from shards who do not draw.
+        UserError: if ``visits`` is given, and workers have fixed shares.
     """
 
     def __init__(
@@ -123,22 +123,22 @@ class EpochSource:
         self._turns = server.requirements.takes_turns
         table = task.timetable
         self._places = dealt(table.sizes)
-        self._epoch = 0  # how often all have met
+        self._epoch = 0
         self._step = [0] * len(table.sizes)  # of each worker, in the epoch
-        self._ended: set[int] = set()  # who has had the last of its mini-batches
-        self._groups: Groups | None = None  # news of the hyper-parameters, for the next push
+        self._ended: set[int] = set()  # workers without mini-batches left in the epoch
+        self._groups: Groups | None = None  # changed hyper-parameters, for the next push
         self._version = 0
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
     def next(self, worker: int) -> Push | None:
-        """What the worker will push after its next mini-batch; ``None``: the epoch has no more."""
+        """The push after the worker's next mini-batch; ``None``: the epoch has no more."""
         if worker in self._ended:
             return None
         return self._share(worker) if self._shares else self._draw(worker)
 
     def _share(self, worker: int) -> Push | None:
-        """The worker's part of the next global mini-batch, if something is left of it."""
+        """The worker's share of the next global mini-batch, if not empty."""
         table = self._task.timetable
         whole = sum(table.sizes)
         begin = self._step[worker] * whole
@@ -159,7 +159,7 @@ class EpochSource:
         self._step[worker] += 1
         n_drawn = total(ticket.spans)
         if n_drawn < table.sizes[worker]:
-            self._ended.add(worker)  # as loaders do, which make mini-batches by counting
+            self._ended.add(worker)  # as loaders do
         if not n_drawn:
             return None
         push = self._study(worker, list(positions(ticket.spans)))
@@ -172,18 +172,18 @@ class EpochSource:
 
     @property
     def tag(self) -> str:
-        """Names the meeting at the end of this epoch."""
+        """The name of the meeting at the end of this epoch."""
         return f"the end of epoch {self._epoch}"
 
     def meet(self) -> None:
-        """All have ended the epoch."""
+        """All workers have ended the epoch."""
         self._epoch += 1
         self._step = [0] * len(self._step)
         self._ended.clear()
         self._hear(self._task.epoch_ended())
 
     def admit(self, worker: int) -> None:
-        """The worker joins where the others are."""
+        """The worker joins at the others' step."""
         self._ended.discard(worker)
         self._step[worker] = max(self._step) if self._shares else 0
 
@@ -194,14 +194,14 @@ class EpochSource:
             self._groups = self._replicas.tell(changed) or self._groups
 
     def told(self, push: Push) -> Push:
-        """The push, with what has changed of the hyper-parameters that the server is to have."""
+        """The push, with changed hyper-parameters for the server."""
         if self._groups is None:
             return push
         groups, self._groups = self._groups, None
         return replace(push, groups=groups)
 
     def updated(self, version: int) -> None:
-        """So many updates have been made."""
+        """Advance the schedules to ``version`` updates."""
         if version > self._version:
             self._version = version
             self._hear(self._task.updated(version))

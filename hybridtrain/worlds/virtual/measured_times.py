@@ -1,4 +1,4 @@
-"""Service times as they were measured: each worker's, in their order, and again from the start."""
+"""Measured service times, repeated cyclically."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from hybridtrain.worlds.virtual.service_times import Draw, check_slower
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of some workers, for as many as are wanted.
+    """Service times of n measured workers, for any number of workers.
 
-    A worker beyond those measured has the times of worker ``w % n``, from another place on, so that
-    workers with the same times do not march in step.
+    Worker w ≥ n has the times of worker ``w % n``, from a random start, so that workers with the
+    same times do not run in step.
 
     Args:
-        seconds: worker -> its service times, in their order; the numbers begin at 0.
-        slower: factor by which some workers take longer, by their numbers.
+        seconds: worker, from 0 on -> its service times.
+        slower: worker -> factor of its times.
 
     Raises:
-        UserError: if nothing was measured, or what was is no time.
+        UserError: if there are no times, or invalid ones.
     """
 
     seconds: Mapping[int, Sequence[float]]
@@ -52,7 +52,7 @@ class Measured:
                 )
 
     def stream(self, worker: int, seed: int) -> Draw:
-        """The worker's service times, one after the other."""
+        """The worker's service times."""
         own, factor = self._own(worker), self.slower.get(worker, 1.0)
         copied = worker >= len(self.seconds)
         start = Random(f"{seed}/{worker}").randrange(len(own)) if copied else 0
@@ -60,7 +60,7 @@ class Measured:
         return lambda: factor * next(times)
 
     def expected_s(self, worker: int) -> float:
-        """The mean of what :meth:`stream` gives."""
+        """The mean of :meth:`stream`."""
         own = self._own(worker)
         return self.slower.get(worker, 1.0) * math.fsum(own) / len(own)
 

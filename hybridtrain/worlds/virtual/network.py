@@ -1,17 +1,15 @@
-"""What lies between workers and server in virtual time.
+"""The network between workers and server in virtual time.
 
-The model: every worker has a link of its own to the server, with the same latency and the same
-bandwidth in each direction. A contribution takes ``latency_s + size_bytes / bandwidth`` to reach
-the server, and the release, which brings the parameters, the same to come back; a request without
-a load takes the latency. What workers with parameters of their own hand over is as large as it is
-in their rows: less where it is encoded. Links do not disturb each other. With ``server_bandwidth``
-the server's own link is one queue in each direction: what has arrived over the workers' links
-passes it one after the other, in the order of arrival. A worker computes only between release and
-push: sending does not overlap with computing. Decisions take no time.
+The model: every worker has its own link to the server, with the same latency and bandwidth in each
+direction. A gradient takes ``latency_s + size_bytes / bandwidth`` to the server, and the release,
+with the parameters, the same back; a request without data takes the latency. Contributions of
+workers with their own parameters have their real size, after encoding. Links are independent. With
+``server_bandwidth`` the server's link is a FIFO queue in each direction. Sending does not overlap
+with computing. Decisions take no time.
 
-Where the parameters lie in several shards, each has a server of its own, and links of its own with
-these figures; a worker goes on when the last of them has answered. If the delays of their messages
-vary, what several workers have sent reaches the shards in different orders.
+With several shards each has its own server and its own links with these figures; a worker continues
+after the last answer. If message delays vary, pushes of several workers reach the shards in
+different orders.
 """
 
 from __future__ import annotations
@@ -32,18 +30,18 @@ Bandwidth = Annotated[float, Range(0, open="(", infinite=True)]  # bytes a secon
 
 @dataclass(frozen=True, slots=True)
 class Network(Checked):
-    """Latency and bandwidth; by default there is no distance at all.
+    """Latency and bandwidth; by default messages take no time.
 
     Args:
         latency_s: of every message, one way.
         bandwidth: bytes per second of each worker's link.
         server_bandwidth: bytes per second of the server's link, shared by all.
-        size_bytes: of a contribution, and of the parameters.
-        shards: for each shard, by how many seconds its messages take longer than that, one way; the
-            mean of an exponential distribution, drawn for each message.
+        size_bytes: of a gradient, and of the parameters.
+        shards: additional seconds per message, one way, of each shard; the mean of an exponential
+            distribution, drawn for each message.
 
     Raises:
-        UserError: if one of them is negative or, where it divides, zero.
+        UserError: if a value is negative, or a bandwidth is zero.
     """
 
     latency_s: NotNegative = 0.0
@@ -54,7 +52,7 @@ class Network(Checked):
     prefix = "network."
 
     def links(self, shares: Sequence[float], n_workers: int, seed: int) -> list[Links]:
-        """To each shard, which has such a share of the parameters."""
+        """The links to each shard; ``shares``: of the parameters, per shard."""
         made = []
         for shard, (mean_s, share) in enumerate(zip(self.shards, shares, strict=True)):
             drawn = [Random(f"{seed}/{shard}/{worker}") for worker in range(n_workers)]
@@ -63,16 +61,16 @@ class Network(Checked):
 
 
 class Links:
-    """Between the workers and one server, all alike.
+    """The equal links between the workers and one server.
 
     Args:
         network: latency and bandwidths.
-        n_bytes: of a contribution, and of the parameters.
-        mean_s: by how much a message takes longer, on average.
+        n_bytes: of a gradient, and of the parameters.
+        mean_s: mean additional time of a message.
         drawn: random numbers of each worker.
 
-    ``loaded_s``: how long a contribution takes over a worker's own link; ``passing_s``: how long it
-    holds the server's; ``latency_s``: of a request without a load.
+    ``loaded_s``: time of a gradient on a worker's link; ``passing_s``: on the server's link;
+    ``latency_s``: time of a request without data.
     """
 
     def __init__(
@@ -80,26 +78,17 @@ class Links:
     ) -> None:
         self._network, self._drawn, self.mean_s = network, drawn, mean_s
         self.latency_s = network.latency_s
-        self.loaded_s, self.passing_s = self.carries_s(n_bytes), self.passes_s(n_bytes)
+        self.loaded_s, self.passing_s = self.loads_s(n_bytes)
         self._busy_s = [0.0, 0.0]
-        self._inside: set[int] = set()  # whose contribution passes the server's link
+        self._inside: set[int] = set()  # workers whose gradient passes the server's link
 
-    def carries_s(self, n_bytes: float) -> float:
-        """How long so much takes over a worker's own link."""
-        return self.latency_s + n_bytes / self._network.bandwidth
-
-    def passes_s(self, n_bytes: float) -> float:
-        """How long so much holds the server's link."""
-        return n_bytes / self._network.server_bandwidth
-
-    def loads_s(self, n_bytes: int | None) -> tuple[float, float]:
-        """How long so much (a contribution) is on a worker's link, and holds the server's."""
-        if n_bytes is None:
-            return self.loaded_s, self.passing_s
-        return self.carries_s(n_bytes), self.passes_s(n_bytes)
+    def loads_s(self, n_bytes: float) -> tuple[float, float]:
+        """Time of so many bytes on a worker's link, and on the server's."""
+        own_s = self.latency_s + n_bytes / self._network.bandwidth
+        return own_s, n_bytes / self._network.server_bandwidth
 
     def back_s(self, worker: int, now_s: float, loaded: bool) -> float:
-        """When a release that the server sends now is at the worker, ``loaded`` with parameters."""
+        """Arrival time of a release that is sent now; ``loaded``: with parameters."""
         if not loaded:
             return now_s + self.latency_s
         passing_s = self.passing_s
@@ -108,9 +97,7 @@ class Links:
         return at_s + self.delay_s(worker) if self.mean_s else at_s
 
     def enters_s(self, worker: int, now_s: float, passing_s: float) -> float | None:
-        """When the worker's contribution, now at the server's link, has passed it; ``None``: it has
-        done so already.
-        """
+        """When the gradient, now at the server's link, has passed it; ``None``: it just has."""
         if not passing_s or worker in self._inside:
             self._inside.discard(worker)
             return None
@@ -118,14 +105,14 @@ class Links:
         return self.passed_s(INWARDS, now_s, passing_s)
 
     def forget(self, worker: int) -> None:
-        """What the worker has sent will not arrive."""
+        """Drop the worker's gradient on the server's link."""
         self._inside.discard(worker)
 
     def delay_s(self, worker: int) -> float:
-        """By how much the worker's next message takes longer."""
+        """Additional time of the worker's next message."""
         return self._drawn[worker].expovariate(1 / self.mean_s) if self.mean_s else 0.0
 
     def passed_s(self, way: int, now_s: float, passing_s: float) -> float:
-        """When what comes to the server's link now has passed it, ``INWARDS`` or ``OUTWARDS``."""
+        """When data that enter the server's link now have passed it."""
         self._busy_s[way] = max(self._busy_s[way], now_s) + passing_s
         return self._busy_s[way]

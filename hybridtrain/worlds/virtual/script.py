@@ -1,4 +1,4 @@
-"""What is to happen at a given virtual time: workers die, join, or are slower for a while.
+"""Scripts of virtual time: workers die, join, or are slower for a while.
 
 A script is a list of mappings, as YAML or in Python; each names a worker, or a list of them::
 
@@ -7,9 +7,8 @@ A script is a list of mappings, as YAML or in Python; each names a worker, or a 
     - {worker: [6, 7], joins_at: 30}                   # not there before
     - {worker: 1, slower: 4, from: 5, until: 20}       # four times slower in between
 
-A worker whose first event is that it joins is not there at the start. What a dying worker has not
-pushed is lost. Slowness holds for the time itself: a mini-batch under way at its beginning or end
-is slowed down for that part only.
+A worker whose first event is ``joins_at`` is absent at the start. A dying worker loses its
+mini-batch. A mini-batch is slower only in the part between ``from`` and ``until``.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Finish = Callable[[float, float], float]  # begin, seconds of work at full speed
 
 @dataclass(frozen=True, slots=True)
 class Dies:
-    """The worker is gone from then on."""
+    """The worker dies at this time."""
 
     at_s: float
     worker: int
@@ -37,7 +36,7 @@ class Dies:
 
 @dataclass(frozen=True, slots=True)
 class Joins:
-    """The worker is there from then on."""
+    """The worker joins at this time."""
 
     at_s: float
     worker: int
@@ -45,7 +44,7 @@ class Joins:
 
 @dataclass(frozen=True, slots=True)
 class Slows:
-    """The worker takes ``factor`` times as long between the two times."""
+    """The worker computes ``factor`` times slower between the two times."""
 
     worker: int
     factor: float
@@ -58,7 +57,7 @@ Event = Dies | Joins | Slows
 
 @dataclass(frozen=True)
 class Script:
-    """All that is to happen, in any order; raises UserError if it cannot."""
+    """Events in any order; raises UserError if they contradict each other."""
 
     events: tuple[Event, ...] = ()
 
@@ -69,25 +68,25 @@ class Script:
 
     @property
     def comings(self) -> list[Dies | Joins]:
-        """Deaths and joins, in the order of time; at the same moment by number."""
+        """Deaths and joins, by time, then by worker."""
         found = [event for event in self.events if not isinstance(event, Slows)]
         return sorted(found, key=lambda event: (event.at_s, event.worker))
 
     def absent(self) -> set[int]:
-        """Who is not there at the start."""
+        """Workers that are absent at the start."""
         first: dict[int, Dies | Joins] = {}
         for event in self.comings:
             first.setdefault(event.worker, event)
         return {worker for worker, event in first.items() if isinstance(event, Joins)}
 
     def finishes(self, n_workers: int) -> dict[int, Finish]:
-        """When a mini-batch ends, for each worker that it slows; raises what :meth:`check` does."""
+        """The :meth:`finish` of each worker that is slowed; raises as :meth:`check`."""
         self.check(n_workers)
         found = ((worker, self.finish(worker)) for worker in range(n_workers))
         return {worker: finish for worker, finish in found if finish}
 
     def check(self, n_workers: int) -> None:
-        """Raises UserError if it speaks of a worker that does not exist."""
+        """Raises UserError if it names a worker that does not exist."""
         for event in self.events:
             if not 0 <= event.worker < n_workers:
                 raise UserError(
@@ -98,7 +97,7 @@ class Script:
             raise UserError("script: all workers join later; somebody must be there at the start")
 
     def _check_presence(self, worker: int) -> None:
-        """Who dies must be there, and who joins must not."""
+        """Deaths and joins must alternate."""
         own = [event for event in self.comings if event.worker == worker]
         for before, after in pairwise(own):
             if type(before) is type(after):
@@ -122,7 +121,7 @@ class Script:
         return sorted(found, key=lambda event: event.from_s)
 
     def finish(self, worker: int) -> Finish | None:
-        """When the worker ends what it begins; ``None``: it is never slower than it is."""
+        """Computes when the worker ends a mini-batch; ``None``: it is never slowed."""
         slows = self._slows(worker)
         return None if not slows else lambda begin_s, work_s: _finish(slows, begin_s, work_s)
 

@@ -1,8 +1,7 @@
-"""How long a mini-batch takes, drawn from a distribution: service times in virtual seconds.
+"""Service times of mini-batches in virtual seconds, drawn from a distribution.
 
-Each worker has a stream of random numbers of its own, so that what one worker does never changes
-what another one draws, and a run repeats itself for its seed. What a run has recorded is such a
-stream, too (:mod:`hybridtrain.worlds.virtual.measured_times`).
+Each worker has its own random numbers, so that one worker never changes another's times, and a run
+is the same for its seed. Recorded times: :mod:`hybridtrain.worlds.virtual.measured_times`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from hybridtrain.util.option_types import Above0, check
 
 Draw = Callable[[], float]
 
-# What each distribution needs beside its mean, with defaults.
+# The parameter of each distribution beside its mean, with its default.
 SHAPES: dict[str, tuple[str, float]] = {
     "constant": ("", 0.0),
     "exponential": ("", 0.0),
@@ -32,11 +31,11 @@ class Times(Protocol):
     """Service times of any number of workers."""
 
     def stream(self, worker: int, seed: int) -> Draw:
-        """The worker's service times in seconds, one after the other, the same for a seed."""
+        """Draws the worker's service times in seconds, the same for a seed."""
         ...
 
     def expected_s(self, worker: int) -> float:
-        """Their mean."""
+        """The mean of :meth:`stream`."""
         ...
 
 
@@ -48,7 +47,7 @@ class ServiceTimes:
         kind: one of ``SHAPES``.
         mean_s: expected seconds per mini-batch of an ordinary worker.
         shape: the distribution's own parameter; by default as in ``SHAPES``.
-        slower: factor by which some workers take longer, by their numbers.
+        slower: worker -> factor of its times.
 
     Raises:
         UserError: if there is no such distribution.
@@ -73,18 +72,18 @@ class ServiceTimes:
             raise UserError(f"compute.sigma={value} was given; it must not be negative")
 
     def stream(self, worker: int, seed: int) -> Draw:
-        """The worker's service times, one after the other."""
+        """Draws the worker's service times."""
         return self._scaled(Random(f"{seed}/{worker}"), self.expected_s(worker))
 
     def expected_s(self, worker: int) -> float:
-        """The mean of what :meth:`stream` gives."""
+        """The mean of :meth:`stream`."""
         return self.mean_s * self.slower.get(worker, 1.0)
 
     def _shape(self) -> float:
         return SHAPES[self.kind][1] if self.shape is None else self.shape
 
     def _scaled(self, random: Random, mean_s: float) -> Draw:
-        """With this mean. The exponentials are drawn by inversion, in one call."""
+        """Draws with this mean; exponentials by inversion, in one call."""
         shape, uniform, log = self._shape(), random.random, math.log
         match self.kind:
             case "exponential":

@@ -1,10 +1,9 @@
-"""Parameters in several shards, each with a server of its own (Dean et al., NIPS 2012, 4.1).
+"""Parameters in several shards, each with its own server (Dean et al., NIPS 2012, 4.1).
 
-A shard is a run of whole parameters with masters, rows, a version and an optimizer of its own. The
-shards know nothing of one another: each applies what reaches it when it does, so they drift apart,
-and a worker's fetch may bring them in different versions. What a worker says goes to all of them,
-each with its part, and the worker goes on when all have answered. The first also coordinates: it
-shares out mini-batches, and what it has counted is what the run has.
+A shard is a sequence of whole parameters with its own masters, rows, version and optimizer. Shards
+are independent and drift apart: each applies a push when it arrives, and a worker may fetch them in
+different versions. A worker sends each shard its part of a message, and continues when all have
+answered. The first server also coordinates: it deals mini-batches, and its counts are the run's.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Shard:
     groups: tuple[int, ...]
 
     def part(self, push: Push) -> Push:
-        """What of a push is this shard's. The first one's covers the mini-batches."""
+        """This shard's part of a push; the first shard's has the mini-batches."""
         first = self.numbers.start
         absent = tuple(number - first for number in push.absent if number in self.numbers)
         groups = push.groups and tuple(push.groups[number] for number in self.groups)
@@ -53,13 +52,13 @@ class Shard:
 def servers_of(
     make: Callable[..., Server], policy: Policy, correction: Correction | None, n_shards: int
 ) -> list[Server]:
-    """One for each shard, with a policy and a correction of its own."""
+    """A server for each shard, with its own policy and correction."""
     parts = [deepcopy((policy, correction)) for _ in range(n_shards - 1)]  # before one has begun
     return [make(own, correction=corrects) for own, corrects in [(policy, correction), *parts]]
 
 
 def first_timer(servers: Sequence[Server]) -> tuple[float, int]:
-    """When the first policy wants to be told the time, and of which server it is."""
+    """The earliest timer of the servers' policies, and its server."""
     if len(servers) == 1:
         wake_s = servers[0].wake_at_s
         return (math.inf if wake_s is None else wake_s), 0
@@ -87,7 +86,7 @@ def split(sizes: Sequence[int], n_shards: int) -> list[range]:
     begin = 0
     for number in range(1, n_shards + 1):
         wanted = ends[-1] * number / n_shards
-        end = begin + 1  # each has a parameter, and leaves one for each of those behind it
+        end = begin + 1  # each shard has at least one parameter
         while end < len(sizes) - (n_shards - number) and ends[end] <= wanted:
             end += 1
         found.append(range(begin, len(sizes) if number == n_shards else end))
@@ -96,7 +95,7 @@ def split(sizes: Sequence[int], n_shards: int) -> list[range]:
 
 
 def layouts_of(values: Sequence[torch.Tensor], n_shards: int) -> list[Layout]:
-    """Where parameters with these values lie, in each of the shards.
+    """The layout of each shard, of parameters with these values.
 
     Raises:
         UserError: if there are fewer parameters than shards.
@@ -112,7 +111,7 @@ def shards_of(
     stores: Sequence[Store],
     kind: type[Optimizers],
 ) -> list[Shard]:
-    """All shards; each has the optimizer for its own masters, which lie in its store."""
+    """All shards, each with the optimizer for its masters."""
     pool, found = Pool(1), list[Shard]()
     number_of = {id(master): number for number, master in enumerate(masters)}
     for store in stores:
@@ -130,10 +129,7 @@ def shards_of(
 def only(
     optimizer: torch.optim.Optimizer, masters: Sequence[torch.nn.Parameter], numbers: range
 ) -> tuple[torch.optim.Optimizer, tuple[int, ...]]:
-    """The same optimizer over these parameters alone, and the numbers of its groups that are left.
-
-    It has made no step yet.
-    """
+    """A new optimizer, before its first step, over these parameters; and the groups it has left."""
     number_of = {id(master): number for number, master in enumerate(masters)}
     made, _ = load(dump(optimizer, number_of), lambda number: masters[number])
     groups = {}
@@ -147,9 +143,9 @@ def only(
 
 @dataclass(slots=True)
 class Answers:
-    """Of all servers to what a worker has said last.
+    """The servers' answers to a worker's last message.
 
-    ``first_s``: when the first server has answered; ``at_s``: when the last answer is there.
+    ``first_s``: time of the first server's answer; ``at_s``: arrival time of the last answer.
     """
 
     n_servers: int
@@ -158,11 +154,11 @@ class Answers:
     _missing: int = 0
 
     def expect(self) -> None:
-        """The worker has said something, to all."""
+        """The worker has sent a message to all servers."""
         self._missing, self.at_s = self.n_servers, 0.0
 
     def all_there(self, shard: int, now_s: float, at_s: float) -> bool:
-        """This server answers now, which is there at ``at_s``; whether no other is missing."""
+        """This server's answer arrives at ``at_s``; whether it is the last."""
         if shard == 0:
             self.first_s = now_s
         self._missing, self.at_s = self._missing - 1, max(self.at_s, at_s)
@@ -172,10 +168,10 @@ class Answers:
 def check_shards(
     requirements: Requirements, task: object, exchange: Exchange, n_shards: int
 ) -> None:
-    """Refuse what needs all shards at once.
+    """Refuse options that need all shards at once.
 
     Raises:
-        UserError: naming it.
+        UserError: naming one.
     """
     clip = getattr(task, "clip", None)
     if n_shards == 1:

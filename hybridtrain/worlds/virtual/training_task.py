@@ -1,4 +1,4 @@
-"""Something to train in virtual time: all workers' gradients, computed by one process.
+"""Training in virtual time: one process computes the gradients of all workers.
 
 Legend: P elements of one dtype's buffer, W workers.
 """
@@ -32,9 +32,9 @@ Values = Mapping[int, torch.Tensor]  # number of a parameter -> its value
 
 
 class TimedOptimizers(Optimizers):
-    """Steps at once, and moves the masters when the world says that the update has ended.
+    """Steps at once, but moves the masters when the world ends the update.
 
-    The optimizers' states move at once; nobody looks at them in virtual time.
+    The optimizers' states are not delayed; virtual time does not read them.
     """
 
     def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
@@ -42,7 +42,7 @@ class TimedOptimizers(Optimizers):
         holds, before = number in self.holding, self._copied(number)
         stepped = super().step(pushes, number)
         if not isinstance(stepped, Stepped) or not (stepped.workers or holds):
-            return stepped  # there was nothing to do
+            return stepped  # nothing was stepped
         after = self._copied(number)
         self._put(before)
         return Pending(partial(self._finish, stepped, after))
@@ -61,13 +61,13 @@ class TimedOptimizers(Optimizers):
     def _put(self, values: Values) -> None:
         assert self._place is not None, "what steps has a store"
         store = self._place[0]
-        store.moves.all_of(values)  # some may be read before they are there
+        store.moves.all_of(values)  # they may be read before they are written
         for number, value in values.items():
             store.master(store.layout.slots[number]).copy_(value)
 
 
 class Task(Protocol):
-    """Something to train: parameters, and gradients at any point."""
+    """Parameters, and gradients at any point."""
 
     def parameters(self) -> list[torch.Tensor]:
         """The initial values."""
@@ -76,16 +76,13 @@ class Task(Protocol):
     def gradient(
         self, worker: int, values: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor | None]:
-        """Of the worker's mini-batch, at these parameters; each in its parameter's shape.
-
-        ``None``: the parameter has none.
-        """
+        """Gradients of the worker's mini-batch at these parameters; ``None``: there is none."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """How an epoch is made into mini-batches: ``length`` positions, ``sizes`` of each worker."""
+    """The mini-batches of an epoch: ``length`` positions; ``sizes``: batch size of each worker."""
 
     length: int
     sizes: tuple[int, ...]
@@ -94,35 +91,35 @@ class Timetable:
 
 @runtime_checkable
 class TrainingTask(Task, Protocol):
-    """A task with data: workers go through epochs of mini-batches."""
+    """A task with data, in epochs of mini-batches."""
 
     timetable: Timetable
     clip: Clip | None  # of the merged gradient
     loss: float  # of the last gradient
 
     def study(self, worker: int, epoch: int, positions: Sequence[int]) -> float:
-        """The worker's next mini-batch, by positions in the epoch; its weight in samples."""
+        """Set the worker's next mini-batch, by positions in the epoch; returns its weight."""
         ...
 
     def updated(self, version: int) -> Groups | None:
-        """So many updates have been made: the hyper-parameters, where a schedule changes them."""
+        """Hyper-parameters that a schedule changes after so many updates."""
         ...
 
     def epoch_ended(self) -> Groups | None:
-        """Everybody has ended an epoch: the hyper-parameters, where a schedule changes them."""
+        """Hyper-parameters that a schedule changes at the end of an epoch."""
         ...
 
 
 class SimulatedWorker:
-    """What an exchange sees of one worker, whose parameters and optimizer are its own.
+    """A worker with its own parameters and optimizer, as an exchange sees it.
 
     Args:
         worker: its number.
-        workers: how many there are.
-        masters: as the worker has read them last, in the order of the task.
+        workers: number of workers.
+        masters: the worker's copy, in the order of the task.
         make_optimizer: makes the user's optimizer.
-        exchange: of this worker alone.
-        fresh: nobody moves the masters while a worker computes.
+        exchange: copied for this worker.
+        fresh: the masters do not move while a worker computes.
     """
 
     def __init__(
@@ -135,7 +132,7 @@ class SimulatedWorker:
         fresh: bool,
     ) -> None:
         self.worker, self.workers, self.fresh = worker, workers, fresh
-        self.ends = True  # all meet at ends of epochs only
+        self.ends = True  # workers meet at ends of epochs only
         self._all = [torch.nn.Parameter(master.clone()) for master in masters]
         self.values = [parameter.data for parameter in self._all]  # in the order of the task
         self.optimizer = make_optimizer(self._all)
@@ -147,7 +144,7 @@ class SimulatedWorker:
         self.exchange = deepcopy(exchange)
         self.samples = 0.0
         self.covers: tuple[DrawnBatch, ...] = ()  # not handed over yet
-        self.fetches = True  # with what was handed over last
+        self.fetches = True  # with the last push
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
@@ -177,21 +174,21 @@ class SimulatedWorker:
             return self.exchange.step(self)
 
     def take(self) -> Leaving:
-        """The release has come; perhaps something follows."""
+        """The worker has been released; perhaps it pushes again."""
         return self.exchange.take(self, self.masters) if self.fetches else None
 
 
 class SimulatedReplicas:
-    """The workers' rows: each has a gradient, and parameters as it has read them.
+    """All workers' gradients and copies of the parameters.
 
     Args:
-        task: what is trained.
+        task: computes gradients.
         make_optimizer: makes the user's optimizer for the task's parameters.
         stores: masters and W rows of each shard of the parameters.
-        exchange: what workers hand over.
-        update: how the masters move, unless it is as the exchange wants it.
-        timed: an update ends when the world says so.
-        fresh: nobody moves the masters while a worker computes.
+        exchange: the workers' exchange.
+        update: the masters' optimizer; by default the exchange's.
+        timed: the world ends the updates.
+        fresh: the masters do not move while a worker computes.
     """
 
     def __init__(
@@ -229,26 +226,26 @@ class SimulatedReplicas:
 
     @property
     def shares(self) -> list[float]:
-        """How large each shard is, in [0, 1]."""
+        """Each shard's share of the elements."""
         sizes = [sum(slot.numel for slot in shard.store.layout.slots) for shard in self.shards]
         return [size / sum(sizes) for size in sizes]
 
     def part(self, shard: int, push: Push) -> Push:
-        """What of a push is this shard's."""
+        """This shard's part of a push."""
         return push if len(self.shards) == 1 else self.shards[shard].part(push)
 
     @property
     def train_alone(self) -> bool:
-        """Whether workers step parameters of their own."""
+        """Whether workers step their own parameters."""
         return bool(self._workers)
 
     @property
     def loss(self) -> float | None:
-        """Of the last mini-batch, if the task knows it."""
+        """The loss of the last mini-batch, if the task knows it."""
         return self.task.loss if isinstance(self.task, TrainingTask) else None
 
     def bytes_of(self, shard: int, part: Push) -> int:
-        """What a worker that trains alone has handed over to this shard."""
+        """Size of a push to this shard, by a worker with its own parameters."""
         if part.encoded is not None or part.weight <= 0:
             return part.encoded or 0
         one = self.shards[shard]
@@ -261,7 +258,7 @@ class SimulatedReplicas:
         return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
     def compute(self, worker: int, push: Push) -> Push | Await | None:
-        """The worker's gradient at its own parameters, and what it hands over; perhaps nothing."""
+        """Compute the worker's gradient; returns its push, if it makes one."""
         if self._workers:
             own = self._workers[worker]
             own.covers += push.covers
@@ -275,7 +272,7 @@ class SimulatedReplicas:
         return replace(push, absent=absent) if absent else push
 
     def flush(self, worker: int) -> Push | Await | None:
-        """What the worker has not handed over yet, as it meets the others."""
+        """The worker's last push before a meeting, if any."""
         if not self._workers:
             return None
         own = self._workers[worker]
@@ -283,12 +280,12 @@ class SimulatedReplicas:
             return self._offered(worker, own, own.exchange.flush(own))
 
     def lose(self, worker: int) -> None:
-        """The worker has died: who takes its place has handed over nothing, and owes nothing."""
+        """The worker has died: reset it."""
         if self._workers:
             self._workers[worker] = self._make(worker)
 
     def join(self, worker: int) -> None:
-        """A worker begins with the masters as it has read them just now."""
+        """The worker begins with the current masters."""
         for store in self._stores if self._workers else ():
             store.refresh(worker)
         if self._workers:
@@ -296,7 +293,7 @@ class SimulatedReplicas:
             torch._foreach_copy_(own.parameters, own.masters)
 
     def take(self, worker: int) -> Push | Await | None:
-        """The server has released the worker; what it hands over at once, perhaps."""
+        """The server has released the worker; returns its next push, if it follows at once."""
         if not self._workers:
             return None
         own = self._workers[worker]
@@ -304,7 +301,7 @@ class SimulatedReplicas:
             return self._offered(worker, own, own.take())
 
     def tell(self, groups: Groups) -> Groups | None:
-        """New hyper-parameters, for the workers; returns those that the server is to have."""
+        """Set the workers' hyper-parameters; returns the changes for the server."""
         for own in self._workers:
             for group, changed in zip(own.optimizer.param_groups, groups, strict=True):
                 group.update(changed)
@@ -336,14 +333,14 @@ class SimulatedReplicas:
     def _into_row(
         self, worker: int, numbers: Sequence[int], values: Sequence[torch.Tensor | None]
     ) -> tuple[int, ...]:
-        """Returns the numbers of the parameters for which there is nothing."""
+        """Write to the worker's row; returns the numbers of parameters without a value."""
         for number, value in zip(numbers, values, strict=True):
             row = self._gradients[worker][number]
             row.zero_() if value is None else row.copy_(value)
         return _absent(numbers, values)
 
     def masters(self) -> list[torch.Tensor]:
-        """The master parameters as they are now, copied."""
+        """Copies of the master parameters."""
         return [store.master(slot).clone() for store, slot in self._places]
 
 
@@ -352,12 +349,12 @@ def _absent(numbers: Sequence[int], values: Sequence[torch.Tensor | None]) -> tu
 
 
 def _worker(
-    masters: Sequence[Sequence[torch.Tensor]],  # as each worker has read them last
+    masters: Sequence[Sequence[torch.Tensor]],  # each worker's copy
     make_optimizer: MakeOptimizer,
     exchange: Exchange,
     fresh: bool,
     worker: int,
 ) -> SimulatedWorker:
-    assert isinstance(exchange, LocalExchange), "it wants parameters of its own"
+    assert isinstance(exchange, LocalExchange), "workers have their own parameters"
     args = worker, len(masters), masters[worker]
     return SimulatedWorker(*args, make_optimizer, exchange, fresh)

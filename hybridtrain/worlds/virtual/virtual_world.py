@@ -1,15 +1,13 @@
-"""A world in virtual time: one process, thousands of workers, a clock that jumps.
+"""Discrete-event simulation in virtual time: one process, thousands of workers.
 
-Theory of operation. A heap holds when each worker ends its mini-batch, and when what it says then
-will reach the server. The world takes the earliest, turns the clock there, and hands the worker's
-push to the very server that serves real processes, with the same policy and the same update code;
-whoever is released begins anew from the parameters as they are then. What lies between the two, and
-what else happens, is told by the :class:`Conditions`. Nothing waits and nothing depends on this
-machine's speed, so a run is the same for its seed, down to the last bit. With a *task* gradients
-are real; without one only time is simulated.
+Theory of operation. A heap holds when each worker ends its mini-batch, and when its message will
+reach the server. The world takes the earliest event, sets the clock, and passes the worker's push
+to the same server, policy and update code that serve real processes; a released worker computes at
+the parameters of that time. :class:`Conditions` give the network and the script. A run does not
+depend on this machine's speed, and has the same bits for the same seed. With a *task* gradients are
+real; without one only time is simulated.
 
-What is due at the same moment goes in this order: timers of the policy, ends of updates, the
-script, workers by their numbers.
+Order of simultaneous events: timers of the policy, ends of updates, the script, workers by number.
 
 Legend: P elements of one dtype's buffer, W workers.
 """
@@ -50,34 +48,34 @@ from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 Point = tuple[float, float, float]  # time, figure, bytes
 
 
-class Arrival(NamedTuple):
+class MessageArrival(NamedTuple):
     """A worker's message reaches a server."""
 
     said: Push | Begin | Gather
 
 
-# When, which worker, the number of what it does (an older one will not happen), which shard, and
-# what; a push alone: the worker has computed it. Events of the script have negative numbers in the
-# worker's place, so that they come first; ends of updates the least.
-Due = tuple[float, int, int, int, Push | Arrival | Dies | Joins | UpdateEnded]
+# Time, worker, number of its activity (events of older ones are ignored), shard, and event; a plain
+# push: the worker has computed it. Events of the script have negative numbers in place of the
+# worker's, so that they come first; ends of updates the least.
+Due = tuple[float, int, int, int, Push | MessageArrival | Dies | Joins | UpdateEnded]
 A_SERVER = -sys.maxsize
 
 
 @dataclass
 class Curve:
-    """Means over equally many figures each; neighbours are joined as soon as there are too many.
+    """A curve of means over equally many values; neighbours are merged when there are too many.
 
     Args:
-        most: points kept at most.
+        most: largest number of points.
     """
 
     most: int = 200
     _per_point: int = 1
     _sums: list[Point] = field(default_factory=list)  # of whole points
-    _open: tuple[int, Point] = (0, (0.0, 0.0, 0.0))  # how many the last point has, and their sums
+    _open: tuple[int, Point] = (0, (0.0, 0.0, 0.0))  # number of values of the last point, and sums
 
     def add(self, at_s: float, value: float, n_bytes: float = 0.0) -> None:
-        """The next figure; times and bytes do not fall."""
+        """Add the next value; times and bytes do not decrease."""
         n, sums = self._open
         self._open = n + 1, (sums[0] + at_s, sums[1] + value, sums[2] + n_bytes)
         if n + 1 == self._per_point:
@@ -91,32 +89,30 @@ class Curve:
     def _means(self) -> list[Point]:
         n, sums = self._open
         found = [(self._per_point, each) for each in self._sums]
-        if n and (not found or 2 * n >= self._per_point):  # or chance would say how it ends
+        if n and (not found or 2 * n >= self._per_point):  # fewer would be noise
             found.append((n, sums))
         return [(t / count, v / count, b / count) for count, (t, v, b) in found]
 
     def points(self) -> list[tuple[float, float]]:
-        """(mean time, mean figure), the last of perhaps fewer figures, but not of too few."""
+        """(mean time, mean value); the last may have fewer values, but at least half."""
         return [(at_s, value) for at_s, value, _ in self._means()]
 
     def over_bytes(self) -> list[tuple[float, float]]:
-        """(mean bytes, mean figure), in the same way."""
+        """(mean bytes, mean value), in the same way."""
         return [(n_bytes, value) for _, value, n_bytes in self._means()]
 
 
 class ComputingOn:
-    """Of all workers of a virtual world: offers without an answer, answers that are on their way,
-    and who cannot go on without one.
-    """
+    """Workers that compute on after a push, and the answers that they have not taken."""
 
     def __init__(self) -> None:
         self._offers = 0  # so far
-        self._unanswered: dict[int, int] = {}  # the number of each
-        self._there_s: dict[int, float] = {}  # when an answer that nobody has taken yet is there
+        self._unanswered: dict[int, int] = {}  # worker -> number of its push
+        self._there_s: dict[int, float] = {}  # worker -> arrival time of its answer
         self._awaits: set[int] = set()
 
     def offers(self, worker: int, said: Push | Begin | Gather) -> bool:
-        """Whether the worker computes on behind what it says now."""
+        """Whether the worker computes on after this message."""
         later = isinstance(said, Push) and said.later
         if later:
             self._offers += 1
@@ -124,11 +120,11 @@ class ComputingOn:
         return later
 
     def number(self, worker: int) -> int | None:
-        """Of what it has offered, below 0, as long as that is not answered."""
+        """The number of its unanswered push, below 0; ``None``: it has none."""
         return self._unanswered.get(worker)
 
     def answered(self, worker: int, at_s: float) -> bool:
-        """The answer will be there at ``at_s``; whether the worker awaits it already."""
+        """The answer arrives at ``at_s``; whether the worker waits for it already."""
         self._unanswered.pop(worker)
         self._there_s[worker] = at_s
         awaited = worker in self._awaits
@@ -136,38 +132,38 @@ class ComputingOn:
         return awaited
 
     def awaits(self, worker: int) -> bool:
-        """The worker cannot go on without the answer; whether it has to wait for that."""
+        """The worker needs the answer; whether it must wait for it."""
         if worker in self._unanswered:
             self._awaits.add(worker)
             return True
         return False
 
     def take_s(self, worker: int, now_s: float) -> float:
-        """The worker takes the answer: when."""
+        """When the worker takes the answer."""
         return max(now_s, self._there_s.pop(worker, now_s))
 
     def forget(self, worker: int) -> None:
-        """The worker is gone."""
+        """The worker has died."""
         self._unanswered.pop(worker, None)
         self._awaits.discard(worker)
         self._there_s.pop(worker, None)
 
 
 class VirtualWorld:
-    """Workers that take turns by the clock.
+    """Simulates W workers and their servers.
 
     Args:
-        policy: when a contribution counts.
-        n_workers: W, those that join later included.
-        times: how long a worker computes.
-        batch_size: samples of each mini-batch, where the task does not say.
+        policy: decides when gradients are applied.
+        n_workers: W, with those that join later.
+        times: service times of the workers.
+        batch_size: samples of each mini-batch, without a task.
         seed: of the service times.
-        task: what is trained, with ``optimizer``; without one, only time passes.
+        task: computes gradients, for ``optimizer``; without one, only time is simulated.
         optimizer: makes the user's optimizer for the task's parameters.
-        conditions: the network, what happens to workers, and whether they can be interrupted.
-        correction: of late gradients.
-        exchange: what workers hand over; else what goes with the policy.
-        update: how the masters move; else as the exchange wants it.
+        conditions: the network, and what happens to workers.
+        correction: of stale gradients.
+        exchange: by default the policy's.
+        update: the masters' optimizer; by default the exchange's.
 
     Raises:
         UserError: if the policy or the script makes no sense for so many workers.
@@ -187,12 +183,12 @@ class VirtualWorld:
         exchange: Exchange | None = None,
         update: NamedUpdate | None = None,
     ) -> None:
-        self.now_s = self._heard_s = 0.0  # and when a server has last heard something
-        self.events = 0  # contributions that have reached the server
-        self.epochs = 0  # that all have ended
-        self.interrupted = 0  # mini-batches that were begun anew
-        self.network_s = 0.0  # spent under way, by all workers together
-        self.curve = Curve()  # of the losses, where there are some
+        self.now_s = self._heard_s = 0.0  # and the time of the servers' last event
+        self.events = 0  # gradients that have reached the server
+        self.epochs = 0  # completed by all workers
+        self.interrupted = 0  # mini-batches that were interrupted
+        self.network_s = 0.0  # time of messages, summed over workers
+        self.curve = Curve()  # of the losses, if the task has any
         exchange = exchange or exchange_of(policy)
         self._under = conditions or Conditions()
         n_shards = len(self._under.network.shards)
@@ -202,7 +198,7 @@ class VirtualWorld:
         check_shards(self.server.requirements, task, exchange, n_shards)
         self._contribution = Push(0, float(batch_size))
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
-        self._doing = [0] * n_workers  # the number of what the worker does
+        self._doing = [0] * n_workers  # number of the worker's activity
         self._answers = [Answers(n_shards) for _ in range(n_workers)]
         self._turns = self.server.requirements.takes_turns
         self._interrupts = self._under.interrupt and self.server.requirements.drops_late
@@ -216,16 +212,16 @@ class VirtualWorld:
         shares = self._replicas.shares if self._replicas else [1 / n_shards] * n_shards
         self._links = self._under.network.links(shares, n_workers, seed)
         near = self._replicas is None or not self._links[0].loaded_s
-        self._direct = n_shards == 1 and near and not self._links[0].mean_s  # computed, and there
+        self._direct = n_shards == 1 and near and not self._links[0].mean_s  # pushes take no time
         self._start(n_workers)
 
     def _start(self, n_workers: int) -> None:
-        """At time 0 everybody who is there has the parameters and computes."""
+        """All workers but the absent ones begin to compute at time 0."""
         self._on_its_own = ComputingOn()
-        self._met: Gathered | None = None  # what the last meeting came to
-        self._read: dict[int, int] = {}  # who computes, where it matters -> version it has read
-        self._work: dict[int, Push] = {}  # what the worker will push, where they differ
-        self._asked: set[int] = set()  # who waits for its turn
+        self._met: Gathered | None = None  # the result of the last meeting
+        self._read: dict[int, int] = {}  # computing worker -> version it read, for interrupts
+        self._work: dict[int, Push] = {}  # worker -> its next push, with a task
+        self._asked: set[int] = set()  # workers that wait for their turn
         self._to_ask = set(range(n_workers)) if self.server.requirements.asks else set[int]()
         script = self._under.script
         self._finish = script.finishes(n_workers)
@@ -240,7 +236,7 @@ class VirtualWorld:
                 self._go_on(worker, self.now_s)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The masters as they are now, copied."""
+        """Copies of the current masters."""
         return [] if self._replicas is None else self._replicas.masters()
 
     # ---- time -----------------------------------------------------------------------------------
@@ -252,10 +248,10 @@ class VirtualWorld:
         mini_batches: float = math.inf,
         epochs: float = math.inf,
     ) -> None:
-        """Go on until so much has been done in all (and an update made), or that time has come.
+        """Simulate until one of these totals (with at least one update) or this time is reached.
 
         Raises:
-            UserError: if nothing would ever happen again, or the server refuses something.
+            UserError: if no event is left, or the server refuses a message.
         """
         statistics = self.server.statistics
         while statistics.version < updates and self.epochs < epochs:
@@ -269,7 +265,7 @@ class VirtualWorld:
         return min(first_timer(self.servers)[0], self._due[0][0] if self._due else math.inf)
 
     def _step(self) -> None:
-        """The next thing happens."""
+        """Handle the next event, and its consequences for schedules and interrupts."""
         before = self.server.statistics.version
         self._happens()
         if self.server.statistics.version > before:
@@ -289,12 +285,12 @@ class VirtualWorld:
             raise UserError("nobody is left who computes: all workers have died, or wait for ever")
         at_s, worker, number, shard, what = heapq.heappop(self._due)
         if worker >= 0 and number not in (self._doing[worker], self._on_its_own.number(worker)):
-            return  # it was interrupted, or is dead
+            return  # the activity was interrupted, or the worker has died
         self.now_s = at_s
         match what:
             case Push():
                 self._end_mini_batch(worker, what)
-            case Arrival():
+            case MessageArrival():
                 self._arrive(worker, shard, what.said)
             case UpdateEnded():
                 self._on(shard, what)
@@ -325,7 +321,7 @@ class VirtualWorld:
     # ---- workers --------------------------------------------------------------------------------
 
     def _released(self, worker: int, shard: int) -> None:
-        """This server lets the worker go on; the parameters are on their way."""
+        """This server has released the worker; send it the parameters."""
         loaded = not self._turns or worker in self._asked
         at_s = self._links[shard].back_s(worker, self.now_s, loaded)
         if len(self.servers) > 1:
@@ -345,15 +341,15 @@ class VirtualWorld:
             self._go_on(worker, at_s)
 
     def _take(self, worker: int) -> None:
-        """The worker takes the answer to what it has offered before, and goes on."""
-        assert self._replicas is not None, "it trains on its own"
+        """The worker takes the answer to its earlier push, and continues."""
+        assert self._replicas is not None, "workers have their own parameters"
         at_s = self._on_its_own.take_s(worker, self.now_s)
         self._leaves(worker, self._replicas.take(worker), at_s)
 
     def _leaves(
         self, worker: int, made: Push | Await | None, at_s: float, at_once: bool = False
     ) -> None:
-        """The worker hands this over, if it is something, and goes on if it can."""
+        """The worker sends its push, if any, and continues if it can."""
         if isinstance(made, Await):
             if not self._on_its_own.awaits(worker):
                 self._take(worker)
@@ -368,9 +364,9 @@ class VirtualWorld:
         self._go_on(worker, at_s)
 
     def _go_on(self, worker: int, at_s: float) -> None:
-        """From ``at_s`` on the worker can begin its next mini-batch, or what it was interrupted in.
+        """At ``at_s`` the worker begins its next or interrupted mini-batch.
 
-        It may first have to ask for its turn, or find that the epoch has ended.
+        It may first have to ask for its turn, or meet the others at the end of the epoch.
         """
         push: Push | None = self._contribution
         if self._source is not None:
@@ -393,12 +389,12 @@ class VirtualWorld:
         self._compute(worker, at_s, push)
 
     def _compute(self, worker: int, begin_s: float, push: Push) -> None:
-        """The worker computes."""
+        """The worker computes from ``begin_s`` on."""
         work_s = self._draws[worker]()
         end_s = begin_s + work_s
         if worker in self._finish:
             end_s = self._finish[worker](begin_s, work_s)
-        loaded_s = 0.0 if self._alone else self._links[0].loaded_s  # alone, it may send nothing
+        loaded_s = 0.0 if self._alone else self._links[0].loaded_s  # else counted when it pushes
         self.network_s += begin_s - self.now_s + loaded_s
         if self._interrupts:
             self._read[worker] = self.server.statistics.version
@@ -407,7 +403,7 @@ class VirtualWorld:
         heapq.heappush(self._due, (at_s, worker, number, 0, push))
 
     def _end_mini_batch(self, worker: int, push: Push) -> None:
-        """The worker has come to the end of its mini-batch, and hands over what there is."""
+        """The worker has ended its mini-batch, and pushes."""
         made: Push | Await | None = push
         if (replicas := self._replicas) is not None and push.weight > 0:
             made = replicas.compute(worker, push)
@@ -418,7 +414,7 @@ class VirtualWorld:
         self._leaves(worker, made, self.now_s, at_once=self._direct)
 
     def _say(self, worker: int, said: Push | Begin | Gather, at_s: float) -> None:
-        """At ``at_s`` the worker says so to all servers, each its part; what it did has ended."""
+        """At ``at_s`` the worker sends each server its part; a new activity begins."""
         if (number := self._on_its_own.number(worker)) is None:
             number = self._doing[worker] = self._doing[worker] + 1
         self._answers[worker].expect()
@@ -429,22 +425,24 @@ class VirtualWorld:
                 way_s, delay_s = self._loads_s(shard, part)[0], links.delay_s(worker)
                 self.network_s += (way_s * self._alone + delay_s) if shard == 0 else 0.0
                 way_s += delay_s
-            heapq.heappush(self._due, (at_s + way_s, worker, number, shard, Arrival(part)))
+            heapq.heappush(self._due, (at_s + way_s, worker, number, shard, MessageArrival(part)))
 
     def _loads_s(self, shard: int, part: Push) -> tuple[float, float]:
-        """How long it takes over the worker's link, and how long it holds the server's."""
-        alone = self._replicas if self._alone else None
-        return self._links[shard].loads_s(None if alone is None else alone.bytes_of(shard, part))
+        """Time of the part on the worker's link, and on the server's."""
+        links = self._links[shard]
+        if self._replicas is None or not self._alone:
+            return links.loaded_s, links.passing_s
+        return links.loads_s(self._replicas.bytes_of(shard, part))
 
     def _arrive(self, worker: int, shard: int, said: Push | Begin | Gather) -> None:
-        """Something has come over the worker's link; the server's own may be busy."""
+        """A message has passed the worker's link; it may queue for the server's link."""
         if isinstance(said, Push):
             passing_s = self._loads_s(shard, said)[1]
             through_s = self._links[shard].enters_s(worker, self.now_s, passing_s)
             if through_s is not None:
                 self.network_s += through_s - self.now_s if shard == 0 else 0.0
                 number = self._on_its_own.number(worker) or self._doing[worker]
-                heapq.heappush(self._due, (through_s, worker, number, shard, Arrival(said)))
+                heapq.heappush(self._due, (through_s, worker, number, shard, MessageArrival(said)))
                 return
             if shard == 0:
                 self.events += not self._alone
@@ -458,17 +456,17 @@ class VirtualWorld:
     # ---- servers --------------------------------------------------------------------------------
 
     def _tell(self, event: Event) -> None:
-        """All servers are told."""
+        """Pass the event to all servers."""
         for shard in range(len(self.servers)):
             self._on(shard, event)
 
     def _admit(self, worker: int) -> None:
-        """The worker begins (anew) with the newest parameters."""
+        """The worker begins with the newest parameters."""
         self._answers[worker].expect()
         self._tell(Admitted(worker))
 
     def _on(self, shard: int, event: Event) -> None:
-        """The server is told, and workers hear what it answers."""
+        """The server handles the event, and its replies are sent."""
         server, self._heard_s = self.servers[shard], self.now_s
         for worker, reply in server.on(event):
             if isinstance(reply, Released):
@@ -481,13 +479,13 @@ class VirtualWorld:
             self._end_update(shard, server.under_way)
 
     def _end_update(self, shard: int, ticket: int | None) -> None:
-        """If the server has begun an update, this says when it will have ended."""
+        """Schedule the end of an update that the server has begun."""
         if ticket is not None and ticket != self._ending[shard]:
             self._ending[shard], at_s = ticket, self.now_s + self._update_s
             heapq.heappush(self._due, (at_s, A_SERVER, ticket, shard, UpdateEnded(ticket)))
 
     def _gathered(self, worker: int, shard: int, reply: Gathered) -> None:
-        """All have met at this server; at the last one, the worker begins the next epoch."""
+        """All workers have met at this server; after the last, the worker begins the next epoch."""
         if not self._answers[worker].all_there(shard, self.now_s, self.now_s):
             return
         if self._source is not None and reply is not self._met:
@@ -497,7 +495,7 @@ class VirtualWorld:
         self._admit(worker)
 
     def _interrupt(self) -> None:
-        """Those who compute for a round that is over begin anew, with the newest parameters."""
+        """Workers whose gradients would be dropped begin anew, with the newest parameters."""
         version = self.server.statistics.version
         for worker in sorted(w for w, read in self._read.items() if read < version):
             self.interrupted += 1
