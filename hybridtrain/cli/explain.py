@@ -94,7 +94,7 @@ def find_fault(overrides: Sequence[str]) -> str | None:
     choices = hydra_config.groups()
     base = base_config(parsed)
     for item in parsed:
-        if line := _key_fault(item, base, choices):
+        if line := _key_fault(item, base, parsed, choices):
             return _other_choice(item, parsed, choices) or line
     return None
 
@@ -166,7 +166,9 @@ def _group_fault(item: Override, choices: dict[str, list[str]]) -> str | None:
     return None
 
 
-def _key_fault(item: Override, base: DictConfig, choices: dict[str, list[str]]) -> str | None:
+def _key_fault(
+    item: Override, base: DictConfig, parsed: Sequence[Override], choices: dict[str, list[str]]
+) -> str | None:
     key = item.key_or_group
     if item.is_add() or item.is_force_add() or key in choices or key.startswith("hydra"):
         return None
@@ -175,13 +177,14 @@ def _key_fault(item: Override, base: DictConfig, choices: dict[str, list[str]]) 
     *parents, leaf = key.split(".")
     node, above = _deepest(base, parents)
     wanted = [*parents, leaf][len(above)]
+    if isinstance(node, DictConfig) and wanted in node:
+        return None
     if above == ["strategy"] and node.get("_target_") == STRATEGY:
         given: Any = OmegaConf.to_container(node, resolve=False)
+        given |= {x.key_or_group.removeprefix("strategy."): x.value() for x in parsed}
         return strategy_arguments.unknown(wanted, given, "strategy.")
     if not isinstance(node, DictConfig):
         return f"{key}: {'.'.join(above)} is a single value and has no key {wanted!r}"
-    if wanted in node:
-        return None
     names = [str(x) for x in node if not str(x).startswith("_")] + ([] if above else list(choices))
     where = f"in {'.'.join(above)}" if above else "at the top"
     hint = closest(wanted, names)
@@ -247,8 +250,9 @@ def closest(word: str, names: Iterable[str]) -> str:
 
 def _elsewhere(base: DictConfig, leaf: str) -> str:
     """A hint for a key typed without its group, such as ``devices`` for ``trainer.devices``."""
-    for group in ("trainer", "optimizer", "strategy", "model", "data", "task"):
-        node = base.get(group)
+    parts = ("strategy.policy", "strategy.exchange")
+    for group in ("trainer", "optimizer", "strategy", "model", "data", "task", *parts):
+        node = OmegaConf.select(base, group, throw_on_missing=False)
         if isinstance(node, DictConfig) and leaf in node:
             return f"; did you mean {group}.{leaf}?"
     return ""

@@ -52,6 +52,7 @@ from hybridtrain.lightning.stop_iteration import take_for_an_error
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.stragglers import SlowReport
 from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
+from hybridtrain.options.strategy_arguments import check_sizes
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.recovery.failure_policy import Judge
 from hybridtrain.server.server import Server
@@ -85,7 +86,7 @@ class HybridLauncher(Launcher):
         assert trainer is not None, "Lightning always passes its trainer"
         policy = deepcopy(strategy.policy)
         strategy.requirements = combine(policy, strategy.exchange, strategy.world_size)
-        if strategy.data_options.data_shards is not None:
+        if strategy.data_options["data_shards"] is not None:
             check_visits(strategy.requirements)
         if strategy.recording is not None and strategy.recording.instead is not None:
             job = _Job(trainer, function, args, kwargs, None, [])
@@ -207,7 +208,7 @@ def check_all(strategy: RunContext, trainer: pl.Trainer) -> None:
     strategy.transport.check(strategy, trainer, strategy.requirements)
     if strategy.requirements.parameters == "own":
         check_own_parameters(strategy, trainer)
-    strategy.data_options.check_workers(strategy.world_size)
+    check_sizes(strategy.data_options["batch_size_per_worker"], strategy.world_size)
     strategy.on_failure.check(strategy.world_size)
     strategy.faults.check(strategy.requirements, strategy.world_size)
     check_parameters(trainer.lightning_module)

@@ -25,7 +25,7 @@ from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.replay.recording import Recording
 from hybridtrain.lightning.results.callback_state import CallbackState
 from hybridtrain.monitoring.hang_detector import HangTimeout
-from hybridtrain.options.strategy_arguments import DataArguments
+from hybridtrain.options.strategy_arguments import StrategyArguments
 from hybridtrain.policies import Policy
 from hybridtrain.recovery.failure_policy import OnFailure
 from hybridtrain.updates.named import NamedUpdate
@@ -89,7 +89,7 @@ class RunContext(Protocol):
     rng_mailbox: RngMailbox | None
     transport: Transport
     on_failure: OnFailure
-    data_options: DataArguments
+    data_options: StrategyArguments
     faults: Faults
     patience: HangTimeout | None
     start_method: str

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import pytorch_lightning as pl
 import torch
@@ -56,27 +56,69 @@ from hybridtrain.lightning.sync_batchnorm import synchronise
 from hybridtrain.lightning.worker_callback import WorkerCallback
 from hybridtrain.lightning_package import admit, decide, is_foreign, other_than, refuse_mixture
 from hybridtrain.monitoring.hang_detector import HangTimeout
-from hybridtrain.options.strategy_arguments import (
-    DataArguments,
-    StrategyArguments,
-    given_flat,
-    with_options,
-)
+from hybridtrain.options.strategy_arguments import StrategyArguments, checked, of_lightning
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Paused, Resumed
 from hybridtrain.recovery.failure_policy import OnFailure
 from hybridtrain.updates.named import update_of
 from hybridtrain.updates.staleness import make_correction
+from hybridtrain.util.option_types import Named
 from hybridtrain.worker.client import Client
 
 
 class HybridStrategy(SingleHost, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
-    The options, listed below, are defined in :mod:`hybridtrain.options.strategy_arguments`.
+    Args:
+        policy: when a gradient counts: the name of one of ``hybridtrain.policies.POLICIES``
+            (``"hybrid"``: wait for all, apply their mean), a mapping with its name and parameters
+            (``{"name": "backup", "k": 3}``), or an object of :class:`hybridtrain.policies.Policy`.
+        exchange: what workers hand over: the name of one of ``hybridtrain.exchanges.EXCHANGES``, a
+            mapping with its name and parameters (``{"name": "movement", "every": 8}``), or an
+            object; ``None``: gradients, or what goes with the policy.
+        update: how the masters move: ``"user"`` (the module's own optimizer), ``"mean"``, a name of
+            ``torch.optim`` or of :mod:`hybridtrain.updates.delay_tolerant`, or a mapping with its
+            name and arguments (``{"name": "adagrad", "lr": 0.1}``); ``None``: what goes with the
+            exchange.
+        correction: what is done about late gradients: nothing, or one of
+            ``hybridtrain.updates.staleness.CORRECTIONS``, given like a policy.
+        workers_per_device: how many workers share one device.
+        start_method: ``"fork"``, ``"spawn"``, ``"forkserver"``, or ``"auto"``: fork where that is
+            safe (Linux, CUDA not yet initialised), else spawn.
+        threads_per_worker: torch threads of each worker; ``"auto"``: cores divided by workers.
+        stop_grace_s: how long workers may take to stop after Ctrl-C or a failure, in seconds.
+        device_memory_fraction: of its GPU, for each worker, above 0 and up to 1; ``None``: no limit
+            for one alone, and where several workers have one, equal shares until it is measured
+            what each needs, then that and an equal part of the rest.
+        transport_dtype: ``"bf16"``: float32 gradients are rounded to it on their way.
+        num_samples_key: the entry of a batch that tells how many samples it has (a number, or a
+            tensor or list with the samples along its first dimension), where it cannot be seen.
+        batch_size_per_worker: a size for each worker's mini-batches; else the DataLoader's for all.
+        iterable: what is done about streams, whose samples cannot be shared out: ``"deal"``: each
+            worker takes every W-th mini-batch; ``"own"``: they share themselves out; ``None``:
+            as ``"own"``, with a warning.
+        keep_order: go through training data that are not shuffled in their order, also with
+            several workers; else they are shuffled then, as under DDP.
+        data_shards: ``{"number": S, "visit": N}``: cut the epoch's order into S shards; a worker
+            that draws takes N mini-batches from one, then goes to the one visited least.
+        on_nonfinite: when a worker's gradient is not finite: ``"raise"`` ends the run and says
+            whose, ``"drop"`` leaves that worker out of the step, ``"skip_step"`` all of it;
+            ``"auto"``: raise, but drop where a ``SpikeDetection`` sees a loss that is not finite.
+        on_oom: the same when a worker runs out of memory in a step.
+        on_failure: when a worker fails or dies: ``"stop"`` all, ``"continue"`` without it, or
+            ``"restart"`` it.
+        min_workers: with fewer left, the run stops.
+        max_restarts: in the whole run; ``None``: any number.
+        hang_timeout_s: seconds without a sign of life after which a worker is killed; ``"auto"``:
+            from its own past; ``None``: never. Its stacks are printed before.
+        faults: what is to go wrong on purpose: ``[{"worker": 1, "step": 20, "kind": "kill"}]``; see
+            :class:`hybridtrain.testing.faults.Fault`.
+        record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
+        checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
+        **options: those above, and what Lightning's ``ParallelStrategy`` takes.
 
     Raises:
-        UserError: if an argument is invalid.
+        UserError: if an option is unknown, has a value that is not allowed, or contradicts another.
     """
 
     strategy_name = "hybrid"
@@ -96,25 +138,28 @@ class HybridStrategy(SingleHost, ParallelStrategy):
     _has_asked = False  # whether it may begin at all
     _absence: Absence
 
-    @given_flat(StrategyArguments)
-    def __init__(self, given: StrategyArguments) -> None:
-        super().__init__(**given.for_lightning())
-        self.policy, self.correction = make_policy(given.policy), make_correction(given.correction)
-        self.exchange = exchange_of(self.policy, given.exchange)
-        self.update = update_of(self.exchange, given.update)
+    def __init__(self, policy: Named = "hybrid", **options: Unpack[StrategyArguments]) -> None:
+        given = checked({"policy": policy, **options})
+        super().__init__(**of_lightning(given))
+        self.policy, self.correction = make_policy(policy), make_correction(given["correction"])
+        self.exchange = exchange_of(self.policy, given["exchange"])
+        self.update = update_of(self.exchange, given["update"])
         self.requirements = Requirements()  # set once W is known
-        self.workers_per_device = given.workers_per_device
-        self.start_method: str = given.start_method
-        self.threads_per_worker = given.threads_per_worker
-        self.device_memory = DeviceMemory(given.device_memory_fraction)
-        self.stop_grace_s = given.stop_grace_s
-        self.on_fault = OnFault(given.on_nonfinite, given.on_oom)
-        self.transport = Transport.of(given.transport_dtype)
-        self.data_options: DataArguments = given
-        self.recording = Recording.at(given.record)
-        self.keeping = CheckpointWriting(given.checkpoint)
-        self.on_failure = OnFailure(given.on_failure, given.min_workers, given.max_restarts)
-        self.faults, self.patience = Faults.of(given.faults), HangTimeout.of(given.hang_timeout_s)
+        self.workers_per_device = given["workers_per_device"]
+        self.start_method: str = given["start_method"]
+        self.threads_per_worker = given["threads_per_worker"]
+        self.device_memory = DeviceMemory(given["device_memory_fraction"])
+        self.stop_grace_s = given["stop_grace_s"]
+        self.on_fault = OnFault(given["on_nonfinite"], given["on_oom"])
+        self.transport = Transport.of(given["transport_dtype"])
+        self.data_options: StrategyArguments = given
+        self.recording = Recording.at(given["record"])
+        self.keeping = CheckpointWriting(given["checkpoint"])
+        self.on_failure = OnFailure(
+            given["on_failure"], given["min_workers"], given["max_restarts"]
+        )
+        self.faults = Faults.of(given["faults"])
+        self.patience = HangTimeout.of(given["hang_timeout_s"])
 
     @property
     def world_size(self) -> int:
@@ -418,9 +463,6 @@ class HybridStrategy(SingleHost, ParallelStrategy):
                 optimizer.load_state_dict(state)
             else:
                 self._session.saved.load(optimizer, state)
-
-
-HybridStrategy.__doc__ = with_options(HybridStrategy.__doc__)
 
 
 admit(HybridStrategy)

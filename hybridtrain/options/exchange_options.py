@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypedDict
 
 from hybridtrain.util.option_types import (
+    FILLED,
     Above0,
     Checked,
-    Filled,
     Natural,
     Part,
     Positive,
@@ -39,7 +39,7 @@ class BySpeed(TypedDict):
 
     longest: Positive
     seconds_per_step: Annotated[
-        Sequence[Above0], Filled(), "as a run with every worker at work has measured (service_s)"
+        Sequence[Above0], FILLED, "as a run with every worker at work has measured (service_s)"
     ]
 
 

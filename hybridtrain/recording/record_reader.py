@@ -11,7 +11,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -28,8 +28,8 @@ from hybridtrain.recording.record_file import (
     VERSION,
     Record,
 )
-from hybridtrain.util.descriptions import EACH, Rule, misfit, real, whole
 from hybridtrain.util.input_files import open_input
+from hybridtrain.util.option_types import EACH, Count, NotNegative, Range, Rule, misfit
 
 Cells = np.ndarray[Any, np.dtype[np.void]]
 
@@ -42,29 +42,31 @@ _CRC = struct.Struct("<I")
 _PIECE_CRC = struct.Struct("<8xI")
 
 
-_BELOW = Rule(
-    "a path below the run's directory",
-    lambda x: isinstance(x, str) and not (PurePath(x).is_absolute() or ".." in PurePath(x).parts),
-)
+def _is_below(path: str) -> bool:
+    return not (PurePath(path).is_absolute() or ".." in PurePath(path).parts)
+
+
+_Below = Annotated[str, Rule("that is a path below the run's directory", _is_below)]
+_Threads = Annotated[int, Range(1, 2**16)]
 _CONFIGURED = {  # by the command line
     "config": {
-        "seed": (None, whole(0, 2**32 - 1)),
-        "ckpt": (None, str),
+        "seed": Annotated[int, Range(0, 2**32 - 1)] | None,
+        "ckpt": str | None,
         "trainer": dict,
         "strategy": dict,
-        "logger": (None, dict),
+        "logger": dict | None,
     },
-    "drawn_seed": (None, whole()),
-    "checkpoints": [_BELOW],
+    "drawn_seed": Count | None,
+    "checkpoints": [_Below],
     "directory": str,
     "run_dir": str,
     "ckpt?": str,
 }
-_ABOUT = (Rule("", lambda x: isinstance(x, dict) and "config" not in x), _CONFIGURED)
+_ABOUT = (Annotated[dict[str, Any], Rule("", lambda about: "config" not in about)], _CONFIGURED)
 _HEADER = {
     "kinds": [str],
-    "workers": whole(1, NOBODY - 1),
-    **dict.fromkeys(("threads", "server_threads"), whole(1, 2**16)),
+    "workers": Annotated[int, Range(1, NOBODY - 1)],
+    **dict.fromkeys(("threads", "server_threads"), _Threads),
     **dict.fromkeys(("policy", "correction?", "exchange?", "update?"), str),
     "requirements": {"parameters": str},
     "versions": {EACH: str},
@@ -72,18 +74,18 @@ _HEADER = {
     "about": _ABOUT,
 }
 _STATS = {
-    "updates": whole(),
-    "training_s": real(0),
-    "samples_per_s": real(0),
-    "waiting_share": [real(0)],
-    "dropped": [whole()],
-    "staleness": {"mean": real(0), "max": whole()},
+    "updates": Count,
+    "training_s": NotNegative,
+    "samples_per_s": NotNegative,
+    "waiting_share": [NotNegative],
+    "dropped": [Count],
+    "staleness": {"mean": NotNegative, "max": Count},
 }
 _TOLD = {
     "header": _HEADER,
     "begin?": {"parameters": str},
-    "end?": {"parameters": (None, str), "optimizers": str, "stats?": _STATS},
-    EACH: {"kind?": str, "length?": whole(), "items?": str, "batch?": whole()},  # of data, saving
+    "end?": {"parameters": str | None, "optimizers": str, "stats?": _STATS},
+    EACH: {"kind?": str, "length?": Count, "items?": str, "batch?": Count},  # of data, saving
 }
 
 

@@ -47,7 +47,7 @@ from hybridtrain.report.runs import (
     read_run,
 )
 from hybridtrain.report.sheets import curves_sheet, runs_sheet
-from hybridtrain.util.number_checks import is_number
+from hybridtrain.util.option_types import is_number
 
 PAGE, RUNS, CURVES = "comparison.html", "comparison.csv", "curves.csv"
 FEW = 6  # rows of a table that is not folded away

@@ -1,8 +1,9 @@
-"""Values of options against their types: the one place where they are checked.
+"""Checks values of options and the content of files against types and ranges.
 
 An option is described where it is declared, by a field or parameter with its type and, in
-``Annotated``, its range: ``k: Positive | None``. From that come the check of a value, the words for
-what is allowed, and the tables of the documentation.
+``Annotated``, its range: ``k: Positive | None``. :func:`check` holds a value to it, :func:`words`
+puts it into words for messages and for the tables of the documentation. :func:`misfit` compares the
+content of a record or checkpoint with a description built from such types.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from functools import lru_cache, wraps
@@ -21,6 +23,7 @@ from typing import (
     Any,
     ClassVar,
     Literal,
+    TypeGuard,
     TypeVar,
     Union,
     cast,
@@ -31,7 +34,6 @@ from typing import (
 )
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.number_checks import is_number
 
 F = TypeVar("F", bound=Callable[..., Any])
 _SHOWN = 100  # characters of a value
@@ -51,7 +53,7 @@ class Range:
         """Whether the number lies in it."""
         above = value > self.least if "(" in self.open else value >= self.least
         below = value < self.most if ")" in self.open else value <= self.most
-        return bool(above and below and (math.isfinite(value) or self.infinite))
+        return bool(above and below and (abs(value) < math.inf or self.infinite))
 
     def __str__(self) -> str:
         if self.most == math.inf:
@@ -63,37 +65,28 @@ class Range:
 
 
 @dataclass(frozen=True)
-class Made:
-    """An object that a user has made, instead of plain data."""
+class Rule:
+    """The values for which ``holds`` is true, in words."""
 
-    def holds(self, value: Any) -> bool:
-        """Whether the value is an object, not plain data."""
-        return not isinstance(value, _PLAIN)
-
-    def __str__(self) -> str:
-        return "an object"
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A list that is not empty."""
-
-    def holds(self, value: Any) -> bool:
-        """Whether the list has a member."""
-        return len(value) > 0
+    text: str
+    holds: Callable[[Any], object]
 
     def __str__(self) -> str:
-        return "(one at least)"
+        return self.text
 
+
+FILLED = Rule("(one at least)", len)
+_PLAIN = (str, int, float, Sequence, Mapping, NoneType)
 
 Natural = Annotated[int, Range(0)]
+Count = Annotated[int, Range(0, 2**62)]  # that fits in 64 bits
 Positive = Annotated[int, Range(1)]
 NotNegative = Annotated[float, Range(0)]
 Above0 = Annotated[float, Range(0, open="(")]
 Share = Annotated[float, Range(0, 1)]
 Decay = Annotated[float, Range(0, 1, open=")")]
-Several = Annotated[Sequence[Positive], Filled()]
-Part = Annotated[Any, Made()]
+Several = Annotated[Sequence[Positive], FILLED]
+Part = Annotated[Any, Rule("an object", lambda value: not isinstance(value, _PLAIN))]
 Named = str | Mapping[str, Any] | Part  # a name, a mapping with a name and parameters, an object
 
 
@@ -119,6 +112,11 @@ def refusal(name: str, value: Any, kind: Any, plain: bool = True) -> UserError:
     close = get_close_matches(value, list(_each(kind)), n=1) if isinstance(value, str) else ()
     hint = f" (did you mean {close[0]}?)" if close else ""
     return UserError(f"{name}={shown(value, plain)} was given{hint}; it must be {allowed}")
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether the value is a number; ``True`` and ``False`` are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def shown(value: Any, plain: bool = False) -> str:
@@ -220,7 +218,7 @@ def allows(value: Any, kind: Any, plain: bool = False) -> bool:
     if plain and isinstance(value, Mapping) and "_target_" in value:
         return True  # of which an object will be made
     if origin is Annotated:
-        ranges = [note for note in inside[1:] if isinstance(note, Range | Made | Filled)]
+        ranges = [note for note in inside[1:] if isinstance(note, Range | Rule)]
         return allows(value, inside[0], plain) and all(each.holds(value) for each in ranges)
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in inside)
@@ -257,13 +255,13 @@ def _fits(value: Mapping[Any, Any], kind: Any, plain: bool) -> bool:
     )
 
 
-_PLAIN = (str, int, float, Sequence, Mapping, NoneType)
+_ENDS = (math.inf, -math.inf)
 _SIMPLE: dict[Any, Callable[[Any], bool]] = {
     Any: lambda value: True,
     object: lambda value: True,
     bool: lambda value: isinstance(value, bool),
     int: lambda value: type(value) is int,
-    float: lambda value: is_number(value) and not math.isnan(value),
+    float: lambda value: is_number(value) and (abs(value) <= sys.float_info.max or value in _ENDS),
     str: lambda value: isinstance(value, str),
     Path: lambda value: isinstance(value, str | Path),
     NoneType: lambda value: value is None,
@@ -312,3 +310,51 @@ _WORDS: dict[Any, str] = {
     dict: "a mapping",
     list: "a list",
 }
+
+
+# ---- content of files ---------------------------------------------------------------------------
+
+EACH = "*"
+_ABSENT = object()
+
+
+def misfit(value: Any, wanted: Any, place: str) -> str | None:
+    """Say where the content of a file differs from its description; ``None``: nowhere.
+
+    Args:
+        wanted: a type as above; a tuple of descriptions, of which one must fit; ``[description]``
+            of each member of a list or tuple; or ``{key: description}`` of a mapping, which may
+            have other keys. ``key?`` may be absent; ``*`` describes the value of every key,
+            ``*loop`` of every key that ends so.
+        place: what the value is called.
+    """
+    match wanted:
+        case tuple():
+            found = [misfit(value, each, place) for each in wanted]
+            return None if None in found else found[-1]
+        case list():
+            if isinstance(value, list | tuple):
+                return _first((each, wanted[0], f"{place}[{n}]") for n, each in enumerate(value))
+        case dict():
+            if isinstance(value, Mapping):
+                return _first(_members(value, wanted, place))
+        case _ if allows(value, wanted):
+            return None
+    scalar = isinstance(value, str | int | float | NoneType)
+    given = shown(value) if scalar else f"of type {type(value).__name__}"
+    must = words(type(wanted) if isinstance(wanted, list | dict) else wanted)
+    return f"{place} is {'missing' if value is _ABSENT else given}, and must be {must}"
+
+
+def _first(parts: Iterable[tuple[Any, Any, str]]) -> str | None:
+    return next((found for part in parts if (found := misfit(*part)) is not None), None)
+
+
+def _members(value: Any, wanted: dict[str, Any], place: str) -> Iterator[tuple[Any, Any, str]]:
+    for name, inner in wanted.items():
+        key = name.removesuffix("?")
+        if name.startswith(EACH):
+            found = [key for key in value if str(key).endswith(name[1:])]
+            yield from ((value[key], inner, f"{place}.{key}") for key in found)
+        elif key in value or key == name:
+            yield value.get(key, _ABSENT), inner, f"{place}.{key}"

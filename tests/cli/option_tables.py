@@ -13,12 +13,13 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from hybridtrain import HybridStrategy
 from hybridtrain.cli.hydra_config import compose_config, conf_dir
 from hybridtrain.cli.validation.run_options import RunOptions, TaskOptions, TrainerOptions
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
-from hybridtrain.options.strategy_arguments import GROUPS
+from hybridtrain.options.strategy_arguments import DEFAULTS, StrategyArguments
 from hybridtrain.policies import POLICIES
-from hybridtrain.util.option_types import hints, words
+from hybridtrain.util.option_types import Named, hints, words
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 _ENTRY = re.compile(r"^    (\w+): (.*(?:\n {8,}.*)*)", re.MULTILINE)
@@ -52,10 +53,9 @@ def yaml(value: Any) -> str:
 
 
 def strategy_rows() -> Iterator[list[str]]:
-    for group in GROUPS[:-1]:
-        said, kinds = texts(group), hints(group)
-        for name, parameter in inspect.signature(group).parameters.items():
-            yield [f"`{name}`", yaml(parameter.default), allowed(kinds[name]), said[name]]
+    said, kinds = texts(HybridStrategy), {"policy": Named, **hints(StrategyArguments)}
+    for name, default in {"policy": "hybrid", **DEFAULTS}.items():
+        yield [f"`{name}`", yaml(default), allowed(kinds[name]), said[name]]
 
 
 def part_rows(known: Mapping[str, Callable[..., Any]]) -> Iterator[list[str]]:

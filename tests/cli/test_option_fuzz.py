@@ -66,6 +66,11 @@ ONCE: dict[str, list[str]] = {
     "trainer.deterministic=abc": ["trainer.deterministic=abc", "true, false, warn or null"],
     "strategy.lead=3": ["a parameter of policy=ssp"],
     "strategy=ssp strategy.max_staleness=4": ["policy=async", "takes strategy.policy.lead"],
+    "strategy=ssp lead=4": ["did you mean strategy.policy.lead?"],
+    "strategy.correction=polynomial strategy.exponent=2": ["mean strategy.correction.exponent?"],
+    "strategy.policy=ssp strategy.lead=2": ["did you mean strategy.policy.lead?"],
+    "strategy=ssp strategy.policy.min_workers=2": ["did you mean strategy.min_workers?"],
+    "strategy=ssp +strategy.policy.min_workers=2": ["did you mean strategy.min_workers?"],
     "strategy=backup strategy.k=1": ["did you mean strategy.policy.k?"],
     "strategy=easgd strategy.bata=1": ["did you mean strategy.exchange.beta?"],
 }

@@ -85,10 +85,11 @@ def _check_keys(given: Mapping[str, Any], described: type, prefix: str) -> None:
 
 def _check_strategy(given: Mapping[str, Any]) -> None:
     made = checked(given, "strategy.", plain=True)
-    checked_choice("strategy.policy", made.policy, POLICIES, plain=True)
-    make_policy(made.policy)
-    if made.exchange is not None:
-        checked_choice("strategy.exchange", made.exchange, EXCHANGE_OPTIONS, plain=True)
+    policy = given.get("policy", "hybrid")
+    checked_choice("strategy.policy", policy, POLICIES, plain=True)
+    make_policy(policy)
+    if made["exchange"] is not None:
+        checked_choice("strategy.exchange", made["exchange"], EXCHANGE_OPTIONS, plain=True)
 
 
 def _check_together(given: Mapping[str, Any]) -> None:

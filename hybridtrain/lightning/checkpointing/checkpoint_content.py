@@ -7,62 +7,63 @@ users' parts are not.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.mid_epoch import read_format
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
-from hybridtrain.util.descriptions import EACH, Rule, misfit, real, whole
+from hybridtrain.util.option_types import EACH, Count, NotNegative, Range, Rule, misfit
 
-_VERSION = Rule(
-    "a version such as 2.6.1",
-    lambda x: isinstance(x, str) and re.match(r"\d{1,9}(\.\d{1,9}){1,3}", x) is not None,
-)
-_RATE = (Tensor, real(0))
-_COUNTS = {EACH: whole()}
+_Version = Annotated[str, Rule("such as 2.6.1", re.compile(r"\d{1,9}(\.\d{1,9}){1,3}").match)]
+_Rate = Tensor | NotNegative
+_Finite = Annotated[float, Rule("that is finite", math.isfinite)]
+_Format = Annotated[int, Range(1, 2**62)]
+_Epoch = Annotated[int, Range(-1, 2**62)]
+_COUNTS = {EACH: Count}
 _PROGRESS = {"total": _COUNTS, "current": _COUNTS, "is_last_batch?": bool}
 _OF_OPTIMIZER = {"optimizer": {"step": _PROGRESS, "zero_grad": _PROGRESS}}
 _LOOP = {
     "*progress": (_OF_OPTIMIZER, _PROGRESS),
-    "epoch_loop.state_dict?": {"_batches_that_stepped?": whole()},
+    "epoch_loop.state_dict?": {"_batches_that_stepped?": Count},
 }
 _FIT_LOOP = {**_LOOP, "epoch_progress": _PROGRESS, "epoch_loop.batch_progress": _PROGRESS}
 _LOADER = {
-    **dict.fromkeys(("lap", "batches", "length"), whole()),
-    "spans": [[whole()]],
-    "seed": (None, whole()),
-    "indices": (None, Tensor),
-    "sizes?": (None, [whole()]),
+    **dict.fromkeys(("lap", "batches", "length"), Count),
+    "spans": [[Count]],
+    "seed": Count | None,
+    "indices": Tensor | None,
+    "sizes?": (None, [Count]),
 }
 _WEIGHTS = {
     "state_dict": dict,
-    "epoch?": whole(),
-    "global_step?": whole(),
-    "pytorch-lightning_version": _VERSION,
+    "epoch?": Count,
+    "global_step?": Count,
+    "pytorch-lightning_version": _Version,
     "hybridtrain?": {
-        "format": whole(1),
-        "epoch": whole(),
-        "batches": whole(),
+        "format": _Format,
+        "epoch": Count,
+        "batches": Count,
         "loaders": [_LOADER],
     },
 }
 _GROUP = {
-    "params": [whole()],
-    **dict.fromkeys(("lr?", "initial_lr?", "momentum?", "weight_decay?"), _RATE),
-    "eps?": (*_RATE, [(None, real(0))]),  # Adafactor has two
-    "betas?": [_RATE],
+    "params": [Count],
+    **dict.fromkeys(("lr?", "initial_lr?", "momentum?", "weight_decay?"), _Rate),
+    "eps?": (_Rate, [NotNegative | None]),  # Adafactor has two
+    "betas?": [_Rate],
 }
-_VALUE = (Tensor, None, bool, real(), str, list, dict)  # of a state; a text may name a method
+_VALUE = Tensor | bool | _Finite | str | list[Any] | dict[str, Any] | None  # a method by its name
 _FULL = {
     "loops?": {"fit_loop": _FIT_LOOP, "*loop": _LOOP},
     "optimizer_states": [{"state?": {EACH: {EACH: _VALUE}}, "param_groups?": [_GROUP]}],
-    "lr_schedulers": [{"last_epoch?": whole(-1), "_step_count?": whole(), "base_lrs?": [_RATE]}],
+    "lr_schedulers": [{"last_epoch?": _Epoch, "_step_count?": Count, "base_lrs?": [_Rate]}],
     "callbacks?": dict,
 }
 _MOMENTS = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "exp_inf"}

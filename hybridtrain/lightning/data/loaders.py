@@ -52,7 +52,7 @@ from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluati
 from hybridtrain.lightning.replay.run_record import data_teller
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.saved_states import WORKERS
-from hybridtrain.options.strategy_arguments import DataArguments
+from hybridtrain.options.strategy_arguments import StrategyArguments
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Visits
 from hybridtrain.protocol.spans import Spans, positions, total
 from hybridtrain.worker.client import Client
@@ -106,7 +106,7 @@ class Loaders:
         trainer: pl.Trainer,
         client: Client,
         requirements: Requirements,
-        options: DataArguments,
+        options: StrategyArguments,
     ) -> None:
         self._trainer: Any = trainer
         self._client, self._requirements = client, requirements
@@ -157,7 +157,7 @@ class Loaders:
         if not gets_our_sampler(self._trainer, dataloader):
             return dataloader.sampler
         if mode == RunningStage.TRAINING:
-            kept = self._options.keep_order or self._client.n_workers == 1
+            kept = self._options["keep_order"] or self._client.n_workers == 1
             kept = kept and isinstance(dataloader.sampler, SequentialSampler)
             return self._training(dataloader, not kept and not self._trainer.overfit_batches)
         indices = order_of(dataloader, shuffle, self._client)(0)
@@ -176,13 +176,13 @@ class Loaders:
     def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
         """Lightning's loader, with this worker's batch size."""
         if makes_its_own(dataloader, self._trainer):
-            if mode == RunningStage.TRAINING and self._options.batch_size_per_worker is not None:
+            if mode == RunningStage.TRAINING and self._options["batch_size_per_worker"] is not None:
                 check_batches(dataloader)
             sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
             return handed(dataloader, sampler, mode)
         chosen = isinstance(dataloader, DataLoader) and gets_our_sampler(self._trainer, dataloader)
         prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
-        client, option = self._client, self._options.iterable
+        client, option = self._client, self._options["iterable"]
         if client.n_workers > 1 and mode != RunningStage.PREDICTING:
             if shares_nothing(dataloader, chosen) and option == "deal":
                 return Dealing(prepared, client.worker, client.n_workers)
@@ -195,8 +195,8 @@ class Loaders:
         if isinstance(getattr(prepared.batch_sampler, "sampler", None), Whole):
             noting = prepared.batch_sampler
             put_inside(noting, self._dealt(inside(noting)))
-        if mode == RunningStage.TRAINING and self._options.batch_size_per_worker is not None:
-            size = self._options.batch_size_per_worker[self._client.worker]
+        if mode == RunningStage.TRAINING and self._options["batch_size_per_worker"] is not None:
+            size = self._options["batch_size_per_worker"][self._client.worker]
             check_batches(prepared)
             prepared.batch_sampler.batch_size = size  # type: ignore[union-attr]
             vars(prepared)["batch_size"] = size  # for the user; torch guards the attribute
@@ -207,7 +207,7 @@ class Loaders:
         if self._made_in_epoch != epoch:  # the loaders are new or reloaded
             self.samplers, self._made_in_epoch = [], epoch
         order, number = order_of(dataloader, shuffle, self._client), len(self.samplers)
-        sizes, shards = self._options.batch_size_per_worker, self._options.data_shards
+        sizes, shards = self._options["batch_size_per_worker"], self._options["data_shards"]
         sizes = None if sizes is None else tuple(sizes)
         plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
         if shards is not None:
@@ -231,7 +231,7 @@ class Loaders:
 
     @cached_property
     def _scales(self) -> Scales:
-        return Scales(self._trainer.lightning_module, self._options.num_samples_key)
+        return Scales(self._trainer.lightning_module, self._options["num_samples_key"])
 
     def weigh(self, batch: Any) -> tuple[float, float | None]:
         """Samples in this mini-batch, and in those of all workers, if known.

@@ -46,7 +46,7 @@ def check_devices(strategy: RunContext) -> None:
     found = chosen(strategy.parallel_devices or [])
     sizes = sorted(gpu.n_bytes for gpu in found if gpu.n_bytes)
     unequal = bool(sizes) and sizes[-1] > _UNEQUAL * sizes[0]
-    if unequal and strategy.data_options.batch_size_per_worker is None:
+    if unequal and strategy.data_options["batch_size_per_worker"] is None:
         each = ", ".join(f"{size / 2**30:.0f}" for size in sizes)
         rank_zero_warn(
             f"the devices are not alike (they have {each} GiB), and all get mini-batches of the "

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Annotated
 
-from hybridtrain.util.option_types import Checked, Filled, Natural, NotNegative, Range
+from hybridtrain.util.option_types import FILLED, Checked, Natural, NotNegative, Range
 
 INWARDS, OUTWARDS = 0, 1
 
@@ -48,7 +48,7 @@ class Network(Checked):
     bandwidth: Bandwidth = math.inf
     server_bandwidth: Bandwidth = math.inf
     size_bytes: Natural = 0
-    shards: Annotated[tuple[NotNegative, ...], Filled()] = (0.0,)
+    shards: Annotated[tuple[NotNegative, ...], FILLED] = (0.0,)
     prefix = "network."
 
     def links(self, shares: Sequence[float], n_workers: int, seed: int) -> list[Links]:

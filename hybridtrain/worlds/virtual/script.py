@@ -21,7 +21,7 @@ from typing import Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.input_files import read_text
-from hybridtrain.util.number_checks import is_number
+from hybridtrain.util.option_types import is_number
 
 Finish = Callable[[float, float], float]  # begin, seconds of work at full speed -> end
 

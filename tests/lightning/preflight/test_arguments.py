@@ -1,60 +1,58 @@
-"""What a strategy takes: declared in groups, given flat."""
+"""What a strategy takes: types, defaults and texts of its options, and what it refuses."""
 
 from __future__ import annotations
 
 import inspect
 import pydoc
 import re
-from dataclasses import fields
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import pytest
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.options.strategy_arguments import (
-    GROUPS,
-    PLACES,
+    DEFAULTS,
+    OPTIONS,
     LightningArguments,
     StrategyArguments,
 )
+from hybridtrain.policies.bounded_staleness import BoundedStaleness
+from hybridtrain.util.option_types import allows, hints
 
 COMMON = Path(__file__).parents[3] / "conf" / "strategy" / "host" / "common.yaml"
 
 
-def test_every_field_of_a_group_has_a_place_and_a_text() -> None:
-    names = [each.name for each in fields(StrategyArguments)]
-    lightnings = [each.name for each in fields(LightningArguments)]
-    assert sorted(names) == sorted([*PLACES, *lightnings])
-    assert set(StrategyArguments.__bases__) == set(GROUPS)
-    for group in GROUPS[:-1]:
-        told = re.findall(r"^    (\w+): ", cleandoc(group.__doc__ or ""), re.MULTILINE)
-        assert told == [each.name for each in fields(group)]
+def test_every_option_has_a_type_a_default_and_a_text() -> None:
+    kinds = hints(StrategyArguments)
+    assert kinds.keys() - hints(LightningArguments) == DEFAULTS.keys()
+    assert all(allows(value, kinds[name]) for name, value in DEFAULTS.items())
+    text = cleandoc(HybridStrategy.__doc__ or "").partition("Raises:")[0]
+    told = re.findall(r"^    ([*\w]+): ", text, re.MULTILINE)
+    assert told == [*OPTIONS, "**options"]
 
 
-def test_each_is_in_the_signature_with_its_default_and_in_the_help() -> None:
-    parameters = inspect.signature(HybridStrategy).parameters
-    defaults = vars(StrategyArguments())
-    assert [*parameters] == [*PLACES, "lightning"]
-    assert all(parameters[name].default == defaults[name] for name in PLACES)
-    assert parameters["on_failure"].annotation == Literal["stop", "continue", "restart"]
+def test_the_signature_names_the_policy_and_the_types_of_all_others() -> None:
+    assert str(inspect.signature(HybridStrategy)) == (
+        "(policy: 'Named' = 'hybrid', **options: 'Unpack[StrategyArguments]') -> 'None'"
+    )
+    assert hints(HybridStrategy)["options"] == Unpack[StrategyArguments]
     page = pydoc.plain(pydoc.render_doc(HybridStrategy))
-    for name in (*PLACES, r"\*\*lightning"):
+    for name in (*OPTIONS, r"\*\*options"):
         assert re.search(rf"^ \|      {name}: \S", page, re.MULTILINE), name
-    assert page.index("Args:") < page.index("Raises:\n |      UserError")
 
 
 def test_each_is_an_option_of_the_command_line() -> None:
     names = re.findall(r"^([a-z]\w*):", COMMON.read_text(), re.MULTILINE)
-    assert {*names, "policy"} == set(PLACES)
+    assert {*names, "policy"} == set(OPTIONS)
 
 
-def test_they_are_given_by_place_or_by_name() -> None:
-    one, other = HybridStrategy("async", 2), HybridStrategy(policy="async", workers_per_device=2)
+def test_the_policy_is_given_by_place_or_by_name() -> None:
+    one, other = HybridStrategy("async"), HybridStrategy(policy="async", workers_per_device=2)
     assert repr(one.policy) == repr(other.policy) == "OnArrival()"
-    assert one.workers_per_device == other.workers_per_device == 2
+    assert (one.workers_per_device, other.workers_per_device) == (1, 2)
 
 
 def test_lightnings_are_passed_on() -> None:
@@ -65,7 +63,7 @@ def test_lightnings_are_passed_on() -> None:
 def test_what_is_given_twice_or_unknown_is_refused() -> None:
     with pytest.raises(TypeError, match="multiple values for argument 'policy'"):
         HybridStrategy("async", policy="hybrid")
-    with pytest.raises(UserError, match=r"quite was given, .* it takes policy, workers_per_device"):
+    with pytest.raises(UserError, match=r"quite was given, .* it takes policy, exchange, update"):
         HybridStrategy(quite="another")
 
 
@@ -85,6 +83,18 @@ def test_shards_that_make_no_sense_are_refused(given: Any) -> None:
         ({"policy": "backup", "k": 4}, r"did you mean policy.k\?"),
         ({"exchange": "elastic", "beta": 0.5}, r"did you mean exchange.beta\?"),
         ({"exchange": {"name": "movement"}, "n_push": 2}, "exchange=accumulated; yours takes"),
+        ({"policy": BoundedStaleness(3), "max_staleness": 4}, r"policy=async; yours is an object"),
+        (
+            {"policy": {"name": "ssp", "max_staleness": 4}},
+            "ssp takes lead, max_staleness is ",
+        ),
+        ({"policy": {"name": "ssp", "min_workers": 1}}, r"policy.min_workers .*mean min_workers\?"),
+        (
+            {"exchange": {"name": "movement", "k": 1}},
+            r"exchange.k .*, a parameter of policy=",
+        ),
+        ({"policy": "hogwild", "optimizer_state": "private"}, "exchange=in_place"),
+        ({"correction": "polynomial", "exponent": 2.0}, r"did you mean correction.exponent\?"),
         ({"on_failur": "stop"}, r"did you mean on_failure\?"),
     ],
 )

@@ -28,7 +28,7 @@ def told(n: int, batch_sizes: Any = None, precision: str = "32-true") -> list[st
     """What is said of the first n devices."""
     strategy = SimpleNamespace(
         parallel_devices=[torch.device("cuda", number) for number in range(n)],
-        data_options=SimpleNamespace(batch_size_per_worker=batch_sizes),
+        data_options={"batch_size_per_worker": batch_sizes},
         precision_plugin=SimpleNamespace(precision=precision),
     )
     with warnings.catch_warnings(record=True) as caught:
