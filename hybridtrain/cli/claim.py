@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import socket
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from omegaconf import DictConfig
 
 from hybridtrain.cli.validation.host_checks import check_directory
 from hybridtrain.errors import UserError
+from hybridtrain.monitoring.watchdog import to_stderr
 
 LOCK_FILE = ".lock"
 PATIENCE_S = 2.0  # for processes that are being killed
@@ -162,11 +162,9 @@ def _lock(directory: Path, asked: str) -> Claim | Holder:
         return holder
     except OSError as error:
         os.close(fd)
-        print(
-            f"hybridtrain: {asked}: the file system there has no locks ({error.strerror}); see to "
-            "it yourself that no other run uses this directory",
-            file=sys.stderr,
-            flush=True,
+        to_stderr(
+            f"{asked}: the file system there has no locks ({error.strerror}); see to it yourself "
+            "that no other run uses this directory"
         )
         return Claim(directory, -1, os.getpid())
     if not _is_at(fd, path):  # its holder has just removed it

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hybridtrain.cli.explain import explain
+from hybridtrain.monitoring.watchdog import to_stderr
 
 FAILED, BAD_INPUT = 1, 2
 
@@ -56,7 +57,7 @@ def printed(text: str, outcome: CommandOutcome) -> CommandOutcome:
         raise
     except OSError as error:  # a full disk
         line = f"the summary could not be printed ({error.strerror})"
-        print(f"hybridtrain: {line}", file=sys.stderr)
+        to_stderr(line)
         return replace(outcome, exit=outcome.exit or FAILED, error=outcome.error or line)
     return outcome
 
@@ -69,7 +70,7 @@ def _failure(error: BaseException, overrides: list[str]) -> CommandOutcome:
         return CommandOutcome(
             exit=FAILED, error=" ".join(f"{type(error).__name__}: {error}".split())
         )
-    print(f"hybridtrain: {line}", file=sys.stderr)
+    to_stderr(line)
     return CommandOutcome(exit=BAD_INPUT, error=line)
 
 

@@ -105,9 +105,8 @@ def complete_overrides(overrides: Sequence[str]) -> list[str]:
     open_keys = tuple(f"{x}." for x in own)
     result = [f"{group}={OWN[group]}" for group in chosen]
     for text, item in zip(overrides, parsed, strict=True):
-        new = item.key_or_group.startswith(open_keys) and text == item.input_line
-        plain = new and not text.startswith(("+", "~"))
-        result.append(f"++{text}" if plain and open_keys else text)
+        own_key = item.key_or_group.startswith(open_keys) and text == item.input_line
+        result.append(f"++{text}" if own_key and not text.startswith(("+", "~")) else text)
     return result
 
 

@@ -29,8 +29,6 @@ from hybridtrain.recording.replayer import Replayed
 from hybridtrain.report.runs import CONFIG_FILE, read_run
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
-GO_ON = "to replay it nevertheless, say anyway=true"
-
 
 def replay(record: Record, anyway: bool) -> Replayed:
     """Repeat the recorded run, in a temporary directory.
@@ -179,14 +177,9 @@ def check_same(record: Record, anyway: bool = False) -> None:
     Raises:
         UserError: naming the changes, and the option to replay nevertheless.
     """
-    found = differences(record)
+    found = [*changed_code(record), *changed_versions(record), *_changed_inputs(about(record))]
     if found and not anyway:
-        raise UserError(f"{'; '.join(found)}; {GO_ON}")
-
-
-def differences(record: Record) -> list[str]:
-    """Changes of code, versions, configuration, and the checkpoint that the run resumed from."""
-    return [*changed_code(record), *changed_versions(record), *_changed_inputs(about(record))]
+        raise UserError(f"{'; '.join(found)}; to replay it nevertheless, say anyway=true")
 
 
 def _changed_inputs(told: Mapping[str, Any]) -> Iterator[str]:

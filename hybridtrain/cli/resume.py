@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
 from hybridtrain.cli.hydra_config import changed_keys, placed, portable, quoted
 from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
+from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import CONFIG_FILE, OVERRIDES_FILE, SUMMARY_FILE
 from hybridtrain.util.files import fault_of, interrupted_in
 from hybridtrain.util.input_files import read_text
@@ -301,6 +301,5 @@ def newest(folders: Iterable[Path]) -> Path | None:
         fault = fault_of(path)
         if fault is None:
             return path
-        text = f"hybridtrain: the checkpoint {path} is passed over: {fault}"
-        print(text, file=sys.stderr, flush=True)
+        to_stderr(f"the checkpoint {path} is passed over: {fault}")
     return None

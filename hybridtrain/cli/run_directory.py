@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWri
 from hybridtrain.lightning.hooks.callback_hooks import purge_from
 from hybridtrain.lightning.results.logger_state import keep_rows
 from hybridtrain.lightning.run_context import strategy_of
+from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import SUMMARY_FILE
 from hybridtrain.util.files import write_whole
 
@@ -67,8 +67,7 @@ def writable(loggers: Sequence[Logger]) -> list[Logger]:
         if refusal is None:
             found.append(logger)
         else:
-            name = type(logger).__name__
-            print(f"hybridtrain: {name}: no log of the test ({refusal.strerror})", file=sys.stderr)
+            to_stderr(f"{type(logger).__name__}: no log of the test ({refusal.strerror})")
     return found
 
 

@@ -31,6 +31,7 @@ from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
 from hybridtrain.lightning_package import decide_by_configuration
+from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.comparison import PAGE, compare
 from hybridtrain.report.page import write
 from hybridtrain.report.runs import JOBS_FILE, as_json
@@ -188,7 +189,7 @@ def leave_page(rows: Sequence[JobRow], directory: Path) -> str | None:
     except (Exception, KeyboardInterrupt) as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         again = f"python -m hybridtrain.compare {short(directory)}"
-        print(f"hybridtrain: no page that compares the jobs ({reason}); {again}", file=sys.stderr)
+        to_stderr(f"no page that compares the jobs ({reason}); {again}")
         return None
     return short(directory / PAGE)
 

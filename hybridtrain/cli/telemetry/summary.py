@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +13,7 @@ from typing import Any
 from hybridtrain.cli.exit_status import FAILED
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, RunStats
 from hybridtrain.monitoring.stragglers import Slow, slow_worker
+from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import SUMMARY_FILE, as_json
 from hybridtrain.util.files import short, write_whole
 
@@ -85,7 +85,7 @@ def write(summary: Summary, directory: Path) -> None:
     try:
         write_whole(directory / SUMMARY_FILE, as_json(asdict(summary)).encode())
     except OSError as error:
-        print(f"hybridtrain: no {SUMMARY_FILE} ({error.strerror})", file=sys.stderr, flush=True)
+        to_stderr(f"no {SUMMARY_FILE} ({error.strerror})")
         summary.exit = summary.exit or FAILED
         summary.error = summary.error or f"{SUMMARY_FILE} could not be written ({error.strerror})"
 

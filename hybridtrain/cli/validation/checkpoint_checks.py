@@ -38,15 +38,13 @@ def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = Tru
 
 def _load(path: Path) -> Any:
     check_input(path, "the checkpoint ckpt=")
-    fault = fault_of(path) if zipfile.is_zipfile(path) else None  # older ones have no checksums
-    if fault is not None:
+    zipped = zipfile.is_zipfile(path)  # older ones are not, and have no checksums
+    if zipped and (fault := fault_of(path)) is not None:
         raise UserError(f"ckpt={path}: the file is corrupt: {fault}; choose another, or ckpt=last")
     try:
-        return torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # readers of damaged files raise exceptions of any type
-        if _is_whole(path):
+        if zipped:
             raise UserError(
                 f"ckpt={path}: it contains code or objects besides tensors and plain containers, "
                 f"and loading those would run them ({_unsafe(error)}); it was not loaded"
@@ -55,15 +53,6 @@ def _load(path: Path) -> Any:
             f"ckpt={path}: the file is corrupt or no checkpoint "
             f"({type(error).__name__}); choose another"
         ) from None
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-            return archive.testzip() is None and any(x.endswith("data.pkl") for x in names)
-    except (zipfile.BadZipFile, OSError, EOFError):
-        return False
 
 
 def _unsafe(error: Exception) -> str:

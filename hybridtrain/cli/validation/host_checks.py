@@ -21,10 +21,13 @@ def check_machine(cfg: DictConfig) -> None:
             f"trainer.accelerator={trainer.accelerator}: this machine has no usable CUDA device; "
             "choose trainer.accelerator=cpu, or auto to take a GPU when there is one"
         )
-    if count == 0:
-        _check_cpu(trainer)
-    else:
+    if count > 0:
         _check_gpus(cfg, count)
+    elif isinstance(trainer.devices, ListConfig):
+        raise UserError(
+            f"trainer.devices={list(trainer.devices)}: a list chooses GPUs, and this run is on the "
+            "CPU; give the number of workers"
+        )
 
 
 def count_gpus() -> int:
@@ -47,14 +50,6 @@ def _check_gpus(cfg: DictConfig, count: int) -> None:
         f"most {count}, or {several if 'workers_per_device' in cfg.strategy else ''}"
         "trainer.accelerator=cpu for worker processes on the CPU"
     )
-
-
-def _check_cpu(trainer: DictConfig) -> None:
-    if isinstance(trainer.devices, ListConfig):
-        raise UserError(
-            f"trainer.devices={list(trainer.devices)}: a list chooses GPUs, and this run is on the "
-            "CPU; give the number of workers"
-        )
 
 
 def check_directory(directory: Path) -> None:
