@@ -146,12 +146,12 @@ class StepProfiler(Profiler):
     def _follow_releases(self, track: Track, client: Client) -> None:
         """Time sending and waiting separately."""
         timed(track, client.line, "send", Phase.PUSH)
-        timed(track, client, "_await_release", Phase.WAIT, "wait for the release")
+        timed(track, client, "await_release", Phase.WAIT, "wait for the release")
 
         def note() -> None:
             track.note = client.version
 
-        follow(client, "_await_release", note)
+        follow(client, "await_release", note)
 
     def _watch_session(self, session: Any, client: Client) -> None:
         """Time the session's parts; the user may replace optimizers later."""

@@ -449,7 +449,7 @@ class Back:
 class Stop:
     """Stop as soon as possible. ``now``: the pending request will not be answered.
 
-    ``behind``: stop after update ``behind``, because a worker ends training as it ends elsewhere.
+    ``behind``: stop after that update, because a worker has ended training by itself.
     """
 
     now: bool = False

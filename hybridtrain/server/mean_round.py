@@ -109,12 +109,12 @@ def average(asked: dict[int, Average], store: Store, pool: Pool) -> Averaged:
     total = sum(request.weight for request in asked.values())
     shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
     absent = [set(asked[worker].absent) for worker in shares]
-    nobody = tuple(sorted(set.intersection(*absent))) if absent else ()
+    missing = tuple(sorted(set.intersection(*absent))) if absent else ()
     if any(asked[worker].packed for worker in shares):
-        return Averaged(nobody, _average_one_by_one(asked, shares, store))
+        return Averaged(missing, _average_one_by_one(asked, shares, store))
     for dtype in store.means:
         _average_rows(shares, store, dtype, pool)
-    return Averaged(nobody)
+    return Averaged(missing)
 
 
 def _average_rows(shares: dict[int, float], store: Store, dtype: torch.dtype, pool: Pool) -> None:

@@ -397,7 +397,7 @@ class Client:
         if self.offered is not None:
             offered, self.offered = self.offered, None
             lost = offered.lost and offered.met is None  # a push that was not sent is not lost
-            offered.settle(self._give_up if lost else self._await_release)
+            offered.settle(self._give_up if lost else self.await_release)
 
     def _give_up(self, *_: Any) -> None:
         """The server has stopped instead of answering."""
@@ -413,7 +413,8 @@ class Client:
         """The least version of the parameters after the release of an offered push."""
         return self.version + (self.unsettled is not None)
 
-    def _await_release(self, then: Taking, push: PendingPush) -> None:
+    def await_release(self, then: Taking, push: PendingPush) -> None:
+        """Wait for the release of an offered push; profiles time this."""
         if push.met is not None and self._meets(push.met):
             self._take(Released(self.version + 1), then, push)
         else:
