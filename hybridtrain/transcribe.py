@@ -28,7 +28,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
-from hybridtrain.tasks.speech.decoding.decode import Decoder, DecoderOptions, build_decoder
+from hybridtrain.tasks.speech.decoding import Decoder, DecoderOptions, build_decoder
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.module import SpeechModule
 from hybridtrain.util.arguments import command

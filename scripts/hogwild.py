@@ -29,8 +29,8 @@ from torch import multiprocessing
 
 import hybridtrain  # noqa: F401  (registers the strategies)
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.hogwild.labelled_examples import Examples
 from hybridtrain.tasks.hogwild.sparse_svm import ExamplesData, SparseSvm
+from hybridtrain.tasks.hogwild.text_examples import Examples
 from hybridtrain.util.arguments import command
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 

@@ -23,7 +23,7 @@ from hybridtrain.cli.sweep import job_launcher, job_process
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.errors import UserError
 from hybridtrain.lightning_package import decide_by_configuration, with_present_targets
-from hybridtrain.util.standard_streams import hold_standard_streams
+from hybridtrain.util.arguments import hold_standard_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,7 +51,7 @@ def test_a_run_does_not_depend_on_who_listens(script: str, status: int, line: st
 
 def test_closed_streams_take_nothing_that_is_opened_later(tmp_path: Path) -> None:
     code = (
-        "from hybridtrain.util.standard_streams import hold_standard_streams as hold; hold()\n"
+        "from hybridtrain.util.arguments import hold_standard_streams as hold; hold()\n"
         f"file = open({str(tmp_path / 'x')!r}, 'w'); assert file.fileno() > 2\n"
         "print('said'); input if input else 0; import sys; print('said', file=sys.stderr)"
     )

@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import soundfile
 
-from hybridtrain.tasks.hogwild.labelled_examples import read_examples
-from hybridtrain.tasks.hogwild.triples import read_triples
+from hybridtrain.tasks.hogwild.text_examples import read_examples, read_triples
 from hybridtrain.tasks.speech.alphabet import Alphabet
+from hybridtrain.tasks.speech.datamodule import check_all
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.lm import NgramModel, estimate
 from hybridtrain.tasks.speech.sources.audio import load_audio, probe, resampled_length
 from hybridtrain.tasks.speech.sources.manifest import read_manifest
-from hybridtrain.tasks.speech.utterance_checks import check_all
 from hybridtrain.tasks.words.questions import KnownWords
 from hybridtrain.tasks.words.text_files import TextFiles
 from hybridtrain.tasks.words.vector_files import read_vectors, write_vectors

@@ -6,7 +6,7 @@ import hogwild
 import numpy as np
 import pytest
 
-from hybridtrain.tasks.hogwild.labelled_examples import Examples, planted_examples
+from hybridtrain.tasks.hogwild.text_examples import Examples, planted_examples
 
 
 def examples(features: np.ndarray) -> Examples:  # type: ignore[type-arg]

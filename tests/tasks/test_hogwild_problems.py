@@ -18,10 +18,9 @@ import hybridtrain  # noqa: F401  (registers the strategies)
 from hybridtrain.errors import UserError
 from hybridtrain.tasks import shared_tables
 from hybridtrain.tasks.hogwild.graph_cuts import EdgesData, GraphCuts, on_simplex
-from hybridtrain.tasks.hogwild.labelled_examples import parse_example, read_examples
 from hybridtrain.tasks.hogwild.matrix_completion import MatrixCompletion, RatingsData
 from hybridtrain.tasks.hogwild.sparse_svm import ExamplesData, SparseSvm
-from hybridtrain.tasks.hogwild.triples import read_triples
+from hybridtrain.tasks.hogwild.text_examples import parse_example, read_examples, read_triples
 from hybridtrain.tasks.shared_tables import data_of
 from hybridtrain.tasks.words.glove import Cooccurrences, GloVe
 from hybridtrain.tasks.words.text_data import TextData
@@ -282,6 +281,7 @@ def test_compiled_steps_are_refused_where_parameters_are_not_shared() -> None:
         ),
         (partial(MatrixCompletion, dim=0), "model.dim=0"),
         (partial(ExamplesData, made=0), "data.made=0"),
+        (partial(ExamplesData, features=9), "data.features=9 was given; .* from 10 on"),
         (partial(RatingsData, known=0.0), "data.known=0.0"),
         (partial(RatingsData, users=0), "data.users=0 was given; .* from 1 on, or null"),
         (partial(RatingsData, items=-3), "data.items=-3"),

@@ -8,8 +8,16 @@ from typing import Any
 import pytest
 
 from hybridtrain.errors import UserError
-from hybridtrain.testing.fault_log import FaultLog, Schedule, happened
-from hybridtrain.testing.faults import KINDS, PHASES, Fault, check_workers, read_faults
+from hybridtrain.testing.faults import (
+    KINDS,
+    PHASES,
+    Fault,
+    FaultLog,
+    Schedule,
+    check_workers,
+    happened,
+    read_faults,
+)
 
 
 def test_a_fault_is_a_line_of_configuration() -> None:

@@ -22,8 +22,14 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.protocol.messages import Push
 from hybridtrain.server.server import Server
-from hybridtrain.testing.fault_log import FaultLog, Schedule, happened
-from hybridtrain.testing.faults import Fault, check_workers, read_faults
+from hybridtrain.testing.faults import (
+    Fault,
+    FaultLog,
+    Schedule,
+    check_workers,
+    happened,
+    read_faults,
+)
 
 _DYING_S = 5.0
 

@@ -31,8 +31,7 @@ from hybridtrain.lightning.fault_injection.in_parent import Faults, say
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import Push
-from hybridtrain.testing.fault_log import FaultLog, Schedule
-from hybridtrain.testing.faults import KINDS, Fault
+from hybridtrain.testing.faults import KINDS, Fault, FaultLog, Schedule
 from hybridtrain.util import files
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.pending_push import Taking, Undoing

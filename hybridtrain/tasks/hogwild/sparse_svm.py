@@ -8,7 +8,7 @@ Legend: B examples of a mini-batch, N features in it that are not 0, F features.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -17,16 +17,15 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hybridtrain.errors import UserError
 from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, array
-from hybridtrain.tasks.hogwild.labelled_examples import (
+from hybridtrain.tasks.hogwild.text_examples import (
     Examples,
     as_it_is,
     planted_examples,
     read_examples,
 )
 from hybridtrain.tasks.shared_tables import MakeOptimizer
-from hybridtrain.util.option_types import NotNegative, typed
+from hybridtrain.util.option_types import Natural, NotNegative, Positive, Range, typed
 
 
 class SparseSvm(InPlaceModule):
@@ -134,21 +133,17 @@ class ExamplesData(pl.LightningDataModule):
 
     kind = "examples"
 
+    @typed("data.")
     def __init__(
         self,
         files: str | list[str] | None = None,
         test_files: str | list[str] | None = None,
-        made: int = 50_000,
-        features: int = 10_000,
-        batch_size: int = 500,
-        seed: int = 0,
+        made: Positive = 50_000,
+        features: Annotated[int, Range(10)] = 10_000,
+        batch_size: Positive = 500,
+        seed: Natural = 0,
     ) -> None:
         super().__init__()
-        if min(made, batch_size) < 1 or features < 10:
-            raise UserError(
-                f"data.made={made}, data.batch_size={batch_size}, data.features={features}: give "
-                "at least 1, 1 and 10"
-            )
         self.batch_size = batch_size
         self.test: Examples | None = None
         if files is None:

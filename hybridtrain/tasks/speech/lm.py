@@ -25,6 +25,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from hybridtrain.errors import UserError
+from hybridtrain.util.arguments import command, options
 from hybridtrain.util.input_files import read_text
 
 Ngram = tuple[str, ...]
@@ -172,31 +173,22 @@ def _finite(text: str) -> float:
     return value
 
 
+def run(arguments: Sequence[str]) -> None:
+    """Read a text, write its model."""
+    given = options(arguments, ("text", "order", "out"))
+    for name in ("text", "out"):
+        if name not in given:
+            raise UserError(f"{name}=... is missing: text=FILE out=FILE [order=3]")
+    order = given.get("order", "3")
+    sentences = [line.split() for line in _lines(given["text"])]
+    model = estimate(sentences, int(order) if order.isdecimal() else 0)
+    model.write(given["out"])
+    print(f"{given['out']}: {len(model.words)} words, {len(model.log10)} n-grams")
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command line; 0 or, after one line on standard error, 2."""
-    if not arguments or set(arguments) & {"-h", "--help"}:
-        print(__doc__)
-        return 0
-    try:
-        given = dict(_key_value(argument) for argument in arguments)
-        sentences = [line.split() for line in _lines(given["text"])]
-        model = estimate(sentences, int(given.get("order", "3")))
-        model.write(given["out"])
-    except KeyError as error:
-        print(f"{error.args[0]}=... is missing: text=FILE out=FILE [order=3]", file=sys.stderr)
-        return 2
-    except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"{given['out']}: {len(model.words)} words, {len(model.log10)} n-grams")
-    return 0
-
-
-def _key_value(argument: str) -> tuple[str, str]:
-    key, separator, value = argument.partition("=")
-    if not separator or key not in ("text", "order", "out"):
-        raise UserError(f"{argument!r}: give text=FILE out=FILE [order=3]")
-    return key, value
+    return command(run, __doc__, arguments or ["--help"])
 
 
 if __name__ == "__main__":

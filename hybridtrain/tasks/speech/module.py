@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import ctc_loss
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech import sentence_report
 from hybridtrain.tasks.speech.alphabet import Alphabet
-from hybridtrain.tasks.speech.decoding.decode import (
+from hybridtrain.tasks.speech.decoding import (
     Decoder,
     DecoderOptions,
     GreedyDecoder,
@@ -303,3 +305,22 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(item) for item in value]
     return value
+
+
+@typed("model.scheduler.")
+def rise_and_fall(optimizer: Optimizer, epochs: int | None, rise: Natural = 1) -> LambdaLR:
+    """Factor (e + 1) / (rise + 1) in epochs e < ``rise``, then a half cosine ending at ``epochs``.
+
+    For a schedule that steps once per epoch. Without an end (``epochs`` None or -1, as Lightning's
+    max_epochs may be) it stays at 1. A run that goes on with more epochs follows the new end.
+    """
+
+    def factor(epoch: int) -> float:
+        if epoch < rise:
+            return (epoch + 1) / (rise + 1)
+        if epochs is None or epochs <= rise:
+            return 1.0
+        done = min(1.0, (epoch - rise) / (epochs - rise))
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+
+    return LambdaLR(optimizer, factor)

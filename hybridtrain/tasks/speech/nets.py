@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.recurrence import BidirectionalClippedRNN
+from hybridtrain.util.option_types import Above0, Decay, Natural, Positive, check_arguments
 
 
 class AcousticNet(Protocol):
@@ -86,10 +86,10 @@ class DeepSpeechSTT(nn.Module):
         self,
         n_input: int = 26,
         n_output: int = 29,
-        width: int = 2048,
-        context: int = 9,
-        relu_clip: float = 20.0,
-        dropout: float | Sequence[float] = 0.05,
+        width: Positive = 2048,
+        context: Natural = 9,
+        relu_clip: Above0 = 20.0,
+        dropout: Decay | Sequence[Decay] = 0.05,
         layer_norm: bool = False,
     ) -> None:
         """Build the net.
@@ -134,11 +134,11 @@ class DeepSpeechPaper(nn.Module):
         self,
         n_input: int = 26,
         n_output: int = 29,
-        width: int = 2048,
-        context: int = 9,
-        relu_clip: float = 20.0,
-        dropout: float | Sequence[float] = 0.05,
-        stride: int = 2,
+        width: Positive = 2048,
+        context: Natural = 9,
+        relu_clip: Above0 = 20.0,
+        dropout: Decay | Sequence[Decay] = 0.05,
+        stride: Positive = 2,
     ) -> None:
         """Build the net: arguments as ``DeepSpeechSTT``; the paper uses context 5, 7 or 9."""
         super().__init__()
@@ -170,13 +170,6 @@ NETS: dict[str, type[DeepSpeechSTT] | type[DeepSpeechPaper]] = {
     "paper": DeepSpeechPaper,
 }
 
-LIMITS: dict[str, tuple[float, Any]] = {
-    "width": (1, int),
-    "context": (0, int),
-    "stride": (1, int),
-    "relu_clip": (1e-3, int | float),
-}
-
 
 def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> nn.Module:
     """Make the net that ``options`` describe: ``kind`` (a key of ``NETS``) and its arguments.
@@ -187,11 +180,7 @@ def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> nn.Mod
     kind = arguments.pop("kind", None)
     if kind not in NETS:
         raise UserError(f"model.net.kind={kind!r}: choose one of {', '.join(NETS)}")
-    for name, (least, what) in LIMITS.items():
-        value = arguments.get(name, least)
-        if isinstance(value, bool) or not isinstance(value, what) or value < least:
-            kinds = "a whole number" if what is int else "a number"
-            raise UserError(f"model.net.{name}={value!r}: give {kinds}, at least {least}")
+    check_arguments(NETS[kind], arguments, "model.net.")
     try:
         return NETS[kind](n_input=n_input, n_output=n_output, **arguments)
     except TypeError as error:
@@ -201,10 +190,87 @@ def build_net(options: Mapping[str, Any], n_input: int, n_output: int) -> nn.Mod
 def _four_rates(dropout: float | Sequence[float]) -> list[float]:
     """The shares of layers 1, 2, 3 and 5."""
     rates = list(dropout) if isinstance(dropout, Sequence) else [dropout] * 4
-    numbers = all(isinstance(rate, int | float) for rate in rates)
-    if len(rates) != 4 or not numbers or not all(0.0 <= rate < 1.0 for rate in rates):
+    if len(rates) != 4:
         raise UserError(
-            f"model.net.dropout={dropout!r}: give one share in [0, 1),"
-            " or four, for layers 1, 2, 3 and 5"
+            f"model.net.dropout={dropout!r}: give one share, or four, for layers 1, 2, 3 and 5"
         )
     return rates
+
+
+class _ClippedRecurrence(torch.autograd.Function):
+    """All frames of ``h_t = clamp(x_t + h_{t-1} U, 0, clip)`` for D = 2 directions at once.
+
+    Autograd would add a (2, H, H) weight gradient at every frame, which moves more memory than the
+    recurrence itself; the gradient written here is one product over all frames.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, recurrent: Tensor, clip: float) -> Tensor:
+        """x (T, D, B, H), recurrent (D, H, H) -> states (T, D, B, H)."""
+        states = torch.empty_like(x)
+        state = torch.zeros_like(x[0])
+        for t in range(len(x)):
+            state = torch.baddbmm(x[t], state, recurrent).clamp_(0.0, clip)
+            states[t] = state
+        ctx.save_for_backward(states, recurrent)
+        ctx.clip = clip
+        return states
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Gradients with respect to x (T, D, B, H) and recurrent (D, H, H)."""
+        states, recurrent = ctx.saved_tensors
+        inside = (states > 0) & (states < ctx.clip)
+        d_x = grads[0] * inside
+        transposed = recurrent.transpose(1, 2)
+        for t in range(len(states) - 2, -1, -1):
+            d_x[t] += torch.bmm(d_x[t + 1], transposed) * inside[t]
+        before = states[:-1].permute(1, 3, 0, 2).flatten(2)  # (D, H, (T-1)*B)
+        after = d_x[1:].permute(1, 0, 2, 3).flatten(1, 2)  # (D, (T-1)*B, H)
+        return d_x, torch.bmm(before, after), None
+
+
+def clipped_recurrence(x: Tensor, recurrent: Tensor, clip: float) -> Tensor:
+    """Run the recurrence; x (T, D, B, H), recurrent (D, H, H) -> states (T, D, B, H).
+
+    It computes in the precision of the weights: under autocast a recurrence of hundreds of
+    products in 16 bits would lose the state.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        out = _ClippedRecurrence.apply(x.to(recurrent.dtype), recurrent, clip)
+    return cast(Tensor, out)
+
+
+def reversal(lengths: Tensor, frames: int) -> Tensor:
+    """Index (T, B) that reverses each sequence within its length and leaves its padding."""
+    t = torch.arange(frames, device=lengths.device)[:, None]  # (T, 1)
+    mirrored = lengths - 1 - t  # (T, B), negative past the end
+    return torch.where(mirrored >= 0, mirrored, t)
+
+
+class BidirectionalClippedRNN(nn.Module):
+    """Layer 4 of the paper, its two directions summed; both run in one loop.
+
+    The backward direction is the forward one over sequences reversed within their own length, so
+    both are one batched product, and padding comes only after the end of a sequence.
+
+    As in the paper (section 3) the input weights W4 and the bias b4 are shared by both
+    directions, and only the recurrent matrices differ.
+    """
+
+    def __init__(self, n_input: int, width: int, relu_clip: float = 20.0) -> None:
+        """``n_input`` features in, ``width`` units per direction, states clipped at the last."""
+        super().__init__()
+        self.relu_clip = relu_clip
+        self.input = nn.Linear(n_input, width)
+        self.recurrent = nn.Parameter(torch.empty(2, width, width))  # forward, backward
+        for matrix in self.recurrent:
+            nn.init.orthogonal_(matrix)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        """x (T, B, n_input), lengths (B,) -> sum of both directions (T, B, width)."""
+        x = self.input(x)
+        index = reversal(lengths, len(x))[:, :, None].expand_as(x)
+        both = torch.stack([x, x.gather(0, index)], dim=1)  # (T, 2, B, width)
+        ahead, behind = clipped_recurrence(both, self.recurrent, self.relu_clip).unbind(1)
+        return ahead + behind.gather(0, index)

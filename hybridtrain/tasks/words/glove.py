@@ -29,7 +29,7 @@ from hybridtrain.tasks.words.text_data import TextData
 from hybridtrain.tasks.words.text_files import Errors, Tokens
 from hybridtrain.tasks.words.vector_files import Vectors
 from hybridtrain.tasks.words.vectors_module import WordVectors
-from hybridtrain.util.option_types import Natural, Positive, typed
+from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive, typed
 
 _SQUARES = "squares"  # how the sums of squares are named in checkpoints
 _COMPILED, _TORCH, _LEAST = 100_000, 2_000, 200  # entries of a mini-batch
@@ -49,23 +49,19 @@ class GloVe(WordVectors):
 
     reads = "cooccurrences"
 
+    @typed("model.")
     def __init__(
         self,
         dim: int = 50,
-        rate: float = 0.05,
-        x_max: float = 100.0,
-        alpha: float = 0.75,
+        rate: Above0 = 0.05,
+        x_max: Above0 = 100.0,
+        alpha: NotNegative = 0.75,
         compiled: bool | Literal["auto"] = "auto",
         save: Sequence[str] = ("vectors.bin",),
         directory: str | None = None,
         project: bool = False,
         optimizer: MakeOptimizer | None = None,
     ) -> None:
-        if rate <= 0 or x_max <= 0 or alpha < 0:
-            raise UserError(
-                f"model.rate={rate}, model.x_max={x_max}, model.alpha={alpha}: rate and x_max must "
-                "be above 0, and alpha at least 0"
-            )
         like_compiled = partial(Adagrad, lr=1.0, initial_accumulator_value=rate**-2)
         super().__init__(dim, compiled, save, directory, project, optimizer or like_compiled)
         self.rate, self.x_max, self.alpha = rate, x_max, alpha
@@ -120,7 +116,7 @@ class GloVe(WordVectors):
         return loss
 
     def _step(self, rows: Tensor, columns: Tensor, counts: Tensor) -> float:
-        from hybridtrain.tasks.words.glove_kernels import glove_steps
+        from hybridtrain.tasks.words.word_kernels import glove_steps
 
         tables = tuple(each.detach().numpy() for each in self.tables.parameters())
         squares = tuple(each.detach().numpy() for each in self.squares.parameters())

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words.encoded_text import EncodedText, encode
-from hybridtrain.tasks.words.text_files import Errors, TextFiles, Tokens
+from hybridtrain.tasks.words.text_files import EncodedText, Errors, TextFiles, Tokens, encode
 from hybridtrain.tasks.words.vocabulary import Vocabulary, count
 from hybridtrain.util.option_types import Natural, Positive, Range, typed
 

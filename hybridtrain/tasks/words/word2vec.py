@@ -1,6 +1,6 @@
 """``task=word2vec``: skip-gram and CBOW (Mikolov et al. 2013, arXiv:1301.3781, 1310.4546).
 
-Legend: V words, D dimensions, M predictions, K words drawn for each.
+Legend: V words, D dimensions, N numbers of a stretch, M predictions, K words drawn for each.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
-from hybridtrain.tasks.words import training_pairs as pairs
-from hybridtrain.tasks.words.huffman import Paths, huffman
 from hybridtrain.tasks.words.vector_files import Vectors
 from hybridtrain.tasks.words.vectors_module import WordVectors
-from hybridtrain.tasks.words.vocabulary import Floats, Ints, alias_table
+from hybridtrain.tasks.words.vocabulary import Floats, Ints, Paths, alias_table, huffman
 from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive, typed
 
 Architecture = Literal["skip_gram", "cbow"]
@@ -115,7 +114,7 @@ class Word2Vec(WordVectors):
         return loss
 
     def _step(self, numbers: Ints, seed: int) -> float:
-        from hybridtrain.tasks.words import word2vec_kernels as kernels
+        from hybridtrain.tasks.words import word_kernels as kernels
 
         assert self._keep is not None and self._draws is not None, "on_fit_start makes them"
         inputs, outputs = (table.detach().numpy() for table in self._tables())
@@ -139,26 +138,26 @@ class Word2Vec(WordVectors):
     def loss(self, numbers: Ints, random: np.random.Generator) -> Tensor:
         """Mean loss of all predictions in a stretch, by torch's operations."""
         assert self._keep is not None, "on_fit_start makes it"
-        left = pairs.thinned(numbers, self._keep, random)
-        centres, others = pairs.neighbours(left, self.window, random)
+        left = thinned(numbers, self._keep, random)
+        centres, others = neighbours(left, self.window, random)
         if not len(centres):
             return self._tables()[0].sum() * 0.0
         if self.architecture == "skip_gram":
             hidden, words = self._look(left[centres]), left[others]
         else:
-            at, near, starts = pairs.bags(centres, others)
+            at, near, starts = bags(centres, others)
             hidden, words = self._mean(left[near], starts), left[at]
         if self.output == "hierarchical":
             return self.hierarchical(hidden, words)
         assert self._draws is not None, "on_fit_start makes them"
-        drawn = pairs.drawn(*self._draws, (len(words), self.negative), random)
+        drawn = draw_rows(*self._draws, (len(words), self.negative), random)
         return self.sampled(hidden, words, drawn)
 
-    def _look(self, rows: pairs.Rows) -> Tensor:
+    def _look(self, rows: Rows) -> Tensor:
         assert self.inputs is not None
         return self.inputs(torch.from_numpy(rows).to(self.device))
 
-    def _mean(self, rows: pairs.Rows, starts: Any) -> Tensor:
+    def _mean(self, rows: Rows, starts: Any) -> Tensor:
         """Of each bag; but its gradient goes to each row undivided, as in the authors' program."""
         summed = F.embedding_bag(
             torch.from_numpy(rows).to(self.device),
@@ -170,7 +169,7 @@ class Word2Vec(WordVectors):
         sizes = torch.from_numpy(np.diff(starts, append=len(rows))).to(self.device)
         return summed - (summed - summed / sizes[:, None]).detach()
 
-    def sampled(self, hidden: Tensor, words: pairs.Rows, drawn: pairs.Rows) -> Tensor:
+    def sampled(self, hidden: Tensor, words: Rows, drawn: Rows) -> Tensor:
         """Negative sampling: mean over ``hidden`` (M, D) of the losses of K + 1 predictions each.
 
         What was ``drawn`` (M, K) by chance and is the word itself, (M,), is left out.
@@ -183,7 +182,7 @@ class Word2Vec(WordVectors):
         wrong = (F.softplus(logits[:, 1:]) * stays).sum(1)
         return (right + wrong).mean()
 
-    def hierarchical(self, hidden: Tensor, words: pairs.Rows) -> Tensor:
+    def hierarchical(self, hidden: Tensor, words: Rows) -> Tensor:
         """Hierarchical softmax: mean over ``hidden`` (M, D) of the losses on the paths."""
         assert self.outputs is not None
         starts = self._paths.starts
@@ -196,3 +195,47 @@ class Word2Vec(WordVectors):
         whose = torch.from_numpy(owner).to(self.device)
         logits = (hidden[whose] * self.outputs(nodes)).sum(1)
         return F.softplus(torch.where(turns > 0, logits, -logits)).sum() / len(words)
+
+
+Rows = NDArray[np.int64]
+
+
+# ---- predictions of a stretch, all at once: steps through torch ----------------------------------
+
+
+def thinned(numbers: Ints, keep: Floats, random: np.random.Generator) -> Rows:
+    """(N,): a stretch without the occurrences that are left out."""
+    chance = random.random(len(numbers), dtype=np.float32)
+    stays = (numbers < 0) | (chance < keep[np.maximum(numbers, 0)])
+    return numbers[stays].astype(np.int64)
+
+
+def neighbours(left: Rows, window: int, random: np.random.Generator) -> tuple[Rows, Rows]:
+    """(M,) each: places of words, and of their neighbours within a window shortened at random."""
+    lines = np.cumsum(left < 0)
+    reach = random.integers(1, window + 1, len(left))
+    centres, others = [], []
+    for distance in range(1, window + 1):
+        first = np.arange(len(left) - distance)
+        near = (lines[first] == lines[first + distance]) & (left[first] >= 0)
+        for one, other in ((first, first + distance), (first + distance, first)):
+            chosen = near & (reach[one] >= distance)
+            centres.append(one[chosen])
+            others.append(other[chosen])
+    return np.concatenate(centres), np.concatenate(others)
+
+
+def draw_rows(
+    kept: Floats, other: Ints, shape: tuple[int, int], random: np.random.Generator
+) -> Rows:
+    """Rows of an alias table."""
+    rows = random.integers(0, len(kept), shape)
+    chance = random.random(shape, dtype=np.float32)
+    return np.where(chance < kept[rows], rows, other[rows])
+
+
+def bags(centres: Rows, others: Rows) -> tuple[Rows, Rows, Any]:
+    """The neighbours of each word together: the words, all neighbours, where each bag begins."""
+    order = np.argsort(centres, kind="stable")
+    words, starts = np.unique(centres[order], return_index=True)
+    return words, others[order], starts

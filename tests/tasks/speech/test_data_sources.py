@@ -14,13 +14,12 @@ from pytorch_lightning.trainer.states import TrainerFn
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
-from hybridtrain.tasks.speech.datamodule import SpeechDataModule
+from hybridtrain.tasks.speech.datamodule import SpeechDataModule, check_all
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.sources.fsdd import Fsdd
 from hybridtrain.tasks.speech.sources.librispeech import LibriSpeech
 from hybridtrain.tasks.speech.sources.manifest import CsvManifest
 from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance, frames_needed
-from hybridtrain.tasks.speech.utterance_checks import check_all
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 HEADER = "wav_filename,wav_filesize,transcript\n"

@@ -12,7 +12,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
-from hybridtrain.tasks.speech.decoding.decode import (
+from hybridtrain.tasks.speech.decoding import (
     BeamDecoder,
     DecoderOptions,
     GreedyDecoder,

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech import lm
 from hybridtrain.tasks.speech.alphabet import Alphabet
-from hybridtrain.tasks.speech.decoding.decode import DecoderOptions, GreedyDecoder, build_decoder
+from hybridtrain.tasks.speech.decoding import DecoderOptions, GreedyDecoder, build_decoder
 from hybridtrain.tasks.speech.lm import BEGIN, END, UNKNOWN, NgramModel, estimate
 
 TEXT = ["the cat sat on the mat", "the dog sat on the cat", "a cat sat", "the dog on a mat"]

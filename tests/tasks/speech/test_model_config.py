@@ -13,10 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from hybridtrain.cli.hydra_config import compose_config
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.decoding.decode import DecoderOptions
-from hybridtrain.tasks.speech.module import SpeechModule
+from hybridtrain.tasks.speech.decoding import DecoderOptions
+from hybridtrain.tasks.speech.module import SpeechModule, rise_and_fall
 from hybridtrain.tasks.speech.nets import DeepSpeechPaper, DeepSpeechSTT
-from hybridtrain.tasks.speech.schedule import rise_and_fall
 
 
 def config(*overrides: str) -> DictConfig:

@@ -13,7 +13,7 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.decoding.decode import BeamDecoder, DecoderOptions
+from hybridtrain.tasks.speech.decoding import BeamDecoder, DecoderOptions
 from hybridtrain.tasks.speech.module import SpeechModule
 from hybridtrain.tasks.speech.sentence_report import Sentence, as_text, select
 from tests.picking import by_default
@@ -101,7 +101,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, heard: dict[str, str]) -> SpeechM
     def decode(_: Any, log_probs: torch.Tensor, lengths: torch.Tensor) -> list[str]:
         return [by_length[n] for n in lengths.tolist()]
 
-    monkeypatch.setattr("hybridtrain.tasks.speech.decoding.decode.GreedyDecoder.__call__", decode)
+    monkeypatch.setattr("hybridtrain.tasks.speech.decoding.GreedyDecoder.__call__", decode)
     return module
 
 

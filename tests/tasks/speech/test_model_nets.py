@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.nets import (
+    BidirectionalClippedRNN,
     ClippedDense,
     DeepSpeechPaper,
     DeepSpeechSTT,
     build_net,
+    clipped_recurrence,
     context_windows,
 )
-from hybridtrain.tasks.speech.recurrence import BidirectionalClippedRNN, clipped_recurrence
 
 KINDS = ["stt", "paper"]
 LSTM_GATES = 4
@@ -151,9 +152,9 @@ def test_backward_direction_is_the_forward_one_on_reversed_time() -> None:
         ({}, "choose one of stt, paper"),
         ({"kind": "paper", "layer_norm": True}, "layer_norm"),
         ({"kind": "stt", "dropout": [0.1, 0.2]}, "layers 1, 2, 3 and 5"),
-        ({"kind": "stt", "dropout": 1.5}, "share in"),
-        ({"kind": "stt", "dropout": "much"}, "share in"),
-        ({"kind": "stt", "width": 0}, r"width=0: give a whole number, at least 1"),
+        ({"kind": "stt", "dropout": 1.5}, "dropout=1.5 was given; .* to below 1"),
+        ({"kind": "stt", "dropout": "much"}, "dropout='much' was given"),
+        ({"kind": "stt", "width": 0}, "width=0 was given; it must be a whole number from 1 on"),
         ({"kind": "stt", "width": "wide"}, "width='wide'"),
         ({"kind": "stt", "width": 12.5}, "width=12.5"),
         ({"kind": "stt", "context": -1}, "context=-1"),

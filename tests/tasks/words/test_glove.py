@@ -13,8 +13,8 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words.cooccurrences import ENTRY, Entries, count_cooccurrences, counted
 from hybridtrain.tasks.words.glove import Cooccurrences, GloVe
-from hybridtrain.tasks.words.glove_kernels import glove_steps
 from hybridtrain.tasks.words.vocabulary import Vocabulary
+from hybridtrain.tasks.words.word_kernels import glove_steps
 from tests.lightning.toys import make_trainer
 from tests.tasks.words.made import margin, write_text
 
@@ -155,8 +155,8 @@ def test_a_checkpoint_goes_on_compiled_or_not(text: Path) -> None:
     ("make", "message"),
     [
         (lambda: GloVe(rate=0.0), "rate=0.0"),
-        (lambda: GloVe(x_max=-1.0), "x_max=-1.0, .* rate and x_max must be above 0"),
-        (lambda: GloVe(alpha=-1.0), "alpha=-1.0: .* alpha at least 0"),
+        (lambda: GloVe(x_max=-1.0), "x_max=-1.0 was given; it must be a number above 0"),
+        (lambda: GloVe(alpha=-1.0), "alpha=-1.0 was given; it must be a number from 0 on"),
         (lambda: Cooccurrences(batch_entries="many"), "batch_entries='many' .* from 1 on"),
         (lambda: Cooccurrences(batch_entries=0), "batch_entries=0 .* from 1 on"),
         (lambda: Cooccurrences(window=0), "window=0 was given; .* from 1 on"),

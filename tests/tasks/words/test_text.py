@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words import text_files
-from hybridtrain.tasks.words.encoded_text import END, EncodedText, encode
 from hybridtrain.tasks.words.text_data import TextData, shipped
-from hybridtrain.tasks.words.text_files import TextFiles
-from hybridtrain.tasks.words.training_pairs import bags, neighbours, thinned
+from hybridtrain.tasks.words.text_files import END, EncodedText, TextFiles, encode
 from hybridtrain.tasks.words.vocabulary import Vocabulary, count
-from hybridtrain.tasks.words.word2vec import Word2Vec
+from hybridtrain.tasks.words.word2vec import Word2Vec, bags, neighbours, thinned
 from tests.tasks.words.made import train
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance
 from hybridtrain.util.input_files import read_text
+from hybridtrain.util.option_types import Checked, Natural
 
 REQUIRED = ("wav_filename", "transcript")
 LARGEST_BYTES = 2**50  # of a sound file
@@ -25,7 +26,7 @@ Files = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
-class CsvManifest:
+class CsvManifest(Checked):
     """``train``, ``val``, ``test``: one file, several separated by commas, or a list.
 
     ``reverse_*`` turns the order round (longest first) and ``limit_*`` keeps the first so many
@@ -36,12 +37,13 @@ class CsvManifest:
     train: Files = None
     val: Files = None
     test: Files = None
-    limit_train: int = 0
-    limit_val: int = 0
-    limit_test: int = 0
+    limit_train: Natural = 0
+    limit_val: Natural = 0
+    limit_test: Natural = 0
     reverse_train: bool = False
     reverse_val: bool = False
     reverse_test: bool = False
+    prefix = "data."
 
     def prepare(self) -> None:
         """Nothing to make."""
@@ -62,10 +64,7 @@ class CsvManifest:
     def _read(self, split: str) -> list[Utterance]:
         rows = [row for path in _paths(getattr(self, split)) for row in read_manifest(path)]
         rows.sort(key=lambda row: row.filesize, reverse=getattr(self, f"reverse_{split}"))
-        limit = getattr(self, f"limit_{split}")
-        if limit < 0:
-            raise UserError(f"data.limit_{split}={limit}: give 0 (all rows) or more")
-        return rows[: limit or None]
+        return rows[: getattr(self, f"limit_{split}") or None]
 
 
 def read_manifest(path: Path) -> list[Utterance]:

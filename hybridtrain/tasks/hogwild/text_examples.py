@@ -1,0 +1,296 @@
+"""Examples of the three problems from text files, into arrays that lie in files.
+
+A line has two numbers and a value (``user item rating``, ``u v weight``), or a label (−1 or 0, and
+1) and a few of many features, in libsvm's text, ``1 3:0.5 17:1.25``, or vowpal wabbit's,
+``1 |f 3:0.5 17:1.25``. Only one block of lines is in memory, so a text may be larger than memory.
+The arrays are written once, to a directory, and mapped.
+
+Legend: N examples, F features, B examples of a mini-batch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hybridtrain.errors import UserError
+from hybridtrain.util.input_files import lines
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_MOST = 1 << 32  # numbers of rows are kept in 32 bits
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+def numbered_lines(files: str | Sequence[str]) -> Iterator[tuple[str, str]]:
+    """``file, line n`` and the line, of all lines that are not empty or comments.
+
+    Raises:
+        UserError: if none is named, or one cannot be read, is no text, or has nothing in it.
+    """
+    if not files:
+        raise UserError("data.files is empty; name at least one text file")
+    for name in [files] if isinstance(files, str) else files:
+        found = False
+        for number, line in lines(Path(name)):
+            if text := line.partition("#")[0].strip():
+                found = True
+                yield f"{name}, line {number}", text
+        if not found:
+            raise UserError(f"{name} is empty; give a file with one example on each line")
+
+
+class Columns:
+    """Arrays that grow, each in a file of its own; gone with this object.
+
+    Args:
+        types: of each column.
+    """
+
+    def __init__(self, types: Mapping[str, Any]) -> None:
+        self._room = TemporaryDirectory(prefix="hybridtrain-")
+        self._types = {name: np.dtype(kind) for name, kind in types.items()}
+        self._files = {name: (Path(self._room.name) / name).open("wb") for name in types}
+
+    def add(self, **parts: Any) -> None:
+        """Some more numbers of each column."""
+        for name, part in parts.items():
+            np.asarray(part, self._types[name]).tofile(self._files[name])
+
+    def arrays(self) -> dict[str, Array]:
+        """All that was added, mapped from the files, which are not written to any more."""
+        found: dict[str, Array] = {}
+        for name, file in self._files.items():
+            file.close()
+            path, kind = Path(file.name), self._types[name]
+            empty = path.stat().st_size == 0
+            found[name] = np.empty(0, kind) if empty else np.memmap(path, kind, "c")
+        return found
+
+
+def number(text: str, where: str, what: str) -> float:
+    """Raises ``UserError`` if that is none, or not finite as float32."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = np.nan
+    if not abs(value) <= _LARGEST:
+        raise UserError(f"{where}: {what} {text!r} is no finite number")
+    return value
+
+
+def index(text: str, where: str, what: str, limit: int | None = None) -> int:
+    """Raises ``UserError`` if that is no whole number from 0 to below ``limit`` or 2³²."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise UserError(f"{where}: {what} {text!r} is no whole number of at least 0")
+    if value >= _MOST:
+        raise UserError(f"{where}: {what} {text} is above {_MOST - 1}; number them from 0")
+    if limit is not None and value >= limit:
+        raise UserError(
+            f"{where}: {what} {value} is beyond the table, whose rows are 0 to {limit - 1}; give "
+            "it more rows, or leave the line out"
+        )
+    return value
+
+
+# ---- two numbers and a value ---------------------------------------------------------------------
+
+Batch = tuple[Tensor, Tensor, Tensor]  # values (B,) fp32, ones (B,) int64, others (B,) int64
+_BETWEEN = re.compile(r"::|[,;\s]+")
+_BLOCK = 10_000  # lines that are in memory
+
+
+@dataclass
+class Triples(Dataset[Any]):
+    """Values between two numbers each; ``kept`` is what holds their files."""
+
+    values: Array
+    ones: Array
+    others: Array
+    kept: object = None
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place: int) -> Batch:
+        return self.__getitems__([place])
+
+    def __getitems__(self, places: Sequence[int]) -> Batch:
+        """These as one mini-batch."""
+        chosen = np.asarray(places)
+        return (
+            torch.from_numpy(self.values[chosen].astype(np.float32)),
+            torch.from_numpy(self.ones[chosen].astype(np.int64)),
+            torch.from_numpy(self.others[chosen].astype(np.int64)),
+        )
+
+    def part(self, places: Array) -> Triples:
+        """Some of them."""
+        return Triples(self.values[places], self.ones[places], self.others[places])
+
+
+def read_triples(
+    files: str | Sequence[str],
+    names: tuple[str, str, str],
+    limits: tuple[int | None, int | None] = (None, None),
+) -> Triples:
+    """Read them once, line by line; separated by spaces, commas or ``::``.
+
+    Args:
+        files: text, also packed with gzip; one or more.
+        names: what the three columns are called, in errors.
+        limits: so many rows the tables of the first two have; None: any number.
+
+    Raises:
+        UserError: naming file and line, if one makes no sense.
+    """
+    columns = Columns({"values": "f4", "ones": "i8", "others": "i8"})
+    block: list[tuple[float, int, int]] = []
+    for where, line in numbered_lines(files):
+        words = [word for word in _BETWEEN.split(line) if word]
+        if len(words) < 3:
+            raise UserError(f"{where}: {line[:60]!r} is not {' '.join(names)}")
+        one = index(words[0], where, names[0], limits[0])
+        other = index(words[1], where, names[1], limits[1])
+        block.append((number(words[2], where, names[2]), one, other))
+        if len(block) == _BLOCK:
+            _add(columns, block)
+    _add(columns, block)
+    return Triples(**columns.arrays(), kept=columns)
+
+
+def _add(columns: Columns, block: list[tuple[float, int, int]]) -> None:
+    if block:
+        values, ones, others = zip(*block, strict=True)
+        columns.add(values=values, ones=ones, others=others)
+        block.clear()
+
+
+# ---- a label and features ------------------------------------------------------------------------
+
+# labels (B,) fp32 of -1 and 1; starts (B + 1,) int64; features (nnz,) int64; values (nnz,) fp32
+Rows = tuple[Tensor, Tensor, Tensor, Tensor]
+_LABELS = {-1.0: -1.0, 0.0: -1.0, 1.0: 1.0}
+
+
+@dataclass
+class Examples(Dataset[Any]):
+    """Examples in compressed rows; ``kept`` is what holds their files."""
+
+    labels: Array  # (N,)
+    starts: Array  # (N + 1,)
+    features: Array  # unsigned, as a compiled step need not ask whether they are below 0
+    values: Array
+    n_features: int
+    kept: object = None
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, place: int) -> Tensor:
+        return self.__getitems__([place])
+
+    def __getitems__(self, places: Sequence[int]) -> Tensor:
+        """A mini-batch says which examples are in it: a compiled step reads them where they lie."""
+        return torch.tensor(places)
+
+    def rows(self, places: Tensor) -> Rows:
+        """These examples (B,), one behind the other."""
+        chosen = places.numpy()
+        firsts, lasts = self.starts[chosen], self.starts[chosen + 1]
+        starts = np.concatenate([[0], np.cumsum(lasts - firsts)])
+        where = np.repeat(firsts - starts[:-1], lasts - firsts) + np.arange(starts[-1])
+        return (
+            torch.from_numpy(self.labels[chosen]),
+            torch.from_numpy(starts),
+            torch.from_numpy(self.features[where].astype(np.int64)),
+            torch.from_numpy(self.values[where]),
+        )
+
+    def degrees(self) -> Tensor:
+        """In how many examples each feature is, (F,); 1 for one that is in none."""
+        counts = np.bincount(self.features, minlength=self.n_features)
+        return torch.from_numpy(np.maximum(counts, 1))
+
+
+def as_it_is(batch: Any) -> Any:
+    """For a loader: what the examples give is a mini-batch already."""
+    return batch
+
+
+def read_examples(files: str | Sequence[str], n_features: int | None = None) -> Examples:
+    """Read them once, line by line.
+
+    Args:
+        files: libsvm or vowpal wabbit text, also packed with gzip; one or more.
+        n_features: F; None: one more than the largest index.
+
+    Raises:
+        UserError: naming file and line, if one makes no sense.
+    """
+    columns = Columns({"labels": "f4", "lengths": "i8", "features": "u4", "values": "f4"})
+    largest = -1
+    for where, line in numbered_lines(files):
+        label, features, values = parse_example(line, where, n_features)
+        columns.add(labels=[label], lengths=[len(features)], features=features, values=values)
+        largest = max(largest, max(features, default=-1))
+    made = columns.arrays()
+    starts = np.concatenate([[0], np.cumsum(made["lengths"])])
+    n = largest + 1 if n_features is None else n_features
+    return Examples(made["labels"], starts, made["features"], made["values"], n, columns)
+
+
+def parse_example(
+    line: str, where: str, n_features: int | None = None
+) -> tuple[float, list[int], list[float]]:
+    """Label, features and their values.
+
+    Raises:
+        UserError: beginning with ``where``, if that is no example.
+    """
+    head, bar, rest = line.partition("|")
+    if bar:  # vowpal wabbit: the namespace, if it has a name, is not needed
+        rest = rest if rest[:1].isspace() else rest.partition(" ")[2]
+        given, words = head.split()[:1], rest.split()
+    else:
+        given, words = line.split()[:1], line.split()[1:]
+    label = _LABELS.get(number(given[0], where, "label") if given else np.nan)
+    if label is None:
+        raise UserError(f"{where}: label {' '.join(given)!r} is none of -1, 0 and 1")
+    features, values = [], []
+    for word in words:
+        name, colon, value = word.partition(":")
+        if not colon and not bar:
+            raise UserError(f"{where}: {word!r} is no feature; write it as index:value")
+        features.append(index(name, where, "feature", n_features))
+        values.append(number(value, where, f"value of feature {name}") if colon else 1.0)
+    if len(set(features)) < len(features):
+        raise UserError(f"{where}: a feature is given twice")
+    return label, features, values
+
+
+def planted_examples(n: int, n_features: int, seed: int) -> Examples:
+    """Ten features each, common ones more often; a hidden plane tells the label, but for 5 %."""
+    random = np.random.default_rng(seed)
+    features = (random.random((n, 10)) ** 2 * n_features).astype(np.uint32)
+    features.sort(axis=1)
+    features += np.arange(10, dtype=np.uint32)  # none occurs twice in an example
+    values = random.random((n, 10), dtype=np.float32) + 0.1
+    values /= np.linalg.norm(values, axis=1, keepdims=True)
+    plane = random.standard_normal(n_features + 10)
+    labels = np.sign((plane[features] * values).sum(axis=1))
+    labels = np.where(random.random(n) < 0.05, -labels, labels).astype(np.float32)
+    starts = np.arange(0, 10 * n + 1, 10)
+    return Examples(labels, starts, features.ravel(), values.ravel(), n_features + 10)

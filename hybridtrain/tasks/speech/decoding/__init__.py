@@ -1,1 +1,0 @@
-"""From per-frame probabilities to text."""
