@@ -57,8 +57,10 @@ class Accumulated(Remembering, AccumulatedOptions, BriefRepr):
         for number, gradient in enumerate(local.gradients):
             if gradient is not None:
                 known = self._sums.get(number)
-                known = gradient.new_zeros(()) if known is None else known.to(gradient.device)
-                self._sums[number] = known + gradient
+                gradient = (
+                    gradient.clone() if known is None else known.to(gradient.device) + gradient
+                )
+                self._sums[number] = gradient
         self._samples += local.samples
         return self._advance(local, has_data=True)
 
