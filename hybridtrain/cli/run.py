@@ -32,7 +32,7 @@ from hybridtrain.cli.exit_status import BAD_INPUT, FAILED, CommandOutcome, guard
 from hybridtrain.cli.hydra_config import portable
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.cli.resume import newest
-from hybridtrain.cli.run_directory import begin, go_on, keeping_whole, unsaved, writable
+from hybridtrain.cli.run_directory import begin, continue_logs, keeping_whole, unsaved, writable
 from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.telemetry import summary
 from hybridtrain.cli.telemetry.monitor import RunMonitor, up_to_date
@@ -107,7 +107,7 @@ def build(cfg: DictConfig, overrides: list[str], drawn_seed: int | None = None) 
     loggers = _named("logger", cfg.logger, Logger)
     callbacks = _callbacks(cfg, loggers)
     if cfg.get("resume") is not None:
-        go_on(loggers, callbacks, step)
+        continue_logs(loggers, callbacks, step)
     trainer = _trainer(cfg, callbacks, loggers)
     describe_run(cfg, trainer, drawn_seed)
     return Parts(module, data, trainer, loggers)

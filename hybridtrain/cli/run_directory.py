@@ -77,7 +77,7 @@ def unsaved(trainer: Trainer) -> dict[str, str]:
     return {} if keeping is None else dict(keeping.unsaved.lost)
 
 
-def go_on(loggers: Sequence[Logger], callbacks: Sequence[Callback], step: int) -> None:
+def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], step: int) -> None:
     """Resume logs and monitor: remove rows logged after the checkpoint, which will be logged again.
 
     Lightning's ``CSVLogger`` would delete the whole file.
@@ -87,7 +87,7 @@ def go_on(loggers: Sequence[Logger], callbacks: Sequence[Callback], step: int) -
     """
     for callback in callbacks:
         if isinstance(callback, RunMonitor):
-            callback.goes_on_at = step
+            callback.resumed_at = step
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             purge_from(logger, step)  # hides what is logged again

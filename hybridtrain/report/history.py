@@ -51,7 +51,7 @@ class History:
         """Whether to write a row: 0.1 s, and 1 % of the training time so far, after the last."""
         return train_s >= self._next_s
 
-    def go_on(self, updates: int, counted: int) -> None:
+    def resume_at(self, updates: int, counted: int) -> None:
         """Resume: keep the rows up to the checkpoint, and continue counting from the last of them.
 
         Args:

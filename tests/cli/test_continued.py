@@ -8,7 +8,7 @@ from typing import Any
 
 from pytorch_lightning.loggers import CSVLogger
 
-from hybridtrain.cli.run_directory import go_on
+from hybridtrain.cli.run_directory import continue_logs
 from hybridtrain.lightning.failover.leader_failover import keep_rows
 
 ODD = 'a "name", with everything'
@@ -30,7 +30,7 @@ def rows() -> list[dict[str, Any]]:
 def test_a_csv_logger_goes_on_as_it_was_with_names_that_want_quotes() -> None:
     logged(5)
     again = CSVLogger("logs", name="", version="", flush_logs_every_n_steps=7)
-    go_on([again], [], 3)
+    continue_logs([again], [], 3)
     again.log_metrics({ODD: 9.0, "plain": 2.0}, step=3)
     again.save()
     assert [(row["step"], row[ODD], row["plain"]) for row in rows()] == [

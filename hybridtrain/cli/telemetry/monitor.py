@@ -164,7 +164,7 @@ class RunMonitor(pl.Callback):
         self.directory = Path(directory) if directory is not None else None
         self.log_every_s = log_every_s
         self.hparams: dict[str, Any] | None = None  # set by the command line, logged at the start
-        self.goes_on_at: int | None = None  # set by resume: updates before the checkpoint
+        self.resumed_at: int | None = None  # set by resume: updates before the checkpoint
         self._samples = 0.0
         self._first = 0  # updates before the checkpoint
         self._counts = True  # the strategy does not count samples
@@ -205,9 +205,9 @@ class RunMonitor(pl.Callback):
         self._counts = getattr(strategy_of(trainer), "run_stats", None) is None
         self._first = trainer.global_step
         self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
-        if self._history is not None and self.goes_on_at is not None:
+        if self._history is not None and self.resumed_at is not None:
             with self._disk():
-                self._history.go_on(self.goes_on_at, self.stats(trainer).updates)
+                self._history.resume_at(self.resumed_at, self.stats(trainer).updates)
         self._began = time.perf_counter()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -119,7 +119,7 @@ def lines(summary: Summary, directory: Path, tensorboard: bool) -> list[str]:
         ("checkpoint", short(summary.checkpoint) if summary.checkpoint else "none"),
         ("not saved", "; ".join(f"{short(k)} ({v})" for k, v in summary.unsaved.items())),
         ("resumed", _resumed(summary)),
-        ("to go on", _go_on(summary, directory)),
+        ("to go on", _resume_command(summary, directory)),
         ("logs", short(directory)),
     ]
     if tensorboard:
@@ -139,7 +139,7 @@ def _resumed(summary: Summary) -> str:
     return "" if summary.resumed is None else f"from {short(summary.resumed)}"
 
 
-def _go_on(summary: Summary, directory: Path) -> str:
+def _resume_command(summary: Summary, directory: Path) -> str:
     if summary.exit == 0 or summary.checkpoint is None:
         return ""
     return f"python -m hybridtrain resume={shlex.quote(short(directory))}"
