@@ -36,7 +36,7 @@ def backup(
 
 
 def k_async(k: Positive | None = None) -> Policy:
-    """The first ``k`` workers count; what comes late counts with the next update."""
+    """The first ``k`` workers count; a late gradient counts with the next update."""
     return FirstK(k, late="use")
 
 

@@ -64,25 +64,8 @@ class TimerExpired:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateEnded:
-    """The pending update number ``ticket`` has ended."""
-
-    ticket: int
-
-
-@dataclass(frozen=True, slots=True)
 class BrokenOff:
     """It is late: no worker waits for another any longer."""
 
 
-Event = (
-    Received
-    | Completed
-    | Removed
-    | Restarted
-    | Admitted
-    | Looked
-    | TimerExpired
-    | UpdateEnded
-    | BrokenOff
-)
+Event = Received | Completed | Removed | Restarted | Admitted | Looked | TimerExpired | BrokenOff

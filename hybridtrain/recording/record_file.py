@@ -31,7 +31,7 @@ CELL_BYTES = 28
 CRC_BYTES = 4  # of a cell, at its end
 TELLS = 255  # the kind of a cell that precedes JSON
 NOBODY = 65535  # the worker of an event without one
-WOKE, ENDED = NOBODYS = ("Woke", "UpdateEnded")  # the kinds of such events
+WOKE = "Woke"  # the kind of such an event
 
 TITLE = b"hybridtrain record %3d\n\n"
 _CRC = struct.Struct("<I")
@@ -42,7 +42,7 @@ TYPE = np.dtype(
         ("kind", "u1"),
         ("free", "u1"),
         ("worker", "<u2"),
-        ("print", "<u4"),  # checksum of the content, or ticket; of TELLS: bytes that follow
+        ("print", "<u4"),  # checksum of the content; of TELLS: bytes that follow
         ("at_s", "<f8"),  # since the record began
         ("own_s", "<f4"),  # of a push: the worker's computing time since its release
         ("samples", "<f4"),  # of a push

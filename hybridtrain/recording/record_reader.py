@@ -20,12 +20,12 @@ from hybridtrain.recording.record_file import (
     CELL_BYTES,
     CRC_BYTES,
     NOBODY,
-    NOBODYS,
     RECORD_NAME,
     TELLS,
     TITLE,
     TYPE,
     VERSION,
+    WOKE,
     Record,
 )
 from hybridtrain.util.input_files import open_input
@@ -246,7 +246,7 @@ def _check_events(events: Cells, at: Any, kinds: Sequence[str], n_workers: int) 
     Args:
         at: their positions in bytes.
     """
-    nobodys = [n for n, kind in enumerate(kinds) if kind in NOBODYS]
+    nobodys = [n for n, kind in enumerate(kinds) if kind == WOKE]
     stranger = np.where(
         np.isin(events["kind"], nobodys), events["worker"] != NOBODY, events["worker"] >= n_workers
     )

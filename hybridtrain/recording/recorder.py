@@ -37,7 +37,6 @@ from hybridtrain.protocol.server_events import (
     Received,
     Removed,
     TimerExpired,
-    UpdateEnded,
 )
 from hybridtrain.recording.checksums import (
     GradientRows,
@@ -45,13 +44,13 @@ from hybridtrain.recording.checksums import (
     checksum_of_parameters,
     checksum_of_state,
 )
-from hybridtrain.recording.record_file import ENDED, NOBODY, WOKE, Writer
+from hybridtrain.recording.record_file import NOBODY, WOKE, Writer
 from hybridtrain.server.rounds import Replies, samples_of
 from hybridtrain.server.server import Server
 
 FINISHED, LOST, BROKEN, LEFT = "Finished", "Lost", "Broken", "Left"
 _SAID = tuple(kind.__name__ for kind in (*get_args(Request), *NOTES))
-KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT, ENDED)
+KINDS = (*_SAID, FINISHED, LOST, WOKE, BROKEN, LEFT)
 
 
 def kind_of(event: Event) -> str | None:
@@ -67,8 +66,6 @@ def kind_of(event: Event) -> str | None:
             return FINISHED
         case TimerExpired():
             return WOKE
-        case UpdateEnded():
-            return ENDED
     return None
 
 
@@ -161,8 +158,7 @@ class RecordingServer(Server):
             case BrokenOff():
                 self._end_record("workers did not stop in time, and were broken off")
         if (kind := kind_of(event)) is not None:
-            worker, ticket = getattr(event, "worker", NOBODY), getattr(event, "ticket", 0)
-            self._writer.event(kind, worker, ticket, now_s, 0.0, 0.0)
+            self._writer.event(kind, getattr(event, "worker", NOBODY), 0, now_s, 0.0, 0.0)
 
     def _end_record(self, reason: str) -> None:
         if self._writer.refusal is None:

@@ -19,10 +19,9 @@ from hybridtrain.protocol.server_events import (
     Received,
     Removed,
     TimerExpired,
-    UpdateEnded,
 )
 from hybridtrain.recording.checksums import GradientRows, checksum_of, checksum_of_parameters
-from hybridtrain.recording.record_file import ENDED, NOBODY, WOKE, Record, RecordEvent
+from hybridtrain.recording.record_file import NOBODY, WOKE, Record, RecordEvent
 from hybridtrain.recording.recorder import BROKEN, FINISHED, LEFT, LOST, Stamp, ending, kind_of
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended
@@ -121,8 +120,6 @@ class Replayer:
         worker = event.worker
         if event.kind == WOKE:
             return TimerExpired()
-        if event.kind == ENDED:
-            return UpdateEnded(event.print)
         if event.kind in (LOST, LEFT):
             self._world.abandon(worker)
             return Removed(worker, announced=event.kind == LEFT)

@@ -7,7 +7,6 @@ push raises an error, and the server refuses the requests of all waiting workers
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
@@ -36,46 +35,11 @@ from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.mean_round import Averaging
 from hybridtrain.server.refusals import objection, too_early
 from hybridtrain.server.run_statistics import RunStatistics
-from hybridtrain.updates import Optimizers, Pending, Stepped
+from hybridtrain.updates import Optimizers, Stepped
 from hybridtrain.updates.thread_pool import Pool
 
 Replies = list[tuple[int, Reply]]
 _NOTHING, _DROPPED = Stepped(()), Stepped(())
-
-
-@dataclass
-class UpdateUnderWay:
-    """An update of one or more optimizers, of which some have not stepped yet.
-
-    Args:
-        ticket: its number, never used again.
-        pushes: the contributions.
-        counted: workers whose contributions count with the optimizers that have stepped.
-        steps: pending steps, each with its pushes.
-    """
-
-    ticket: int
-    pushes: Mapping[int, Push]
-    counted: list[int]
-    steps: list[tuple[Mapping[int, Push], Pending]]
-    behind: list[Order] = field(default_factory=list)
-
-    def has(self, worker: int, push: Push) -> bool:
-        """Whether this very push is part of the update."""
-        return self.pushes.get(worker) is push
-
-    def forget(self, worker: int) -> None:
-        """The worker waits no more: remove it from the orders after the update."""
-        kept = (_without(worker, order) for order in self.behind)
-        self.behind = [order for order in kept if order is not None]
-
-
-def _without(worker: int, order: Order) -> Order | None:
-    """The order without the worker; ``None`` if it was for this worker alone."""
-    if isinstance(order, SetTimer) or worker not in order.workers:
-        return order
-    others = tuple(each for each in order.workers if each != worker)
-    return replace(order, workers=others) if others else None
 
 
 class Rounds:
@@ -113,8 +77,6 @@ class Rounds:
         self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
         self._outcome: dict[int, Stepped] = {}  # of the pushes of waiting workers
         self.last: int | None = None  # the version after which no update is made
-        self.under_way: UpdateUnderWay | None = None
-        self._tickets = 0  # numbers of pending updates
         for worker in sorted(workers):
             if self.join(worker):
                 raise UserError(too_early(policy, worker))
@@ -210,8 +172,6 @@ class Rounds:
 
     def admit(self, worker: int) -> Replies:
         """The worker begins (anew) with the newest parameters."""
-        if self.under_way is not None:
-            self.under_way.forget(worker)
         return [*self.join(worker), self._release(worker)]
 
     def lost(self, worker: int) -> Replies:
@@ -246,12 +206,10 @@ class Rounds:
         return self.version + (worker in self._averaging.given)
 
     def settle_held(self, worker: int) -> None:
-        """Settle the worker's mini-batches in held contributions and in a pending update."""
+        """Settle the worker's mini-batches in held contributions."""
         for other, _, covers in self._held:
             if other == worker:
                 self._queue.settle(worker, covers)
-        if self.under_way is not None and (push := self.under_way.pushes.get(worker)) is not None:
-            self._queue.settle(worker, push.covers)
 
     def refresh(self, worker: int) -> None:
         """Update the worker's parameters."""
@@ -267,21 +225,16 @@ class Rounds:
             self.store.take(worker, writes)
 
     def dissolve(self) -> None:
-        """Drop all pushes, requests and the pending update."""
-        self.under_way = None
+        """Drop all pushes and requests."""
         self._lose_pushes(list(self.pushed))
         self._ready.clear()
         self._averaging.dissolve()
 
     def _lose_pushes(self, workers: Iterable[int]) -> None:
-        """Drop these workers' pushes; those held, or in the pending update, still count."""
+        """Drop these workers' pushes; those held still count."""
         for worker in workers:
             push, outcome = self.pushed.pop(worker, None), self._outcome.pop(worker, None)
-            update = self.under_way
-            if update is not None:
-                update.forget(worker)
-            part = update is not None and push is not None and update.has(worker, push)
-            if push is not None and outcome is None and not part:
+            if push is not None and outcome is None:
                 self._statistics.dropped(worker, self._samples(push))
 
     # ---- orders ---------------------------------------------------------------------------------
@@ -289,25 +242,17 @@ class Rounds:
     def _obey(self, fact: Fact) -> Replies:
         if self.broken:
             return []
-        orders = self._policy.on(fact)
-        if self.under_way is not None:
-            self.under_way.behind += orders
-            return []
-        return self._do(orders)
+        return self._do(self._policy.on(fact))
 
     def _do(self, orders: Sequence[Order]) -> Replies:
-        """Carry out the orders one after the other; those after a pending update wait for it."""
+        """Carry out the orders one after the other."""
         replies: Replies = []
-        left = iter(orders if not self._over else ())
-        for order in left:
+        for order in orders if not self._over else ():
             match order:
                 case Apply() if self._over:  # an earlier order made the last update
                     break
                 case Apply(workers):
                     self._apply(workers)
-                    if self.under_way is not None:
-                        self.under_way.behind += left
-                        return replies
                 case Release(workers):
                     replies += [self._release(worker) for worker in workers]
                 case Accumulate(workers):
@@ -333,29 +278,7 @@ class Rounds:
         pushes = {worker: self.pushed[worker] for worker in workers}
         for worker, push in pushes.items():
             self.take(worker, push.writes)
-        counted = self._step(pushes)
-        if self.under_way is None:
-            self._made(pushes, counted)
-
-    def complete(self, ticket: int) -> Replies:
-        """The pending update with this number has ended: carry out the orders after it.
-
-        Raises:
-            UserError: ``OptimizerFailed`` if the step failed.
-        """
-        update = self.under_way
-        if update is None or update.ticket != ticket:
-            return []  # it was dropped
-        self.under_way = None
-        counted = update.counted
-        for pushes, pending in update.steps:
-            stepped = pending.finish()
-            counted += stepped.workers
-            for worker, push in pushes.items():
-                if self.pushed.get(worker) is push:  # it still waits
-                    self._outcome[worker] = stepped
-        self._made(update.pushes, counted)
-        return self._do(update.behind)
+        self._made(pushes, self._step(pushes))
 
     def _made(self, pushes: Mapping[int, Push], counted: Sequence[int]) -> None:
         """Count the update, unless the optimizer needs another evaluation."""
@@ -376,17 +299,10 @@ class Rounds:
     def _step(self, pushes: Mapping[int, Push]) -> Sequence[int]:
         """Step each optimizer with its pushes; returns the workers whose contributions count."""
         counted: list[int] = []
-        pending: list[tuple[Mapping[int, Push], Pending]] = []
         for number, own in _by_optimizer(pushes, self.optimizers.holding).items():
             stepped = self.optimizers.step(own, number)
-            if isinstance(stepped, Pending):
-                pending.append((own, stepped))
-                continue
             self._outcome.update(dict.fromkeys(own, stepped))
             counted += stepped.workers
-        if pending:
-            self._tickets += 1
-            self.under_way = UpdateUnderWay(self._tickets, pushes, counted, pending)
         return counted
 
     def _hold(self, worker: int) -> None:

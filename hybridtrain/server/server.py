@@ -65,7 +65,6 @@ from hybridtrain.protocol.server_events import (
     Removed,
     Restarted,
     TimerExpired,
-    UpdateEnded,
 )
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
 from hybridtrain.server.batch_queue import BatchQueue
@@ -174,9 +173,6 @@ class Server:
                 return self.membership.admit(worker)
             case TimerExpired():
                 return self._guarded([], self._rounds.wake) or self._free_the_stuck()
-            case UpdateEnded(ticket):
-                replies = self._guarded([], lambda: self._rounds.complete(ticket))
-                return replies or self._free_the_stuck()
             case BrokenOff():
                 self._rounds.broken = True
                 return self._wishes.answer() + self._dismiss(waits=True)
@@ -267,25 +263,18 @@ class Server:
         return self._rounds.wake_at_s
 
     @property
-    def under_way(self) -> int | None:
-        """The number of the update that is pending until an ``UpdateEnded``, if any."""
-        update = self._rounds.under_way
-        return None if update is None else update.ticket
-
-    @property
     def training(self) -> bool:
         """Whether training has begun, so that remaining workers could continue."""
         return bool(self.optimizers.updates)
 
     def _free_the_stuck(self) -> Replies:
-        """Refuse all workers if they all wait, and no timer or update is pending: a deadlock."""
+        """Refuse all workers if they all wait, and no timer is set: a deadlock."""
         if len(self._rounds.waiting) + len(self._meeting.waiting) < len(self._members):
             return []
         if (
             self._stopped
             or not self._members
             or self.wake_at_s is not None
-            or self.under_way is not None
             or self.membership.missing
         ):
             return []

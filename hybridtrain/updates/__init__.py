@@ -2,7 +2,7 @@
 
 from hybridtrain.updates.base import Again, Contribution, Evaluation, Saved, Update
 from hybridtrain.updates.factory import build_update, load_updates
-from hybridtrain.updates.optimizer_set import OptimizerFailed, Optimizers, Pending, Stepped
+from hybridtrain.updates.optimizer_set import OptimizerFailed, Optimizers, Stepped
 
 __all__ = [
     "Again",
@@ -10,7 +10,6 @@ __all__ = [
     "Evaluation",
     "OptimizerFailed",
     "Optimizers",
-    "Pending",
     "Saved",
     "Stepped",
     "Update",

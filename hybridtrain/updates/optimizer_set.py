@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,17 +42,6 @@ class Stepped:
     again: Again | None = None
     news: Groups | None = None
     turn: StepNumber | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A step that takes time, in place of its result (:meth:`Optimizers.step`).
-
-    The contributions have been read, so their rows may be written again. The masters keep the
-    version before until ``finish`` is called, once; it may raise what a step may raise.
-    """
-
-    finish: Callable[[], Stepped]
 
 
 class Optimizers:
@@ -132,7 +121,7 @@ class Optimizers:
 
     # ---- one round ------------------------------------------------------------------------------
 
-    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
+    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
         """Step one optimizer with these pushes and its accumulated gradients.
 
         Pushes of weight 0 have no share, but their changes of hyper-parameters and groups are

@@ -16,11 +16,9 @@ from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ti
 from hybridtrain.protocol.server_events import Received
 from hybridtrain.protocol.spans import dealt, positions, total
 from hybridtrain.server.server import Server
-from hybridtrain.updates import Pending
 from hybridtrain.updates.groups import Groups, Members
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_set import Optimizers, Stepped
-from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.sharding import layouts_of
 from hybridtrain.worlds.virtual.training_task import (
     MakeOptimizer,
@@ -31,17 +29,9 @@ from hybridtrain.worlds.virtual.training_task import (
 
 
 class IdleOptimizers(Optimizers):
-    """One optimizer without parameters, which applies every push at no cost.
-
-    Args:
-        timed: the world ends the updates.
-    """
+    """One optimizer without parameters, which applies every push at no cost."""
 
     under_way = None
-
-    def __init__(self, timed: bool = False) -> None:
-        super().__init__()
-        self._timed = timed
 
     def objection(self, worker: int, push: Push) -> str | None:
         return None
@@ -55,9 +45,8 @@ class IdleOptimizers(Optimizers):
     def hold(self, worker: int, push: Push) -> bool:
         return push.weight > 0
 
-    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
-        stepped = Stepped(tuple([worker for worker, push in pushes.items() if push.weight > 0]))
-        return Pending(lambda: stepped) if self._timed and stepped.workers else stepped
+    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped:
+        return Stepped(tuple([worker for worker, push in pushes.items() if push.weight > 0]))
 
 
 def register_workers(
@@ -67,7 +56,7 @@ def register_workers(
     n_workers: int,
     exchange: Exchange,
     update: NamedUpdate | None = None,
-    under: Conditions | None = None,
+    visits: Visits | None = None,
 ) -> tuple[SimulatedReplicas | None, EpochSource | None]:
     """Give the servers the task's parameters; returns its replicas and its data, if there is one.
 
@@ -77,22 +66,20 @@ def register_workers(
         UserError: if the task has fewer parameters than there are servers, or workers cannot draw
             from shards of the data.
     """
-    under = under or Conditions()
-    timed = under.update_s > 0
     if task is None or optimizer is None:
         for server in servers:
-            server.adopt(None, IdleOptimizers(timed))
+            server.adopt(None, IdleOptimizers())
         return None, None
     holds = servers[0].requirements.holds
     layouts = layouts_of(task.parameters(), len(servers))
     stores = [Store(layout, n_workers, True, holding=holds) for layout in layouts]
     fresh = servers[0].requirements.whole_rounds
-    replicas = SimulatedReplicas(task, optimizer, stores, exchange, update, timed, fresh)
+    replicas = SimulatedReplicas(task, optimizer, stores, exchange, update, fresh)
     for server, shard in zip(servers, replicas.shards, strict=True):
         server.adopt(shard.store, shard.optimizers)
     if not isinstance(task, TrainingTask):
         return replicas, None
-    return replicas, EpochSource(task, servers[0], replicas, under.visits)
+    return replicas, EpochSource(task, servers[0], replicas, visits)
 
 
 class EpochSource:

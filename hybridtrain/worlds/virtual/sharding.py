@@ -9,7 +9,7 @@ answered. The first server also coordinates: it deals mini-batches, and its coun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -57,17 +57,10 @@ def servers_of(
     return [make(own, correction=corrects) for own, corrects in [(policy, correction), *parts]]
 
 
-def first_timer(servers: Sequence[Server]) -> tuple[float, int]:
-    """The earliest timer of the servers' policies, and its server."""
-    if len(servers) == 1:
-        wake_s = servers[0].wake_at_s
-        return (math.inf if wake_s is None else wake_s), 0
-    first_s, whose = math.inf, 0
-    for shard, server in enumerate(servers):
-        wake_s = server.wake_at_s
-        if wake_s is not None and wake_s < first_s:
-            first_s, whose = wake_s, shard
-    return first_s, whose
+def first_timer(servers: Sequence[Server], busy: Collection[int]) -> tuple[float, int]:
+    """The earliest timer of the servers' policies, without busy servers, and its server."""
+    timers = [(s.wake_at_s, n) for n, s in enumerate(servers) if n not in busy]
+    return min([(at_s, n) for at_s, n in timers if at_s is not None], default=(math.inf, 0))
 
 
 def split(sizes: Sequence[int], n_shards: int) -> list[range]:
@@ -109,7 +102,6 @@ def shards_of(
     optimizer: torch.optim.Optimizer,
     masters: Sequence[torch.nn.Parameter],
     stores: Sequence[Store],
-    kind: type[Optimizers],
 ) -> list[Shard]:
     """All shards, each with the optimizer for its masters."""
     pool, found = Pool(1), list[Shard]()
@@ -122,7 +114,7 @@ def shards_of(
             own, groups = only(optimizer, masters, numbers)
         inside = [number_of[id(p)] - first for group in own.param_groups for p in group["params"]]
         update = build_update(own, inside, store, pool)
-        found.append(Shard(numbers, store, kind([update], store, pool), groups))
+        found.append(Shard(numbers, store, Optimizers([update], store, pool), groups))
     return found
 
 

@@ -5,7 +5,7 @@ Legend: P elements of one dtype's buffer, W workers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,53 +17,13 @@ import torch
 from hybridtrain.exchanges import Await, Exchange, Leaving, LocalExchange
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
-from hybridtrain.updates import Pending
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.kernels.own_step import own_step
 from hybridtrain.updates.named import NamedUpdate, update_of
-from hybridtrain.updates.optimizer_set import Optimizers, Stepped
 from hybridtrain.updates.per_tensor import clip_gradients
 from hybridtrain.worlds.virtual.sharding import shards_of
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-
-
-Values = Mapping[int, torch.Tensor]  # number of a parameter -> its value
-
-
-class TimedOptimizers(Optimizers):
-    """Steps at once, but moves the masters when the world ends the update.
-
-    The optimizers' states are not delayed; virtual time does not read them.
-    """
-
-    def step(self, pushes: Mapping[int, Push], number: int | None = None) -> Stepped | Pending:
-        number = next(iter(pushes.values())).optimizer if number is None else number
-        holds, before = number in self.holding, self._copied(number)
-        stepped = super().step(pushes, number)
-        if not isinstance(stepped, Stepped) or not (stepped.workers or holds):
-            return stepped  # nothing was stepped
-        after = self._copied(number)
-        self._put(before)
-        return Pending(partial(self._finish, stepped, after))
-
-    def _finish(self, stepped: Stepped, after: Values) -> Stepped:
-        self._put(after)
-        return stepped
-
-    def _copied(self, number: int) -> Values:
-        """Copies of this optimizer's masters, by slot number."""
-        assert self._place is not None, "what steps has a store"
-        store = self._place[0]
-        numbers = [each for group in self.updates[number].members for each in group]
-        return {each: store.master(store.layout.slots[each]).clone() for each in numbers}
-
-    def _put(self, values: Values) -> None:
-        assert self._place is not None, "what steps has a store"
-        store = self._place[0]
-        store.moves.all_of(values)  # they may be read before they are written
-        for number, value in values.items():
-            store.master(store.layout.slots[number]).copy_(value)
 
 
 class Task(Protocol):
@@ -187,7 +147,6 @@ class SimulatedReplicas:
         stores: masters and W rows of each shard of the parameters.
         exchange: the workers' exchange.
         update: the masters' optimizer; by default the exchange's.
-        timed: the world ends the updates.
         fresh: the masters do not move while a worker computes.
     """
 
@@ -198,7 +157,6 @@ class SimulatedReplicas:
         stores: Sequence[Store],
         exchange: Exchange,
         update: NamedUpdate | None = None,
-        timed: bool = False,
         fresh: bool = True,
     ) -> None:
         self.task, self._stores = task, stores
@@ -208,9 +166,7 @@ class SimulatedReplicas:
         masters = [torch.nn.Parameter(store.master(slot)) for store, slot in self._places]
         self._users, self._update = make_optimizer(masters), update_of(exchange, update)
         optimizer = self._update.over(self._users)
-        self.shards = shards_of(
-            optimizer, masters, stores, TimedOptimizers if timed else Optimizers
-        )
+        self.shards = shards_of(optimizer, masters, stores)
         workers = range(stores[0].n_workers)
         for store, worker in product(stores, workers):
             store.refresh(worker)

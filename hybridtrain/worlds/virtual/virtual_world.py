@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 import math
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -33,8 +34,8 @@ from hybridtrain.protocol.server_events import (
     Received,
     Removed,
     TimerExpired,
-    UpdateEnded,
 )
+from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
@@ -54,10 +55,34 @@ class MessageArrival(NamedTuple):
     said: Push | Begin | Gather
 
 
+class Free(NamedTuple):
+    """A server has made an update, or handled an event that waited for one."""
+
+
+@dataclass(slots=True)
+class BusyServer:
+    """What waits while a server makes an update: its replies, and further events.
+
+    Args:
+        replies: to be sent at the end of the update; ``None`` once that has ended.
+        waiting: events, each with its time of arrival.
+    """
+
+    replies: Replies | None = None
+    waiting: deque[tuple[float, Event]] = field(default_factory=deque)
+
+    def forget(self, worker: int) -> None:
+        """The worker has died: drop its waiting events, and replies to it."""
+        if self.replies is not None:
+            self.replies = [each for each in self.replies if each[0] != worker]
+        kept = [each for each in self.waiting if getattr(each[1], "worker", None) != worker]
+        self.waiting = deque(kept)
+
+
 # Time, worker, number of its activity (events of older ones are ignored), shard, and event; a plain
 # push: the worker has computed it. Events of the script have negative numbers in place of the
 # worker's, so that they come first; ends of updates the least.
-Due = tuple[float, int, int, int, Push | MessageArrival | Dies | Joins | UpdateEnded]
+Due = tuple[float, int, int, int, Push | MessageArrival | Dies | Joins | Free]
 A_SERVER = -sys.maxsize
 
 
@@ -189,10 +214,11 @@ class VirtualWorld:
         self.interrupted = 0  # mini-batches that were interrupted
         self.network_s = 0.0  # time of messages, summed over workers
         self.curve = Curve()  # of the losses, if the task has any
+        self._handling: tuple[Server, float, int] | None = None  # time of the event, and version
         exchange = exchange or exchange_of(policy)
         self._under = conditions or Conditions()
         n_shards = len(self._under.network.shards)
-        make = partial(Server, n_workers=n_workers, clock=lambda: self.now_s, exchange=exchange)
+        make = partial(Server, n_workers=n_workers, clock=self._clock, exchange=exchange)
         self.servers = servers_of(make, policy, correction, n_shards)
         self.server = self.servers[0]  # which coordinates
         check_shards(self.server.requirements, task, exchange, n_shards)
@@ -203,9 +229,8 @@ class VirtualWorld:
         self._turns = self.server.requirements.takes_turns
         self._interrupts = self._under.interrupt and self.server.requirements.drops_late
         self._update_s = self._under.update_s
-        self._ending: list[int | None] = [None for _ in self.servers]  # updates that have begun
         self._replicas, self._source = register_workers(
-            self.servers, task, optimizer, n_workers, exchange, update, self._under
+            self.servers, task, optimizer, n_workers, exchange, update, self._under.visits
         )
         self._alone = self._replicas is not None and self._replicas.train_alone
         self._at_once = self._source is None and not self._turns
@@ -217,6 +242,8 @@ class VirtualWorld:
 
     def _start(self, n_workers: int) -> None:
         """All workers but the absent ones begin to compute at time 0."""
+        self._version = 0  # updates that the first server has completed
+        self._busy: dict[int, BusyServer] = {}  # by shard: servers that make an update
         self._on_its_own = ComputingOn()
         self._met: Gathered | None = None  # the result of the last meeting
         self._read: dict[int, int] = {}  # computing worker -> version it read, for interrupts
@@ -253,29 +280,29 @@ class VirtualWorld:
         Raises:
             UserError: if no event is left, or the server refuses a message.
         """
-        statistics = self.server.statistics
-        while statistics.version < updates and self.epochs < epochs:
-            if self.events >= mini_batches and statistics.version:
+        while self._version < updates and self.epochs < epochs:
+            if self.events >= mini_batches and self._version:
                 return
             if until_s != math.inf and self._next_s() > until_s:
                 return
             self._step()
 
     def _next_s(self) -> float:
-        return min(first_timer(self.servers)[0], self._due[0][0] if self._due else math.inf)
+        due_s = self._due[0][0] if self._due else math.inf
+        return min(first_timer(self.servers, self._busy)[0], due_s)
 
     def _step(self) -> None:
         """Handle the next event, and its consequences for schedules and interrupts."""
-        before = self.server.statistics.version
+        before = self._version
         self._happens()
-        if self.server.statistics.version > before:
+        if self._version > before:
             if self._source is not None:
-                self._source.updated(self.server.statistics.version)
+                self._source.updated(self._version)
             if self._read:
                 self._interrupt()
 
     def _happens(self) -> None:
-        wake_s, shard = first_timer(self.servers)
+        wake_s, shard = first_timer(self.servers, self._busy)
         due_s, foresees = self._due[0][0] if self._due else math.inf, self._under.foresight
         if wake_s < due_s or (wake_s == due_s < math.inf and not foresees):
             self.now_s = self._heard_s if foresees else max(self.now_s, wake_s)
@@ -292,8 +319,8 @@ class VirtualWorld:
                 self._end_mini_batch(worker, what)
             case MessageArrival():
                 self._arrive(worker, shard, what.said)
-            case UpdateEnded():
-                self._on(shard, what)
+            case Free():
+                self._free(shard)
             case Dies():
                 self._die(what.worker)
             case Joins():
@@ -307,6 +334,8 @@ class VirtualWorld:
         self._on_its_own.forget(worker)
         for links in self._links:
             links.forget(worker)
+        for busy in self._busy.values():
+            busy.forget(worker)
         if self._replicas is not None:
             self._replicas.lose(worker)
         self._tell(Removed(worker))
@@ -397,7 +426,7 @@ class VirtualWorld:
         loaded_s = 0.0 if self._alone else self._links[0].loaded_s  # else counted when it pushes
         self.network_s += begin_s - self.now_s + loaded_s
         if self._interrupts:
-            self._read[worker] = self.server.statistics.version
+            self._read[worker] = self._version
         number = self._doing[worker] = self._doing[worker] + 1
         at_s = end_s + self._links[0].loaded_s if self._direct else end_s
         heapq.heappush(self._due, (at_s, worker, number, 0, push))
@@ -465,24 +494,62 @@ class VirtualWorld:
         self._answers[worker].expect()
         self._tell(Admitted(worker))
 
+    def _clock(self) -> float:
+        """The servers' clock: the time of arrival of an event, then of the end of its update."""
+        if self._handling is None:
+            return self.now_s
+        server, told_s, version = self._handling
+        made = server.statistics.version - version
+        return self.now_s + made * self._update_s if made else told_s
+
     def _on(self, shard: int, event: Event) -> None:
-        """The server handles the event, and its replies are sent."""
+        """The server handles the event, now or when it has made its update."""
+        if (busy := self._busy.get(shard)) is not None:
+            busy.waiting.append((self.now_s, event))
+        else:
+            self._handle(shard, event, self.now_s)
+
+    def _handle(self, shard: int, event: Event, told_s: float) -> None:
+        """The server handles the event, and sends its replies when it has made the updates."""
         server, self._heard_s = self.servers[shard], self.now_s
-        for worker, reply in server.on(event):
+        before = server.statistics.version
+        self._handling = (server, told_s, before) if self._update_s else None
+        replies = server.on(event)
+        self._handling = None
+        end_s = self.now_s + self._update_s * (server.statistics.version - before)
+        if end_s == self.now_s:
+            self._answer(shard, replies)
+            return
+        self._busy.setdefault(shard, BusyServer()).replies = replies
+        heapq.heappush(self._due, (end_s, A_SERVER, 0, shard, Free()))
+
+    def _free(self, shard: int) -> None:
+        """An update has ended, or the server is free for the next event that waits."""
+        busy = self._busy[shard]
+        if busy.replies is not None:
+            replies, busy.replies = busy.replies, None
+            self._answer(shard, replies)
+        elif busy.waiting:
+            told_s, event = busy.waiting.popleft()
+            self._handle(shard, event, told_s)
+        if self._busy[shard].replies is not None:
+            return  # it makes another update
+        if busy.waiting:
+            heapq.heappush(self._due, (self.now_s, A_SERVER, 0, shard, Free()))
+        else:
+            del self._busy[shard]
+
+    def _answer(self, shard: int, replies: Replies) -> None:
+        """Send the server's replies."""
+        if shard == 0:
+            self._version = self.server.statistics.version
+        for worker, reply in replies:
             if isinstance(reply, Released):
                 self._released(worker, shard)
             elif isinstance(reply, Gathered):
                 self._gathered(worker, shard, reply)
             elif isinstance(reply, Refused):
                 raise UserError(reply.reason)
-        if self._update_s:
-            self._end_update(shard, server.under_way)
-
-    def _end_update(self, shard: int, ticket: int | None) -> None:
-        """Schedule the end of an update that the server has begun."""
-        if ticket is not None and ticket != self._ending[shard]:
-            self._ending[shard], at_s = ticket, self.now_s + self._update_s
-            heapq.heappush(self._due, (at_s, A_SERVER, ticket, shard, UpdateEnded(ticket)))
 
     def _gathered(self, worker: int, shard: int, reply: Gathered) -> None:
         """All workers have met at this server; after the last, the worker begins the next epoch."""
@@ -496,8 +563,9 @@ class VirtualWorld:
 
     def _interrupt(self) -> None:
         """Workers whose gradients would be dropped begin anew, with the newest parameters."""
-        version = self.server.statistics.version
-        for worker in sorted(w for w, read in self._read.items() if read < version):
+        for worker in sorted(w for w, read in self._read.items() if read < self._version):
             self.interrupted += 1
+            self._doing[worker] += 1
+            del self._read[worker]
             self._links[0].forget(worker)
             self._admit(worker)
