@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str]) -> tuple[list[Path], Path]:
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Make the page that is asked for, and say where it lies."""
+    """Write the page, and print its path."""
     folders, out = parse(arguments)
     runs = compare(folders, out)
     print(f"{len(runs)} runs: {out / PAGE} (sheets: {out / RUNS}, {out / CURVES})")

@@ -1,9 +1,9 @@
-"""Make Lightning know the strategies, without making everybody wait for Lightning.
+"""Register the strategies with Lightning without importing it.
 
 ``import hybridtrain`` must be enough for ``Trainer(strategy="hybrid")``, and must stay quick: even
-``--help`` and tab completion import it, and Lightning and torch take seconds. So if Lightning is
-not there yet, a finder watches for its import and registers when that is complete. A strategy's own
-modules are imported when a trainer asks for it by name.
+``--help`` and tab completion import it, and Lightning and torch take seconds. Where
+Lightning is not imported yet, a finder registers them after its import. A strategy's own modules are
+imported when a trainer asks for it by name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _register(package: str) -> None:
 
 
 def _made(package: str, **parts: Any) -> Any:
-    """The strategy for a trainer of this package, which thereby decides on it.
+    """Make the strategy for a trainer of this package, and decide on the package.
 
     Raises:
         UserError: if this process uses the other package.
@@ -78,7 +78,7 @@ def _made(package: str, **parts: Any) -> Any:
 
 
 class _Watch(MetaPathFinder):
-    """Registers behind the import of a package. A caller may also just ask whether it exists."""
+    """Registers after the import of a package; callers may also only look for its spec."""
 
     def __init__(self) -> None:
         self._asking = False

@@ -42,7 +42,7 @@ OPTIONS = ("run", "anyway", "policy", "correction", "strategy")
 
 
 def run(arguments: Sequence[str]) -> None:
-    """Replay what is asked for, and say what came of it."""
+    """Replay the record, or try another policy, and print the result."""
     given = parse(arguments)
     from hybridtrain.recording import find_record, read_record
 
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> dict[str, str]:
     """The options by name.
 
     Raises:
-        UserError: naming what is not known, or lacks.
+        UserError: naming the option that is unknown or missing.
     """
     given = options(arguments, OPTIONS, families=("policy", "correction"))
     if "run" not in given:

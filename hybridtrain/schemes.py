@@ -1,4 +1,4 @@
-"""Strategies by name that are more than a policy: what workers hand over, how the masters move.
+"""Names of strategies that set an exchange and an update besides the policy.
 
 Plain data that imports nothing, as ``import hybridtrain`` reads it.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any
 
-# What a name stands for, where it is not that of a policy.
 SCHEMES: dict[str, dict[str, Any]] = {
     "local_sgd": {"policy": "hybrid", "exchange": "movement"},
     "downpour": {"policy": "async", "exchange": "accumulated"},
@@ -35,5 +34,5 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 
 def parts_of(name: str) -> dict[str, Any]:
-    """What ``HybridStrategy`` takes for it: of a scheme, or of a policy by its name."""
+    """Arguments of ``HybridStrategy`` for the name of a scheme or of a policy."""
     return SCHEMES.get(name, {"policy": name})

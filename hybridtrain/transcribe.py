@@ -46,7 +46,7 @@ OPTIONS: dict[str, type] = {
 
 
 def load_module(path: str | Path) -> SpeechModule:
-    """The speech model of a checkpoint, ready to listen.
+    """Load the speech model of a checkpoint, in evaluation mode.
 
     Nothing in the file is executed (``weights_only``). ``UserError`` if it is missing, damaged,
     contains code, or is not a speech model's.
@@ -66,7 +66,7 @@ def load_module(path: str | Path) -> SpeechModule:
 
 
 def _read(path: Path) -> Any:
-    """Plain data and tensors from a file, or one line why not."""
+    """Load plain data and tensors; raises UserError for a damaged file, and for code in it."""
     check_input(path, "the checkpoint")
     try:
         with warnings.catch_warnings(action="ignore"):  # torch's, about unusual pickles

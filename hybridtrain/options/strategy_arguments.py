@@ -29,7 +29,7 @@ from hybridtrain.util.option_types import (
 
 
 class Shards(TypedDict):
-    """So many parts of an epoch's order, and mini-batches that a worker takes from one."""
+    """``number`` shards of an epoch's order; a worker takes ``visit`` mini-batches from one."""
 
     number: Positive
     visit: Positive
@@ -177,7 +177,7 @@ _PARTS: dict[str, Mapping[str, Callable[..., Any]]] = {
 
 
 def unknown(name: str, given: Mapping[str, Any], prefix: str = "") -> str:
-    """The complaint about an option that a strategy does not know; it names the key meant."""
+    """The message for an option that a strategy does not know, with the key that was meant."""
     if name in _OF_DDP:
         return f"{prefix}{name} was given, an option of ddp; leave it out: {_OF_DDP[name]}"
     said = f"{prefix}{name} was given, which the strategy does not know; "

@@ -1,8 +1,7 @@
 """Faults on purpose: which there are, and when they happen.
 
-A fault is a line of configuration, ``{worker: 1, step: 20, kind: kill}``, so that what a run is to
-survive can be asked of it in anybody's continuous integration. This file reads such lines and says
-when they are due; :mod:`hybridtrain.lightning.fault_injection.in_worker` carries them out.
+A fault is a line of configuration, ``{worker: 1, step: 20, kind: kill}``, so that any
+continuous integration can test what a run survives. This file reads such lines and schedules them; :mod:`hybridtrain.lightning.fault_injection.in_worker` carries them out.
 
 A worker counts its optimizer steps from 0, and a worker that takes the place of a dead one goes on
 counting. A fault at a step happens once, at the first occasion from that step on (the first
@@ -46,15 +45,15 @@ FACTORS = {"slow": 3.0, "corrupt_gradient": -1000.0}  # if none is given
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One of them.
+    """What goes wrong, in which worker, and when.
 
     Args:
         kind: one of ``KINDS``.
-        worker: whose; ``None``: anybody's, each at random.
+        worker: its number; ``None``: any worker, each at random.
         step: of that worker, from 0.
         phase: of that step, one of ``PHASES``.
         rate: instead of ``step``: the probability, each time that the phase comes.
-        seed: of what is drawn then.
+        seed: of these draws.
         factor: ``slow``: how much longer a step takes; ``corrupt_gradient``: what it is multiplied
             with.
         steps: ``slow``: for so many steps. At a step for all that follow, at random for one.
@@ -80,7 +79,7 @@ class Fault:
 
     @property
     def strength(self) -> float:
-        """Its factor."""
+        """The factor, or its default."""
         return FACTORS.get(self.kind, 1.0) if self.factor is None else self.factor
 
     def __str__(self) -> str:
@@ -128,7 +127,7 @@ def _check_strength(fault: Fault) -> None:
 
 
 def read_faults(given: Any) -> tuple[Fault, ...]:
-    """As a user gives them: a list of mappings, or of faults.
+    """Parse a user's list of mappings or faults.
 
     Raises:
         UserError: if one makes no sense.
@@ -159,7 +158,7 @@ def _read(given: Any) -> Fault:
 
 
 def check_workers(faults: Sequence[Fault], n_workers: int) -> None:
-    """Everybody who is to fail is there.
+    """Check that the workers of all faults exist.
 
     Raises:
         UserError: if not.
@@ -177,10 +176,10 @@ _COUNTERS = struct.Struct("<qq")  # a worker's steps and its process
 
 
 class FaultLog:
-    """What has happened so far, in memory that the parent and all processes of all workers share.
+    """Counts the faults so far, in memory that the parent and all workers share.
 
-    A worker is about to die when it writes, so it does not send a message. Made by the parent;
-    a copy that is sent to another process looks at the same memory.
+    A worker about to die sends no message, and the process that replaces it must not die of the
+    same fault. The parent makes the log; copies in other processes map the same memory.
 
     Args:
         n_faults: F.
@@ -196,42 +195,42 @@ class FaultLog:
         return own + _COUNTERS.size + fault * _CELL.size
 
     def count(self, fault: int, worker: int) -> int:
-        """How often it has happened to the worker."""
+        """How often the worker has had the fault."""
         return int(_CELL.unpack_from(self._shared.map, self._place(worker, fault))[0])
 
     def when_s(self, fault: int, worker: int) -> float:
-        """When it last has, on the monotonic clock of this host."""
+        """When it last had it, on the monotonic clock of this host."""
         return float(_CELL.unpack_from(self._shared.map, self._place(worker, fault))[1])
 
     def happens(self, fault: int, worker: int) -> None:
-        """Now."""
+        """Count the fault, now."""
         place = self._place(worker, fault)
         _CELL.pack_into(self._shared.map, place, self.count(fault, worker) + 1, time.monotonic())
 
     def progress(self, worker: int) -> tuple[int, int]:
-        """The steps that the worker has made, and the process that it lives in now."""
+        """Number of the worker's steps, and its process id."""
         steps, pid = _COUNTERS.unpack_from(
             self._shared.map, self._place(worker, 0) - _COUNTERS.size
         )
         return int(steps), int(pid)
 
     def reach(self, worker: int, steps: int, pid: int) -> None:
-        """The worker has made so many steps."""
+        """Store the number of the worker's steps, and its process id."""
         _COUNTERS.pack_into(self._shared.map, self._place(worker, 0) - _COUNTERS.size, steps, pid)
 
     def close(self) -> None:
-        """Nobody looks any more."""
+        """Unmap it."""
         self._shared.close()
 
 
 class Schedule:
-    """Says which faults of one worker are due.
+    """Decides which faults of one worker are due.
 
     Args:
         faults: of all workers.
-        worker: whose.
-        fault_log: of what has happened.
-        kinds: that may happen here.
+        worker: its number.
+        fault_log: counts the faults.
+        kinds: of the faults to consider.
     """
 
     def __init__(
@@ -242,7 +241,7 @@ class Schedule:
         kinds: Container[str] = KINDS,
     ) -> None:
         self._worker, self._fault_log = worker, fault_log
-        self._born = fault_log.progress(worker)[0]  # at which step this life begins
+        self._born = fault_log.progress(worker)[0]  # the first step of this process
         mine = [(n, f) for n, f in enumerate(faults) if f.worker in (None, worker)]
         mine = [(n, f) for n, f in mine if f.kind in kinds]
         self._of: dict[str, list[tuple[int, Fault]]] = {
@@ -251,10 +250,10 @@ class Schedule:
         self._left = {n: self._drawn(n, f) for n, f in mine if f.rate is not None}
 
     def _drawn(self, number: int, fault: Fault) -> int:
-        """How many occasions pass, the one included at which it happens next.
+        """Draw the number of occasions until the fault happens next.
 
-        Each life draws anew: with the number of one that was cut short, what is rare would wait
-        from the beginning again, and never happen.
+        Each process of the worker draws anew: waiting again for the number that an earlier process
+        drew could postpone a rare fault forever.
         """
         assert fault.rate is not None, "only these are drawn"
         count = self._fault_log.count(number, self._worker)
@@ -265,11 +264,11 @@ class Schedule:
         return 1 + int(math.log(1 - chance) / math.log(1 - fault.rate))
 
     def has(self, *phases: str) -> bool:
-        """Whether anything may ever happen in one of these phases."""
+        """Whether a fault may happen in one of these phases."""
         return any(self._of[phase] for phase in phases)
 
     def due(self, phase: str, step: int) -> Iterator[Fault]:
-        """What happens now; it counts as having happened the moment that it is handed out."""
+        """Yield the faults due now; each is counted before it is yielded."""
         for number, fault in self._of[phase]:
             if fault.step is not None:
                 ready = step >= fault.step and not self._fault_log.count(number, self._worker)
@@ -284,7 +283,7 @@ class Schedule:
 
 
 def happened(faults: Sequence[Fault], fault_log: FaultLog) -> list[dict[str, Any]]:
-    """What has happened to whom, how often, and when last (seconds of the monotonic clock)."""
+    """The faults that each worker had: how often, and when last (seconds, monotonic clock)."""
     rows = []
     for number, fault in enumerate(faults):
         for worker in range(fault_log.n_workers):

@@ -1,4 +1,4 @@
-"""Files without a name: gone with the last process that holds them, however it ended."""
+"""Anonymous shared memory: the kernel frees it with the last process that has it open."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def shared_map(owner: object, fd: int, n_bytes: int) -> mmap.mmap:
 
 
 def stop_sharing_maps() -> None:
-    """In a forked process: no other process sees what this one writes to shared maps from now on.
+    """Make all shared maps private to this forked process.
 
-    Each map stays at its address, so tensors over it stay what they are.
+    Each map stays at its address, so tensors over it stay valid.
     """
     map_again, access = ctypes.CDLL(None).mmap, mmap.PROT_READ | mmap.PROT_WRITE
     for fd, each in list(_shared.values()):
@@ -43,16 +43,16 @@ def stop_sharing_maps() -> None:
 
 
 class SharedBytes:
-    """Zeros at first, for the process that makes them and all that it is sent to.
+    """Shared memory, zero at first; a copy pickled into a child process maps the same bytes.
 
-    Whoever makes it keeps it; a copy that is pickled into a child looks at the same memory.
+    The process that makes it keeps the file open.
 
     Args:
         n_bytes: how many.
     """
 
     def __init__(self, n_bytes: int) -> None:
-        self._kept: int | None = anonymous_descriptor()  # or the path would lead nowhere
+        self._kept: int | None = anonymous_descriptor()  # kept open: children open it by its path
         fd = self._kept
         self._path, self._n_bytes = f"/proc/{os.getpid()}/fd/{fd}", n_bytes
         os.ftruncate(fd, n_bytes)
@@ -69,7 +69,7 @@ class SharedBytes:
         os.close(fd)
 
     def close(self) -> None:
-        """This process looks no more."""
+        """Unmap it in this process."""
         _shared.pop(self, None)
         self.map.close()
         if self._kept is not None:

@@ -1,4 +1,4 @@
-"""What small commands of ``name=value`` arguments share: how they are read, and how they end."""
+"""Small commands with ``name=value`` arguments: parsing, standard streams, exit status."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hybridtrain.errors import UserError
 def options(
     arguments: Sequence[str], known: Sequence[str], families: Sequence[str] = ()
 ) -> dict[str, str]:
-    """``name=value`` arguments, by name.
+    """Parse ``name=value`` arguments.
 
     Args:
-        known: the names there are.
-        families: those among them that also have members, as in ``slower.3=2``.
+        known: the names allowed.
+        families: names among them that also take members, as in ``slower.3=2``.
 
     Raises:
         UserError: naming what is not known, and what was meant.

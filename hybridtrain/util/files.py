@@ -1,15 +1,14 @@
-"""Files that appear whole or not at all, and how a damaged checkpoint is told from a good one.
+"""Write files atomically, and verify the checksums of checkpoints.
 
-Writing: what is written has no name until all of it is on the disk; then it gets its own. If there
-is such a file already, it gets one beside that, and takes its place by renaming, which a file
-system does at once. So whoever is killed leaves the old file and no half of a new one.
+Writing: the content goes to a file without a name (``O_TMPFILE``), which is linked to its name once
+it is synced. Where that name exists, it is linked to another one and renamed, which is atomic. A
+process killed in between leaves the old file.
 
 Checking: a checkpoint is a zip archive in which ``torch.save`` keeps a CRC-32 of each record.
 ``torch.load`` does not compare them (torch is built with ``MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS``)
-and takes weights in which bits have flipped for good ones; here they are compared. No second file
-has to be kept beside the first, and checkpoints written by anybody can be checked. What no CRC
-covers is the archive's table of contents; for that a checkpoint written here has one in the
-archive's comment, which other readers pass over (:func:`seal`).
+and loads weights with flipped bits; :func:`fault_of` compares them, in checkpoints of any program.
+No CRC covers the archive's table of contents; :func:`seal` puts one into the archive's comment,
+which other readers ignore.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _SEAL_BYTES = len(_SEAL % 0)
 
 
 def interrupted_in(folder: Path) -> Path:
-    """Where a run that keeps its checkpoints in ``folder`` writes the one of its early end.
+    """The checkpoint of an interrupted run that keeps its checkpoints in ``folder``.
 
-    Not among them: callbacks and users list that folder, and count or delete what they find. Beside
-    ``checkpoints``, which is made for a run; what is named otherwise is the user's, so below it.
+    It is not among them: callbacks list that folder, and count or delete what they find. It lies
+    beside ``checkpoints``, which a run makes, and below any other folder, which is the user's.
     """
     beside = folder.name == "checkpoints"
     return (folder.parent if beside else folder / "interrupted") / "interrupted.ckpt"
@@ -47,17 +46,17 @@ def short(path: str | Path) -> str:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """The file is there with all its content, or not at all, also if the machine loses power.
+    """Write the file atomically, also if the machine loses power.
 
     Raises:
-        OSError: if it could not be written; what was there before is still there.
+        OSError: if it could not be written; an earlier file is unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = f".{path.name[:_LONGEST]}.part"
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         with suppress(FileNotFoundError):
-            os.unlink(part, dir_fd=folder)  # somebody was killed in the midst of this
+            os.unlink(part, dir_fd=folder)  # left by a process that was killed
         if not _write_part(part, folder, content, path.name):
             os.replace(part, path.name, src_dir_fd=folder, dst_dir_fd=folder)
         os.fsync(folder)
@@ -70,9 +69,9 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 
 def _write_part(part: str, folder: int, content: bytes | memoryview, name: str) -> bool:
-    """All of it is on the disk before it has a name, where the file system can do that.
+    """Write and sync a file without a name, where the file system can, then link it.
 
-    Returns whether that is its own ``name``, which it gets at once unless another file has it.
+    Returns whether it is linked to ``name`` already, which it is unless another file has the name.
     """
     fd, named = _open(part, folder)
     with os.fdopen(fd, "wb") as file:
@@ -101,7 +100,7 @@ def _open(part: str, folder: int) -> tuple[int, bool]:
 
 
 def seal(content: io.BytesIO) -> None:
-    """Add the checksum of its table of contents to what ``torch.save`` has written."""
+    """Put the checksum of the table of contents into the comment of ``torch.save``'s archive."""
     with zipfile.ZipFile(content) as archive:
         start, comment = archive.start_dir, archive.comment
     if comment:
@@ -116,7 +115,7 @@ def seal(content: io.BytesIO) -> None:
 def fault_of(path: Path) -> str | None:
     """What is wrong with a checkpoint, in a few words; ``None`` if every checksum is right.
 
-    A file that nobody has touched since it was last asked for is not read again.
+    The answer is cached until the file changes.
     """
     state = _settled(path)
     if state is not None and state in _known:
@@ -132,7 +131,7 @@ _known: dict[tuple[int, ...], str | None] = {}
 
 
 def _settled(path: Path) -> tuple[int, ...] | None:
-    """What is another one if the file is changed; ``None`` if that cannot be known yet."""
+    """A key that changes with the file; ``None`` if its last change is too recent to tell."""
     try:
         now = path.stat()
     except OSError:
@@ -164,7 +163,7 @@ def _fault_of(path: Path) -> str | None:
 
 
 def _unsealed(path: Path, archive: zipfile.ZipFile) -> str | None:
-    """The table of contents, if it is not the one whose checksum is in the comment."""
+    """``table of contents`` if its checksum is not the one in the comment."""
     with path.open("rb") as file:
         file.seek(archive.start_dir)
         rest = file.read()
@@ -172,5 +171,5 @@ def _unsealed(path: Path, archive: zipfile.ZipFile) -> str | None:
     contents = rest[: len(rest) - len(comment)]
     (promised,) = struct.unpack("<H", contents[-2:])
     if len(comment) == promised and not comment.startswith(_SEAL[:12]):
-        return None  # written by somebody else
+        return None  # not sealed
     return None if comment == _SEAL % zlib.crc32(contents) else "table of contents"

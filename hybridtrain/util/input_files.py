@@ -1,8 +1,8 @@
-"""The boundary for files that a user names: kind and size are checked before anything is read.
+"""Open files that a user names, after checks of their kind and size.
 
 A path may lead to a FIFO, which blocks the process that opens it; to a device, which never ends;
-or to a file larger than memory. All readers open their files here, or ask here before a library
-opens them by name.
+or to a file larger than memory. All readers open their files here, or call :func:`check_input`
+before a library opens one by name.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def open_input(path: str | Path, what: str, most_bytes: int | None = None) -> Bu
 
     Args:
         path: as the user has given it.
-        what: the file is to be, for the complaint: ``the alphabet file``.
-        most_bytes: that a file of this kind may have.
+        what: its name in messages: ``the alphabet file``.
+        most_bytes: limit of its size.
 
     Raises:
         UserError: if it cannot be opened, is no regular file, or is too large.
@@ -50,7 +50,7 @@ def open_input(path: str | Path, what: str, most_bytes: int | None = None) -> Bu
 
 
 def check_input(path: str | Path, what: str, most_bytes: int | None = None) -> None:
-    """The same, before a library opens the file by its name."""
+    """Check as :func:`open_input` does, before a library opens the file by name."""
     open_input(path, what, most_bytes).close()
 
 
@@ -86,7 +86,7 @@ _LINE_BYTES = 2**25  # of one line
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, as they were before it was packed.
+    """Open a file, decompressing it if it is gzip.
 
     Raises:
         UserError: if it cannot be read, or is damaged; also while it is read.
@@ -98,7 +98,7 @@ def unpacked(path: Path) -> Iterator[BinaryIO]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Numbers from 1, and the lines of a text; none is longer than memory allows.
+    """Yield number (from 1) and text of each line; the length of a line is limited.
 
     Raises:
         UserError: also if it is no text.

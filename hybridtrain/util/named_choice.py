@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 def choose(what: str, given: Any, known: Mapping[str, Callable[..., T]], kind: type[T]) -> T:
-    """Make what is asked for.
+    """Make the part that a name or a mapping stands for.
 
     Args:
         what: the option's name, for messages.
         given: a name, a mapping with ``name`` and parameters, or an object of ``kind``.
-        known: what makes each, by name.
-        kind: what comes out.
+        known: factories by name.
+        kind: type of the result.
 
     Raises:
         UserError: if there is no such name or parameter.
@@ -35,7 +35,7 @@ def choose(what: str, given: Any, known: Mapping[str, Callable[..., T]], kind: t
 def checked_choice(
     what: str, given: Any, known: Mapping[str, Callable[..., Any]], plain: bool = False
 ) -> tuple[str, dict[str, Any]]:
-    """A name and its parameters, of those that are known and of the types that they declare.
+    """The name and parameters given, checked against the known names and their types.
 
     Raises:
         UserError: if there is no such name or parameter, or its value is not allowed.
@@ -77,9 +77,9 @@ def _known(known: Iterable[str]) -> str:
 
 
 class BriefRepr:
-    """A dataclass whose text leaves out what is ``None`` or ``False``.
+    """A dataclass whose ``repr`` leaves out fields that are ``None`` or ``False``.
 
-    Records compare these texts, so an option that is added later must not change the old ones.
+    Records compare these texts, so a new option must not change those of older records.
     """
 
     def __repr__(self) -> str:

@@ -132,7 +132,7 @@ def shown(value: Any, plain: bool = False) -> str:
 
 
 def _form(value: Mapping[Any, Any], kind: Any) -> Any:
-    """The kind of mapping that is meant, of those in a union: it has a key of it."""
+    """The ``TypedDict``, of those in a union, with which the mapping shares a key."""
     forms = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     forms = tuple(each for each in forms if is_typeddict(each))
     return next((each for each in forms if hints(each).keys() & value.keys()), None)
@@ -159,7 +159,7 @@ def check_fields(given: Any, prefix: str = "", plain: bool = False) -> None:
 
 
 class Checked:
-    """A dataclass whose fields are held to their types when it is made; raises UserError."""
+    """A dataclass that checks its fields against their types; raises UserError."""
 
     prefix: ClassVar[str] = ""  # of its fields, in messages
 
@@ -179,7 +179,7 @@ def check_arguments(
 
 
 def typed(prefix: str) -> Callable[[F], F]:
-    """Hold a function's arguments to the types that it declares, whenever it is called.
+    """Check a function's arguments against their declared types in every call.
 
     Args:
         prefix: of their names, in messages.
@@ -200,7 +200,7 @@ def typed(prefix: str) -> Callable[[F], F]:
 
 @lru_cache(maxsize=512)
 def hints(described: Any) -> dict[str, Any]:
-    """Types by the names of fields or parameters; none where a module does not tell its names."""
+    """Types by the names of fields or parameters; empty where they cannot be resolved."""
     if inspect.isclass(described) and not is_dataclass(described) and not is_typeddict(described):
         described = described.__init__
     try:
@@ -213,10 +213,10 @@ def hints(described: Any) -> dict[str, Any]:
 
 
 def allows(value: Any, kind: Any, plain: bool = False) -> bool:
-    """Whether a value is of a type and in its range. What cannot be told is allowed."""
+    """Whether a value is of a type and in its range. Types that cannot be checked allow all."""
     origin, inside = get_origin(kind), get_args(kind)
     if plain and isinstance(value, Mapping) and "_target_" in value:
-        return True  # of which an object will be made
+        return True  # Hydra makes an object of it
     if origin is Annotated:
         ranges = [note for note in inside[1:] if isinstance(note, Range | Rule)]
         return allows(value, inside[0], plain) and all(each.holds(value) for each in ranges)

@@ -1,7 +1,7 @@
-"""A function on a thread of its own that takes turns with its caller: never do both run.
+"""Run an ordinary function as a coroutine, on a thread of its own.
 
-What a coroutine is, for functions that know nothing of it: somewhere inside, the function calls
-``ask`` and is suspended there until the caller brings the answer.
+Function and caller never run at the same time: somewhere inside, the function calls ``ask`` and is
+suspended there until the caller passes the answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TurnTaking:
         return self.answer(function)
 
     def answer(self, value: Any) -> Asked | Ended:
-        """Let the suspended function go on with this answer, until it asks again or ends."""
+        """Resume the suspended function with this answer until it asks again or ends."""
         self._to.put(value)
         return self._back.get()
 
@@ -60,7 +60,7 @@ class TurnTaking:
         """Called by the function: suspend it until there is an answer."""
         self._back.put(Asked(question))
         if (value := self._to.get()) is _CLOSE:
-            self._to.put(_CLOSE)  # for the thread itself, or for whoever asks again regardless
+            self._to.put(_CLOSE)  # for the thread's loop, or for another ask
             raise Abandoned
         return value
 
