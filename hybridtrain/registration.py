@@ -1,8 +1,8 @@
 """Register the strategies with Lightning without importing it.
 
 ``import hybridtrain`` must be enough for ``Trainer(strategy="hybrid")``, and must stay quick: even
-``--help`` and tab completion import it, and Lightning and torch take seconds. Where
-Lightning is not imported yet, a finder registers them after its import. A strategy's own modules are
+``--help`` and tab completion import it, and Lightning and torch take seconds. Where Lightning is
+not imported yet, a finder registers the strategies after its import. A strategy's own modules are
 imported when a trainer asks for it by name.
 """
 

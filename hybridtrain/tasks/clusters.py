@@ -1,7 +1,7 @@
 """``task=clusters``: clusters of points in many dimensions, some of which are one class.
 
 The toy of Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 2024
-(arXiv:2401.09135): hard enough that workers' movements soon have nothing in common, and quick.
+(arXiv:2401.09135): quick, and hard enough that the workers' movements soon differ in direction.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ClustersData(pl.LightningDataModule):
         clusters: of each class.
         noise: standard deviation in each dimension.
         points: to train on.
-        passes: how often an epoch goes through them, so that workers need not meet in between.
+        passes: of an epoch over them; more let workers meet less often.
         val_points: to validate on.
         batch_size: of each worker.
         seed: of centres and noise.

@@ -16,12 +16,12 @@ _FAST = {"contract", "nsz", "arcp", "reassoc"}
 
 
 def is_installed() -> bool:
-    """Whether there is numba."""
+    """Whether numba is installed."""
     return importlib.util.find_spec("numba") is not None
 
 
 def compiled(function: Function) -> Function:
-    """Compile at the first call, and keep the outcome in a file for the next process.
+    """Compile with numba at the first call, cached on disk for the next process.
 
     Raises:
         UserError: if numba is not installed.

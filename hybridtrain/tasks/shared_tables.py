@@ -1,4 +1,4 @@
-"""What tasks have in common whose workers step shared tables themselves, where they can."""
+"""Base of tasks whose compiled steps write to tables in shared memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
 def shares_parameters(trainer: Any) -> bool:
-    """Whether what this process writes to parameters is what is trained."""
+    """Whether this process writes to the trained parameters: hogwild, or one process on a CPU."""
     requirements = getattr(trainer.strategy, "requirements", None)
     if requirements is not None:
         return bool(requirements.in_place)
@@ -37,10 +37,10 @@ _SMALLER = "give a smaller model.dim, a larger data.min_count, data.max_words, o
 
 
 def check_size(n_bytes: int, workers: int, what: str, advice: str = _SMALLER) -> None:
-    """The tables fit into this machine, once shared and once in each worker as they are made.
+    """Check that the tables fit into memory, once shared and once in each worker.
 
     Raises:
-        UserError: if not even into an empty one.
+        UserError: if they exceed the memory of this machine.
     """
     there = machine_bytes()
     if n_bytes * (workers + 1) > there:
@@ -51,7 +51,7 @@ def check_size(n_bytes: int, workers: int, what: str, advice: str = _SMALLER) ->
 
 
 def are_compiled(compiled: bool | Literal["auto"], trainer: pl.Trainer) -> bool:
-    """Whether steps are, which the user has forced, forbidden or left open (``"auto"``).
+    """Whether to compile steps; ``"auto"``: where parameters are shared and numba is installed.
 
     Raises:
         UserError: if compiled steps were asked for and cannot be made.
@@ -73,10 +73,10 @@ def are_compiled(compiled: bool | Literal["auto"], trainer: pl.Trainer) -> bool:
 
 
 def data_of(module: pl.LightningModule, kind: str) -> Any:
-    """The data that the module is trained on.
+    """The trainer's data module.
 
     Raises:
-        UserError: if they are of another kind than it reads.
+        UserError: if the module reads data of another kind.
     """
     data: Any = module.trainer.datamodule  # type: ignore[attr-defined]
     if getattr(data, "kind", None) != kind:
@@ -88,7 +88,7 @@ def data_of(module: pl.LightningModule, kind: str) -> Any:
 
 
 class CompiledSteps(pl.LightningModule, ABC):
-    """Stepped in a compiled function where workers share parameters; elsewhere through torch.
+    """A module with compiled steps where workers share parameters, elsewhere torch's.
 
     Args:
         compiled: ``True``, ``False``, or ``"auto"``: where workers share parameters (``hogwild``,
@@ -106,11 +106,11 @@ class CompiledSteps(pl.LightningModule, ABC):
 
     @property
     def workers(self) -> int:
-        """How many train; 1 before there is a trainer."""
+        """Number of workers; 1 before there is a trainer."""
         return self._trainer.world_size if self._trainer is not None else 1
 
     def setup(self, stage: str) -> None:
-        """Look at the data, and choose how to step.
+        """Read the sizes of the data, and choose how to step.
 
         Raises:
             UserError: if compiled steps were asked for and cannot be made.
@@ -120,15 +120,15 @@ class CompiledSteps(pl.LightningModule, ABC):
         self.automatic_optimization = not self.steps_compiled
 
     def configure_optimizers(self) -> Any:
-        """None where steps are compiled; else one with its schedule."""
+        """No optimizer for compiled steps; else one with its schedule."""
         return (
             None if self.steps_compiled else self.scheduled(self.make_optimizer(self.parameters()))
         )
 
     @abstractmethod
     def know(self, data: Any) -> None:
-        """These are the data, which say how large tables are."""
+        """Take the sizes of the tables from the data."""
 
     @abstractmethod
     def scheduled(self, optimizer: Optimizer) -> Any:
-        """An optimizer as Lightning wants it, with the schedule of its rate."""
+        """The optimizer with its learning rate schedule, as Lightning takes them."""

@@ -1,6 +1,6 @@
 """``task=triplet``: embeddings of a large vocabulary of which most words are rare.
 
-The words are made: each belongs to a class, and how often it occurs falls with its rank (Zipf's
+The words are synthetic: each belongs to a class, and its frequency falls with its rank (Zipf's
 law). A sample is a word and another one of its class. The loss is FaceNet's (Schroff et al. 2015,
 arXiv:1503.03832) on vectors of length 1, with a semi-hard negative from the same mini-batch; only
 words of triplets that have a loss get a gradient, so a step touches a few rows of the table.
@@ -91,7 +91,7 @@ class TripletModule(pl.LightningModule):
 
     @torch.no_grad()
     def on_validation_start(self) -> None:
-        """Where the classes lie: the mean of their common words."""
+        """Compute the centre of each class: the mean of its common words."""
         words, classes = cast(TripletData, self._data()).band("common")
         total = torch.zeros(int(classes.max()) + 1, self.table.embedding_dim)
         self._centres = F.normalize(total.index_add_(0, classes, self(words)), dim=1)
@@ -144,7 +144,7 @@ def check_words(words: Tensor, vocabulary: int) -> None:
 
 
 class TripletData(pl.LightningDataModule):
-    """Words that are made: rank r occurs in proportion to (r + 10) ** -exponent.
+    """Synthetic words: rank r occurs in proportion to (r + 10) ** -exponent.
 
     Args:
         vocabulary: V.
@@ -152,7 +152,7 @@ class TripletData(pl.LightningDataModule):
         samples: of an epoch.
         exponent: of Zipf's law.
         batch_size: of each worker.
-        seed: of everything that is made.
+        seed: of the data.
     """
 
     @typed("data.")
@@ -206,7 +206,7 @@ class TripletData(pl.LightningDataModule):
         return DataLoader(self.train, batch_size=self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        """Words that were in the samples, their classes, and in which third they are."""
+        """Words of the samples, their classes, and their thirds."""
         anchors, positives, _ = self.train.tensors
         seen = torch.zeros(self.vocabulary, dtype=torch.bool)
         seen[anchors], seen[positives] = True, True

@@ -1,7 +1,8 @@
 """Faults on purpose: which there are, and when they happen.
 
-A fault is a line of configuration, ``{worker: 1, step: 20, kind: kill}``, so that any
-continuous integration can test what a run survives. This file reads such lines and schedules them; :mod:`hybridtrain.lightning.fault_injection.in_worker` carries them out.
+A fault is a line of configuration, ``{worker: 1, step: 20, kind: kill}``, so that any continuous
+integration can test what a run survives. This file reads such lines and schedules them;
+:mod:`hybridtrain.lightning.fault_injection.in_worker` carries them out.
 
 A worker counts its optimizer steps from 0, and a worker that takes the place of a dead one goes on
 counting. A fault at a step happens once, at the first occasion from that step on (the first

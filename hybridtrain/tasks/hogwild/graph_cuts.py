@@ -69,7 +69,7 @@ class GraphCuts(InPlaceModule):
         return torch.where(self._fixed[nodes, None], self._corners[nodes], free)
 
     def cut(self, batch: Batch) -> Tensor:
-        """The weight of what is cut, of each edge (B,)."""
+        """The weight that is cut of each edge, (B,)."""
         weights, ones, others = batch
         return 0.5 * weights * (self.points(ones) - self.points(others)).abs().sum(1)
 
@@ -141,7 +141,7 @@ class EdgesData(pl.LightningDataModule):
         return DataLoader(self.edges, self.batch_size, shuffle=True, collate_fn=as_it_is)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """All edges: what counts is their weight."""
+        """All edges: the objective that is trained."""
         return DataLoader(self.edges, 5000, collate_fn=as_it_is)
 
 
@@ -155,7 +155,7 @@ def _check(terminals: list[int], nodes: int, lightest: float) -> None:
 
 
 def made_grid(side: int, seed: int) -> Triples:
-    """Neighbours hold together by about 1, but by 0.02 from one quarter to the next."""
+    """Edges of weight about 1 within a quarter of the grid, 0.02 from one quarter to the next."""
     random = np.random.default_rng(seed)
     node = np.arange(side * side).reshape(side, side)
     ones = np.concatenate([node[:, :-1].ravel(), node[:-1].ravel()])

@@ -1,4 +1,4 @@
-"""What the three problems have in common: how they step, at which rate, what they report."""
+"""Base of the three problems: steps and learning rates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class InPlaceModule(CompiledSteps):
 
     Args:
         rate: learning rate of compiled steps, for one example.
-        decay: every epoch has this share of the rate of the one before; also the optimizer's.
+        decay: factor of the learning rate from epoch to epoch; also of the optimizer's.
         compiled: see :class:`CompiledSteps`.
         optimizer: given the parameters, returns their optimizer; for steps through torch.
     """
@@ -39,7 +39,7 @@ class InPlaceModule(CompiledSteps):
         self.rate, self.decay = rate, decay
 
     def check_size(self, rows: int, width: int) -> None:
-        """A table of so many float32 fits; one number in the data may ask for too large a one.
+        """Check that a float32 table fits into memory; one large number in the data sets its rows.
 
         Raises:
             UserError: if it does not.
@@ -50,15 +50,15 @@ class InPlaceModule(CompiledSteps):
 
     @property
     def rate_now(self) -> float:
-        """Of this epoch, for compiled steps."""
+        """Learning rate of compiled steps in this epoch."""
         return self.rate * self.decay**self.current_epoch
 
     def scheduled(self, optimizer: Optimizer) -> Any:
-        """Its rate falls from epoch to epoch."""
+        """The optimizer, with a rate that decays every epoch."""
         return {"optimizer": optimizer, "lr_scheduler": ExponentialLR(optimizer, self.decay)}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
-        """One step for every example, or the loss of all."""
+        """Step every example, or return the mean loss."""
         if not self.steps_compiled:
             return self.loss(batch)
         self.step_examples(batch)
@@ -66,7 +66,7 @@ class InPlaceModule(CompiledSteps):
 
     @abstractmethod
     def loss(self, batch: Any) -> Tensor:
-        """Mean over the examples, with their part of what keeps parameters small."""
+        """Mean over the examples, with their share of the regularization."""
 
     @abstractmethod
     def step_examples(self, batch: Any) -> None:
@@ -74,5 +74,5 @@ class InPlaceModule(CompiledSteps):
 
 
 def array(tensor: Tensor) -> Any:
-    """The memory of a tensor itself."""
+    """A numpy array over the memory of the tensor."""
     return tensor.detach().numpy()

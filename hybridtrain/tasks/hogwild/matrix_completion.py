@@ -77,7 +77,7 @@ class MatrixCompletion(InPlaceModule):
         return self.left, self.right
 
     def errors(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the ratings (B,), and the rows (B, D) that they are made from."""
+        """Errors of the ratings (B,), and the rows (B, D) of their products."""
         left, right = (table(rows) for table, rows in zip(self._tables(), batch[1:], strict=True))
         return (left * right).sum(1) + self.mean - batch[0], left, right
 
@@ -111,10 +111,10 @@ class RatingsData(pl.LightningDataModule):
     Args:
         files: text; None: ratings are made.
         users, items: rows of the tables; None: one more than the largest of the files, or 500.
-        known: the share of a matrix that is made which is known.
+        known: share of the entries of a synthetic matrix that are given.
         held_out: the share of the ratings to validate on.
         batch_size: of each worker.
-        seed: of what is made, and of what is held out.
+        seed: of synthetic ratings, and of those held out.
     """
 
     kind = "ratings"

@@ -114,7 +114,7 @@ class SparseSvm(InPlaceModule):
 
 
 def sums(values: Tensor, starts: Tensor) -> Tensor:
-    """Of each example, (B,), of values (N,) one behind the other."""
+    """Sums (B,) of the values (N,) of each example."""
     of = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff())
     return values.new_zeros(len(starts) - 1).index_add(0, of, values)
 
@@ -125,10 +125,10 @@ class ExamplesData(pl.LightningDataModule):
     Args:
         files: libsvm or vowpal wabbit text to train on; None: examples are made.
         test_files: the same, to test on; features that training did not have are an error.
-        made: how many are made.
-        features: of those that are made.
+        made: number of synthetic examples.
+        features: of synthetic examples.
         batch_size: of each worker; a compiled step goes through it example by example.
-        seed: of what is made.
+        seed: of synthetic examples.
     """
 
     kind = "examples"
@@ -165,7 +165,7 @@ class ExamplesData(pl.LightningDataModule):
         return self._loader(self.examples, self.batch_size, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """The same examples: what counts is their objective."""
+        """The training examples, for their objective."""
         return self._loader(self.examples, 5000)
 
     def test_dataloader(self) -> DataLoader[Any]:

@@ -49,7 +49,7 @@ def numbered_lines(files: str | Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 class Columns:
-    """Arrays that grow, each in a file of its own; gone with this object.
+    """Arrays that grow in temporary files, which are removed with this object.
 
     Args:
         types: of each column.
@@ -61,12 +61,12 @@ class Columns:
         self._files = {name: (Path(self._room.name) / name).open("wb") for name in types}
 
     def add(self, **parts: Any) -> None:
-        """Some more numbers of each column."""
+        """Append numbers to each column."""
         for name, part in parts.items():
             np.asarray(part, self._types[name]).tofile(self._files[name])
 
     def arrays(self) -> dict[str, Array]:
-        """All that was added, mapped from the files, which are not written to any more."""
+        """Close the files and map them."""
         found: dict[str, Array] = {}
         for name, file in self._files.items():
             file.close()
@@ -77,7 +77,7 @@ class Columns:
 
 
 def number(text: str, where: str, what: str) -> float:
-    """Raises ``UserError`` if that is none, or not finite as float32."""
+    """Parse a finite float32; raises ``UserError``."""
     try:
         value = float(text)
     except ValueError:
@@ -88,7 +88,7 @@ def number(text: str, where: str, what: str) -> float:
 
 
 def index(text: str, where: str, what: str, limit: int | None = None) -> int:
-    """Raises ``UserError`` if that is no whole number from 0 to below ``limit`` or 2³²."""
+    """Parse a whole number from 0 to below ``limit`` or 2³²; raises ``UserError``."""
     try:
         value = int(text)
     except ValueError:
@@ -114,7 +114,7 @@ _BLOCK = 10_000  # lines that are in memory
 
 @dataclass
 class Triples(Dataset[Any]):
-    """Values between two numbers each; ``kept`` is what holds their files."""
+    """A value for each pair of numbers; ``kept`` keeps their files."""
 
     values: Array
     ones: Array
@@ -150,8 +150,8 @@ def read_triples(
 
     Args:
         files: text, also packed with gzip; one or more.
-        names: what the three columns are called, in errors.
-        limits: so many rows the tables of the first two have; None: any number.
+        names: of the three columns, in errors.
+        limits: rows of the tables of the first two; None: any number.
 
     Raises:
         UserError: naming file and line, if one makes no sense.
@@ -187,7 +187,7 @@ _LABELS = {-1.0: -1.0, 0.0: -1.0, 1.0: 1.0}
 
 @dataclass
 class Examples(Dataset[Any]):
-    """Examples in compressed rows; ``kept`` is what holds their files."""
+    """Examples in compressed sparse rows; ``kept`` keeps their files."""
 
     labels: Array  # (N,)
     starts: Array  # (N + 1,)
@@ -203,7 +203,7 @@ class Examples(Dataset[Any]):
         return self.__getitems__([place])
 
     def __getitems__(self, places: Sequence[int]) -> Tensor:
-        """A mini-batch says which examples are in it: a compiled step reads them where they lie."""
+        """The numbers of the examples: compiled steps read the examples in place."""
         return torch.tensor(places)
 
     def rows(self, places: Tensor) -> Rows:
@@ -226,7 +226,7 @@ class Examples(Dataset[Any]):
 
 
 def as_it_is(batch: Any) -> Any:
-    """For a loader: what the examples give is a mini-batch already."""
+    """``collate_fn`` for data sets whose ``__getitems__`` returns a mini-batch."""
     return batch
 
 

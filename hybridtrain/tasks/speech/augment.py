@@ -1,10 +1,10 @@
-"""Changes to the training sound that a recogniser should not mind.
+"""Augmentation of the training sound and its features.
 
 On the sound: volume, and white noise. On the features: tempo (the frames are stretched or squeezed
 by linear interpolation, which changes the duration but not the pitch), and SpecAugment's masks
 (Park et al. 2019): blocks of frames, and bands of features, set to 0, the mean of normalised
-features. All is drawn from (seed, epoch, utterance) alone, so that a run repeats itself bit by bit
-whatever the number of workers and the order of the batches.
+features. All is drawn from (seed, epoch, utterance) alone, so that a run is
+reproducible to the bit whatever the number of workers and the order of the batches.
 
 Shapes: N samples, T frames, F features.
 """

@@ -29,7 +29,7 @@ SLOW = 5000  # utterances; above, a progress bar (0.1 ms per file on a local dis
 
 
 class SpeechDataModule(pl.LightningDataModule):
-    """``source`` says what there is, ``features`` how it is seen, the rest how it is dealt out.
+    """Utterances of a ``source`` as mini-batches of ``features``, bucketed by length.
 
     ``alphabet``: characters, an ``alphabet.txt``, or None for English. ``skip_bad`` leaves bad
     utterances out (``skipped`` lists them by split) instead of raising ``UserError``.
@@ -137,7 +137,7 @@ class SpeechDataModule(pl.LightningDataModule):
 
 @rank_zero_only
 def _tell_skipped(split: str, bad: list[str], n_found: int) -> None:
-    """Once: all workers look at the same files."""
+    """Warn on rank 0 only: all workers check the same files."""
     if bad:
         more = f"\n  and {len(bad) - MOST_NAMED} more" if len(bad) > MOST_NAMED else ""
         names = "".join(f"\n  {line}" for line in bad[:MOST_NAMED])
@@ -165,7 +165,7 @@ def fsdd(**options: Any) -> SpeechDataModule:
 
 
 def _build(source: Any, options: dict[str, Any]) -> SpeechDataModule:
-    """Share the flat options of the command line out to the source and the data module."""
+    """Split flat options into those of the source and those of the data module."""
     names = {field.name for field in fields(source)}
     own = {name: value for name, value in options.items() if name in names}
     rest = {name: value for name, value in options.items() if name not in names}

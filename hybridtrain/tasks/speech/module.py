@@ -71,7 +71,7 @@ def _is_memory(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put buffers and the random states of Python, NumPy, CPU and the module's GPU back."""
+    """Restore buffers and the random states of Python, NumPy, CPU and the module's GPU."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     cuda = {p.device for p in module.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()
@@ -189,7 +189,7 @@ class SpeechModule(pl.LightningModule):
         return loss
 
     def on_fit_start(self) -> None:
-        """Take the longest batch once, so that memory runs out at the start or never."""
+        """Compute the longest batch once, so that memory runs out at the start or never."""
         longest = getattr(getattr(self.trainer, "datamodule", None), "longest_batch", None)
         if longest is None:
             return
@@ -198,7 +198,7 @@ class SpeechModule(pl.LightningModule):
             rehearse(self, lambda: self.loss(batch), *batch["features"].shape[:2])
 
     def on_train_epoch_end(self) -> None:
-        """Say how many files had no finite loss so far (on this rank)."""
+        """Log how many files had no finite loss so far (on this rank)."""
         if self._reported:
             self.log("train/not_finite_files", float(len(self._reported)))
 

@@ -1,9 +1,8 @@
-"""How often words stand near one another, counted in parts that fit into memory, then merged.
+"""Co-occurrence counts of words, in parts that fit into memory, merged on disk and shuffled.
 
-A neighbour at distance d counts for 1/d. A stretch of text is counted and sorted by a thread of its
-own (numpy's sort lets the others run), and written as a sorted run; all runs are merged in one pass
-that looks at a part of each; what comes out goes to as many piles at random as are needed for one
-to fit into memory, and each is shuffled there. So no step needs more memory than it is given.
+A neighbour at distance d counts for 1/d. Threads count and sort stretches of text (numpy's sort
+releases the GIL) and write sorted runs. One pass merges the runs, reading a part of each, and deals
+the entries at random to piles that fit into memory, where each pile is shuffled.
 
 Legend: V words, n entries.
 """
@@ -33,7 +32,7 @@ _SORTING = 64  # bytes that an entry takes while it is sorted
 
 
 def counted(numbers: Ints, window: int, n_words: int, known: int = 0) -> tuple[Keys, Counts]:
-    """Of one stretch: ``row * V + column``, ascending and each once, and counts.
+    """Keys ``row * V + column`` of one stretch, ascending and unique, and their counts.
 
     Pairs among the first ``known`` numbers have been counted with the stretch before.
     """
@@ -115,7 +114,7 @@ def count_cooccurrences(
         numbers: of the text, with −1 behind each line.
         n_words: V.
         window: neighbours on each side.
-        path: what lies beside it is named after it while this goes on.
+        path: of the file; temporary files lie beside it.
         memory: bytes to use, about.
         threads: how many count at once.
         seed: of the order.

@@ -89,7 +89,7 @@ class GloVe(WordVectors):
         return (words + contexts).detach().cpu().numpy()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Sums of squares are there where steps are compiled, and nowhere else."""
+        """Add or drop the sums of squares, which only compiled steps have."""
         super().on_load_checkpoint(checkpoint)
         state = checkpoint["state_dict"]
         for key in [key for key in state if key.startswith(_SQUARES)]:
@@ -105,7 +105,7 @@ class GloVe(WordVectors):
         return len(batch[0])
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        """A stretch of entries; returns the sum of their losses to torch, or else their mean."""
+        """A stretch of entries; returns the sum of their losses, the mean for compiled steps."""
         n = len(batch[0])
         if self.steps_compiled:
             mean = loss = torch.tensor(self._step(*batch) / n)  # which progress shows

@@ -1,4 +1,4 @@
-"""What word vectors know: neighbours, analogies, and how alike people find two words.
+"""Evaluate word vectors: neighbours, analogies, and similarity as people judge it.
 
 Legend: V words, D dimensions.
 """
@@ -49,7 +49,7 @@ class KnownWords:
 
     @classmethod
     def of_file(cls, path: str | Path) -> KnownWords:
-        """Those that a run has written."""
+        """Read the file of vectors that a run has written."""
         return cls(*read_vectors(Path(path)))
 
     def _row(self, word: str) -> int:
@@ -81,7 +81,7 @@ class KnownWords:
         return [(self.words[row], float(alike[row])) for row in best]
 
     def similarity(self, path: str | Path) -> Similarity:
-        """Compare with what people have said in a file: ``word word score`` in each line.
+        """Compare with people's scores in a file: ``word word score`` in each line.
 
         Lines whose third field is no number are passed over, as are those that begin with ``#``.
 
@@ -103,7 +103,7 @@ class KnownWords:
     def analogies(self, path: str | Path) -> list[Analogies]:
         """Answer the questions of a file: ``a b c d`` in each line, ``: section`` above some.
 
-        Right is what is nearest to b − a + c among all words but these, if that is d.
+        An answer is right if d is the nearest of all words but these to b − a + c.
 
         Raises:
             UserError: if a line has not four words, or there is none.

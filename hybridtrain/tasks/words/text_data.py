@@ -75,7 +75,7 @@ class TextData(pl.LightningDataModule):
         self.files = [files] if isinstance(files, str) else files
         self.reading: dict[str, Any] = {"tokens": tokens, "lower": lower, "errors": encoding_errors}
         if self.files is not None:
-            TextFiles(self.files, **self.reading)  # what is wrong is said before anything starts
+            TextFiles(self.files, **self.reading)  # raises before training starts
         self.min_count, self.max_words, self.batch_words = min_count, max_words, batch_words
         self.num_workers, self.cache = num_workers, cache
         self.vocabulary: Vocabulary | None = None
@@ -87,7 +87,7 @@ class TextData(pl.LightningDataModule):
         return Path(self.cache or self.trainer.default_root_dir) / "text-numbers"
 
     def prepare_data(self) -> None:
-        """Count, and write the numbers; one process does.
+        """Count the words and write their numbers, in one process.
 
         Raises:
             UserError: if there is too little text, or no room for its numbers.
@@ -118,7 +118,7 @@ class TextData(pl.LightningDataModule):
         )
 
     def setup(self, stage: str | None = None) -> None:
-        """Read what one process has written."""
+        """Read the vocabulary that ``prepare_data`` has written."""
         words = (self.folder / "words.txt").read_text(encoding="utf-8").split("\n")
         *counts, total = np.load(self.folder / "counts.npy")
         self.vocabulary = Vocabulary(tuple(words), np.array(counts, dtype=np.int64), int(total))
@@ -138,6 +138,6 @@ class TextData(pl.LightningDataModule):
         return text.loader(self.num_workers)
 
     def teardown(self, stage: str | None = None) -> None:
-        """The numbers are needed no more; whoever still reads them may go on."""
+        """Remove the numbers; processes that have mapped them keep them."""
         if stage == "fit" and self.trainer is not None and self.trainer.is_global_zero:
             shutil.rmtree(self.folder, ignore_errors=True)

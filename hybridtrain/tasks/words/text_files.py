@@ -80,7 +80,7 @@ class TextFiles:
 
 
 def blocks(path: Path, file: BinaryIO) -> Iterator[tuple[int, bytes, bool]]:
-    """Number of the line, bytes of it that are cut at a space, whether it ends there."""
+    """Yield line number, a block of the line cut at a space, whether the line ends with it."""
     number, left = 1, b""
     while line := file.readline(LONGEST):
         line, ends = left + line, line.endswith(b"\n")
@@ -159,7 +159,7 @@ class Stretches(Dataset[Any]):
 
     @abstractmethod
     def of(self, index: int, numbers: Any) -> Any:
-        """What training gets of these numbers, which lie in the file."""
+        """The sample made of these numbers, a view of the file."""
 
     def __getstate__(self) -> tuple[Path, int]:
         return self._path, self._length
@@ -168,7 +168,7 @@ class Stretches(Dataset[Any]):
         self.__init__(*state)  # type: ignore[misc]
 
     def loader(self, num_workers: int) -> DataLoader[Any]:
-        """Of one stretch after the other, in another order each epoch."""
+        """A loader with one stretch a mini-batch, in another order each epoch."""
         return DataLoader(
             self, batch_size=1, shuffle=True, collate_fn=_only, num_workers=num_workers
         )

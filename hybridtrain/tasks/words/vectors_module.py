@@ -1,4 +1,4 @@
-"""What every module that trains word vectors does: tables, rates, files, figures.
+"""Base of modules that train word vectors: words, rates, files, figures.
 
 Legend: V words, D dimensions.
 """
@@ -29,7 +29,7 @@ _TELLS_EVERY_S = 0.2
 
 
 class WordVectors(CompiledSteps):
-    """A table of V vectors; subclasses know what they are to predict.
+    """A table of V vectors; subclasses define what vectors predict.
 
     Args:
         dim: D.
@@ -65,7 +65,7 @@ class WordVectors(CompiledSteps):
     # ---- tables ---------------------------------------------------------------------------------
 
     def know(self, data: Any) -> None:
-        """Its vocabulary is the module's."""
+        """Take the vocabulary of the data."""
         self._know(data.vocabulary)
 
     def _know(self, vocabulary: Vocabulary) -> None:
@@ -75,7 +75,7 @@ class WordVectors(CompiledSteps):
 
     @property
     def has_words(self) -> bool:
-        """Whether a text or a checkpoint has said which there are."""
+        """Whether there is a vocabulary, of a text or a checkpoint."""
         return bool(self.word_lines)
 
     @property
@@ -98,15 +98,15 @@ class WordVectors(CompiledSteps):
         """(V, D): what is saved."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Words go along, in the order of their rows."""
+        """Save the words, in the order of their rows."""
         checkpoint[_WORDS] = self.word_lines
         checkpoint[_COUNTS] = torch.from_numpy(self.vocabulary.counts.copy())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Rows mean the same words; without any yet, they are the checkpoint's.
+        """Check that rows mean the same words; a module without words takes the checkpoint's.
 
         Raises:
-            UserError: if they are others.
+            UserError: if the words differ.
         """
         if not self.has_words:
             counts = checkpoint[_COUNTS].numpy()
@@ -136,7 +136,7 @@ class WordVectors(CompiledSteps):
         return min(1.0, done / total) if 0 < total < float("inf") else 0.0
 
     def scheduled(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Its rate goes down in a straight line, if the end of training is known."""
+        """The optimizer, with a rate that decays linearly if the end of training is known."""
         total = self.trainer.estimated_stepping_batches
         if not 0 < total < float("inf"):
             return optimizer
@@ -149,7 +149,7 @@ class WordVectors(CompiledSteps):
     def tell(self, loss: float | torch.Tensor, n_words: int, unit: str = "words/s") -> None:
         """Log the loss, and how many words all workers train on in a second.
 
-        Not behind every step: two logs take as long as compiled steps of a thousand words.
+        Not after every step: two logs take as long as compiled steps of a thousand words.
         """
         now, first = time.perf_counter(), not self._words
         if first:
@@ -169,7 +169,7 @@ class WordVectors(CompiledSteps):
     # ---- the end --------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        """Time begins."""
+        """Reset the words and losses counted."""
         self._words = 0
         self._losses.clear()
 

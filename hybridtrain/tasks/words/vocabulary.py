@@ -34,7 +34,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, counted: Counter[str], min_count: int = 5, size: int | None = None) -> Vocabulary:
-        """Those that occur ``min_count`` times, at most ``size`` of them.
+        """The ``size`` most frequent words, of those that occur ``min_count`` times.
 
         Raises:
             UserError: if fewer than two are left.
@@ -64,7 +64,7 @@ class Vocabulary:
         return {word: number for number, word in enumerate(self.words)}
 
     def kept(self, sample: float) -> Floats:
-        """(V,): with which probability an occurrence is not left out (Mikolov et al. 2013).
+        """(V,): probability to keep an occurrence in subsampling (Mikolov et al. 2013).
 
         ``sample``: the share of the text from which on a word is thinned out; 0: none is.
         """

@@ -93,7 +93,7 @@ class Word2Vec(WordVectors):
         return self.inputs.weight, self.outputs.weight
 
     def on_fit_start(self) -> None:
-        """What follows from how often each word occurs."""
+        """Compute subsampling, the table of draws and the tree from the counts of words."""
         counts = self.vocabulary.counts
         self._keep = self.vocabulary.kept(self.sample)
         self._draws = alias_table(counts**_POWER)
@@ -158,7 +158,7 @@ class Word2Vec(WordVectors):
         return self.inputs(torch.from_numpy(rows).to(self.device))
 
     def _mean(self, rows: Rows, starts: Any) -> Tensor:
-        """Of each bag; but its gradient goes to each row undivided, as in the authors' program."""
+        """Mean of each bag; each row gets the gradient undivided, as in the authors' program."""
         summed = F.embedding_bag(
             torch.from_numpy(rows).to(self.device),
             self._tables()[0],
@@ -172,7 +172,7 @@ class Word2Vec(WordVectors):
     def sampled(self, hidden: Tensor, words: Rows, drawn: Rows) -> Tensor:
         """Negative sampling: mean over ``hidden`` (M, D) of the losses of K + 1 predictions each.
 
-        What was ``drawn`` (M, K) by chance and is the word itself, (M,), is left out.
+        Rows ``drawn`` (M, K) that are the word itself, (M,), are left out.
         """
         assert self.outputs is not None
         rows = torch.from_numpy(np.concatenate((words[:, None], drawn), 1)).to(self.device)
@@ -204,7 +204,7 @@ Rows = NDArray[np.int64]
 
 
 def thinned(numbers: Ints, keep: Floats, random: np.random.Generator) -> Rows:
-    """(N,): a stretch without the occurrences that are left out."""
+    """A stretch (N,) after subsampling."""
     chance = random.random(len(numbers), dtype=np.float32)
     stays = (numbers < 0) | (chance < keep[np.maximum(numbers, 0)])
     return numbers[stays].astype(np.int64)
@@ -228,7 +228,7 @@ def neighbours(left: Rows, window: int, random: np.random.Generator) -> tuple[Ro
 def draw_rows(
     kept: Floats, other: Ints, shape: tuple[int, int], random: np.random.Generator
 ) -> Rows:
-    """Rows of an alias table."""
+    """Draw rows from an alias table."""
     rows = random.integers(0, len(kept), shape)
     chance = random.random(shape, dtype=np.float32)
     return np.where(chance < kept[rows], rows, other[rows])

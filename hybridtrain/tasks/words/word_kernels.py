@@ -124,7 +124,7 @@ def _add(to: Any, step: Any) -> None:
 
 @compiled
 def _thinned(numbers: Any, keep: Any, state: Any) -> Any:
-    """What is left of a stretch, and the state of the random numbers."""
+    """A stretch after subsampling, and the state of the random numbers."""
     left = np.empty(len(numbers), np.int64)
     n = 0
     for number in numbers:
@@ -139,7 +139,7 @@ def _thinned(numbers: Any, keep: Any, state: Any) -> Any:
 
 @compiled
 def _neighbours(left: Any, at: int, window: int, state: Any) -> Any:
-    """From where to where, both inclusive; the window is shortened at random (Mikolov 2013)."""
+    """First and last place of a window that is shortened at random (Mikolov 2013)."""
     state = _next(state)
     reach = 1 + np.int64((state >> np.uint64(33)) % np.uint64(window))
     first, last = at, at

@@ -60,6 +60,11 @@ def test_lightnings_are_passed_on() -> None:
     assert vars(HybridStrategy(checkpoint_io=plugin))["_checkpoint_io"] is plugin
 
 
+def test_a_number_beyond_those_of_float64_is_refused() -> None:
+    with pytest.raises(UserError, match=r"stop_grace_s=1000.* must be a number from 0 on"):
+        HybridStrategy(stop_grace_s=10**400)
+
+
 def test_what_is_given_twice_or_unknown_is_refused() -> None:
     with pytest.raises(TypeError, match="multiple values for argument 'policy'"):
         HybridStrategy("async", policy="hybrid")

@@ -221,7 +221,7 @@ def _root(root: str | None) -> Path:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Nobody else makes a corpus there meanwhile. The lock is the folder's, so no file is left."""
+    """Hold a lock on the folder itself: one process makes a corpus, and no lock file is left."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
