@@ -28,11 +28,6 @@ def shares_parameters(trainer: Any) -> bool:
     return bool(trainer.world_size == 1 and trainer.strategy.root_device.type == "cpu")
 
 
-def machine_bytes() -> int:
-    """How much memory this machine has, free or not."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 _SMALLER = "give a smaller model.dim, a larger data.min_count, data.max_words, or fewer workers"
 
 
@@ -42,11 +37,12 @@ def check_size(n_bytes: int, workers: int, what: str, advice: str = _SMALLER) ->
     Raises:
         UserError: if they exceed the memory of this machine.
     """
-    there = machine_bytes()
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if n_bytes * (workers + 1) > there:
         raise UserError(
-            f"{what} are {n_bytes / 2**30:.1f} GiB, which {workers} workers and the server need "
-            f"once each, and this machine has {there / 2**30:.1f}; {advice}"
+            f"{what} are {n_bytes / 2**30:.1f} GiB, which {workers} "
+            f"worker{'s' * (workers > 1)} and the server need once each, and this machine has "
+            f"{there / 2**30:.1f}; {advice}"
         )
 
 

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.shared_tables import MakeOptimizer, machine_bytes
+from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
 from hybridtrain.util.option_types import Natural, Positive, typed
 
 Batch = Sequence[Tensor]
@@ -50,7 +50,8 @@ class TripletModule(pl.LightningModule):
         optimizer: MakeOptimizer = SGD,
     ) -> None:
         super().__init__()
-        check_size(vocabulary, dim)
+        what = f"model.vocabulary={vocabulary} with model.dim={dim}"
+        check_size(4 * vocabulary * dim, 1, what, "give fewer words or a smaller dim")
         self.table = nn.Embedding(vocabulary, dim, sparse=True)
         nn.init.normal_(self.table.weight, std=dim**-0.5)  # of length 1, or so
         self.margin = margin
@@ -120,17 +121,6 @@ def triplet_loss(embed: Callable[[Tensor], Tensor], triplets: Triplets, margin: 
     """Σ ‖a − p‖² − ‖a − n‖² + margin of triplets for which that is above 0."""
     a, p, n = (embed(words) for words in triplets)
     return ((a - p).square().sum(1) - (a - n).square().sum(1) + margin).sum()
-
-
-def check_size(vocabulary: int, dim: int) -> None:
-    """Raises ``UserError`` if the table is larger than this machine, which torch would try."""
-    there = machine_bytes()
-    if (needed := 2 * 4 * vocabulary * dim) > there:
-        raise UserError(
-            f"model.vocabulary={vocabulary} with model.dim={dim} are {needed / 2**31:,.1f} GiB, "
-            f"which are needed twice, in this process and shared by all workers; this machine has "
-            f"{there / 2**30:,.1f} GiB: give fewer words or a smaller dim"
-        )
 
 
 def check_words(words: Tensor, vocabulary: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -122,15 +123,7 @@ class SpeechBatches(Dataset[Batch]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For loader processes: they live for one epoch and need its number, not the trainer."""
-        return self.__dict__ | {"_epoch": _Always(self._epoch()), "_cache": {}}
-
-
-class _Always:
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __call__(self) -> int:
-        return self.epoch
+        return self.__dict__ | {"_epoch": partial(int, self._epoch()), "_cache": {}}
 
 
 def collate(items: list[tuple[Tensor, Tensor, Utterance]]) -> Batch:

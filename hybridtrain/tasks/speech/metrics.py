@@ -9,27 +9,18 @@ plot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hybridtrain.errors import UserError
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorCounts:
-    """Edits needed to turn hypotheses into references, and the references' lengths. Additive."""
+class ErrorCounts(NamedTuple):
+    """Edits needed to turn hypotheses into references, and the references' lengths."""
 
     word_errors: int = 0
     words: int = 0
     char_errors: int = 0
     chars: int = 0
-
-    def __add__(self, other: ErrorCounts) -> ErrorCounts:
-        return ErrorCounts(
-            self.word_errors + other.word_errors,
-            self.words + other.words,
-            self.char_errors + other.char_errors,
-            self.chars + other.chars,
-        )
 
     @property
     def wer(self) -> float:

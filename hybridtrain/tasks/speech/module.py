@@ -259,9 +259,8 @@ class SpeechModule(pl.LightningModule):
             self._name_files(batch, finite.tolist())
         texts = decoder(log_probs, lengths)
         errors = count_errors(batch["transcripts"], texts)
-        counts = [errors.word_errors, errors.words, errors.char_errors, errors.chars]
         loss, samples = float(losses[finite].sum()), float(finite.sum())
-        self._sums += torch.tensor([loss, samples, *counts], dtype=torch.float64)
+        self._sums += torch.tensor([loss, samples, *errors], dtype=torch.float64)
         return texts, losses
 
     def _log_sums(self, stage: str) -> None:

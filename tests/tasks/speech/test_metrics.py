@@ -32,7 +32,7 @@ def test_rates_are_averaged_over_words_not_over_sentences() -> None:
 def test_counts_of_parts_add_up_to_the_counts_of_the_whole() -> None:
     truth, heard = ["one two", "three", "four five"], ["one", "tree", "for five six"]
     parts = [count_errors([t], [h]) for t, h in zip(truth, heard, strict=True)]
-    assert sum(parts, ErrorCounts()) == count_errors(truth, heard)
+    assert tuple(map(sum, zip(*parts, strict=True))) == count_errors(truth, heard)
 
 
 def test_a_rate_is_at_most_one() -> None:

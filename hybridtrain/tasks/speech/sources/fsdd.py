@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance
+from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance
 from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
@@ -36,7 +36,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Fsdd(Checked):
+class Fsdd(Checked, Source):
     """``root``: the data set's folder (with ``recordings/`` inside), or the recordings' own.
 
     ``min_digits`` to ``max_digits`` per sequence, pauses of ``min_gap_s`` to ``max_gap_s``;
@@ -52,9 +52,6 @@ class Fsdd(Checked):
     passes: Positive = 1
     seed: int = 0
     prefix = "data."
-
-    def prepare(self) -> None:
-        """Nothing to make."""
 
     def utterances(self, split: str) -> list[Utterance]:
         """The sequences of ``split``, shuffled; the same for the same settings and files."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance
+from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance
 from hybridtrain.util.input_files import read_text
 
 
 @dataclass(frozen=True)
-class LibriSpeech:
+class LibriSpeech(Source):
     """``root`` is the folder with ``train-clean-100`` and so on, or the one above it.
 
     ``train``, ``val``, ``test``: folder names under root, one, several separated by commas, or a
@@ -27,9 +27,6 @@ class LibriSpeech:
     train: str | Sequence[str] = "train-clean-100"
     val: str | Sequence[str] = "dev-clean"
     test: str | Sequence[str] = "test-clean"
-
-    def prepare(self) -> None:
-        """Nothing to make."""
 
     def utterances(self, split: str) -> list[Utterance]:
         """All utterances of the folders that ``split`` names, sorted by name."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance
+from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance
 from hybridtrain.util.input_files import read_text
 from hybridtrain.util.option_types import Checked, Natural
 
@@ -26,7 +26,7 @@ Files = str | Sequence[str] | None
 
 
 @dataclass(frozen=True)
-class CsvManifest(Checked):
+class CsvManifest(Checked, Source):
     """``train``, ``val``, ``test``: one file, several separated by commas, or a list.
 
     ``reverse_*`` turns the order round (longest first) and ``limit_*`` keeps the first so many
@@ -44,9 +44,6 @@ class CsvManifest(Checked):
     reverse_val: bool = False
     reverse_test: bool = False
     prefix = "data."
-
-    def prepare(self) -> None:
-        """Nothing to make."""
 
     def utterances(self, split: str) -> list[Utterance]:
         """Rows of ``split``; ``UserError`` names file and line."""

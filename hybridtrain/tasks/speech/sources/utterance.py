@@ -68,7 +68,7 @@ class Source(Protocol):
     """Where utterances come from."""
 
     def prepare(self) -> None:
-        """Make what has to be made once per machine, before workers start."""
+        """Make what is needed once per machine, before workers start; by default nothing."""
 
     def utterances(self, split: str) -> list[Utterance]:
         """All utterances of ``train``, ``val`` or ``test``, in the source's own order.
