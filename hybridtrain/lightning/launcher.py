@@ -27,6 +27,8 @@ from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
 from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
 from hybridtrain.lightning.fault_injection.in_worker import inject
+from hybridtrain.lightning.hooks.lean_hooks import be_lean
+from hybridtrain.lightning.hooks.stop_iteration import take_for_an_error
 from hybridtrain.lightning.hooks.trainer_hooks import (
     GlobalState,
     Launcher,
@@ -34,7 +36,6 @@ from hybridtrain.lightning.hooks.trainer_hooks import (
     leave_signals_alone,
     tear_down,
 )
-from hybridtrain.lightning.lean_hooks import be_lean
 from hybridtrain.lightning.preflight.machine_checks import check_startup
 from hybridtrain.lightning.preflight.strategy_checks import (
     check_correction,
@@ -48,7 +49,6 @@ from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import RunContext, context_of, strategy_of
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
-from hybridtrain.lightning.stop_iteration import take_for_an_error
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.stragglers import SlowReport
 from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
@@ -288,7 +288,7 @@ class _Job:
 def _run_in_process(job: _Job, client: Client) -> Any:
     """In a process of its own; not called in a replay."""
     be_lean()
-    take_for_an_error()
+    take_for_an_error(job.trainer)
     return _run_in_worker(job, client)
 
 

@@ -109,26 +109,21 @@ class RunContext(Protocol):
     @property
     def world_size(self) -> int:
         """W."""
-        ...
 
     @property
     def root_device(self) -> torch.device:
         """This worker's."""
-        ...
 
     @property
     def precision_plugin(self) -> Any:
         """Lightning's."""
-        ...
 
     @property
     def before_configuring(self) -> CallbackState | None:
         """The module's attributes after ``setup``."""
-        ...
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, as are the next two."""
-        ...
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -136,11 +131,9 @@ class RunContext(Protocol):
 
     def remember_stats(self, stats: dict[str, Any]) -> None:
         """Keep the server's statistics."""
-        ...
 
     def remember_training(self, parts: dict[str, Any], expected: Expected) -> None:
         """Keep the trained states of optimizers and schedulers."""
-        ...
 
 
 class WorkerContext(RunContext, Protocol):
@@ -151,73 +144,57 @@ class WorkerContext(RunContext, Protocol):
 
     def gather_states(self) -> None:
         """All save together: the writing worker receives each worker's own state."""
-        ...
 
     @property
     def client(self) -> Client:
         """The connection to the server."""
-        ...
 
     @property
     def collectives(self) -> Collectives:
         """The collectives of all workers."""
-        ...
 
     @property
     def session(self) -> Any:
         """Forward, backward, step; ``None`` before training. Untyped: parts wrap its methods."""
-        ...
 
     @property
     def step_rollback(self) -> Rollback | None:
         """Of the current training."""
-        ...
 
     @property
     def expected_updates(self) -> Expected | None:
         """In free-running workers."""
-        ...
 
     @property
     def callbacks_at_home(self) -> list[pl.Callback] | None:
         """Callbacks that the calling process has, too."""
-        ...
 
     def enter_worker(self, client: Client, trainer: Any, back: Any = None) -> None:
         """Make this process a worker."""
-        ...
 
     def before_checkpoint(self) -> None:
         """Bring parameters, moments and step to one version."""
-        ...
 
     def measure_device(self) -> None:
         """Measure this worker's need of its device."""
-        ...
 
     def meet(self) -> None:
         """All workers meet, at the end of this worker's share."""
-        ...
 
     def align(self, ends: bool = False) -> None:
         """All workers meet and agree; ``ends``: no step follows in this epoch."""
-        ...
 
     def hand_over_last(self) -> None:
         """This worker stops: exchange its own steps."""
-        ...
 
     def await_turn(self) -> None:
         """Wait for this worker's turn, where workers take turns."""
-        ...
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Lightning's: of all workers, or of any."""
-        ...
 
     def validate_behind_last(self) -> None:
         """A validation follows this worker's last mini-batch."""
-        ...
 
 
 def strategy_of(trainer: Any) -> Strategy:

@@ -12,8 +12,10 @@ from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.expected_updates import answer_for_all_workers
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
+from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.prefetch import Ahead
 from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
+from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.preflight.machine_checks import check_loader
 from hybridtrain.lightning.results.training_at_home import trained_optimizers
@@ -35,6 +37,8 @@ class SingleHost:
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
     expected_updates: Expected | None = None  # in free-running workers, and after training
+    _loaders: Loaders | None = None  # of a worker
+    _back: Rejoin | None = None  # of a restarted worker
     _schedules: list[Any]
     _lacks_optimizers = False  # in the calling process, after training
     _collectives: Collectives | None = None  # of a worker
@@ -83,6 +87,16 @@ class SingleHost:
         self._lacks_optimizers = True
         answer_for_all_workers()
 
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in Lightning, with the position in the epoch; or the state of a restarted worker."""
+        if self._back is not None:
+            checkpoint = self._back.load()
+        else:
+            checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        if self._loaders is None:
+            return checkpoint
+        return self._loaders.restore(checkpoint, f"ckpt_path={checkpoint_path}")
+
     def _at_home(self) -> None:
         """In the calling process, after training: make the optimizers on first use."""
         if self._lacks_optimizers and self._client is None and self._trained is not None:
@@ -116,6 +130,8 @@ class SingleHost:
         """As in Lightning; in the calling process only after a training that did not fail."""
         if self._client is None and self.keeping.refuses(filepath):
             return
+        if self._loaders is not None:
+            checkpoint = self._loaders.write(checkpoint)
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
             checkpoint = {**checkpoint, **self._trained}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]

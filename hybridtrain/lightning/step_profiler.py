@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from pytorch_lightning.profilers import Profiler
 from rich.console import Console
 
 from hybridtrain.errors import UserError
+from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.profiling import Phase, Track, follow, timed
@@ -138,10 +139,21 @@ class StepProfiler(Profiler):
         for method, name in (("average", "mean of all"), ("begin", "turn"), ("pull", "pull")):
             timed(self._track, client, method, Phase.WAIT, name)
         timed(self._track, client, "snapshot", Phase.CHECKPOINT, "snapshot")
-        timed(self._track, trainer.fit_loop.epoch_loop.val_loop, "run", Phase.VALIDATION)
+        around(Point.EVALUATION, trainer.fit_loop.epoch_loop.val_loop, self.validate)
         self._follow_releases(self._track, client)
         context = context_of(trainer)
         follow(context, "on_train_start", lambda: self._watch_session(context.session, client))
+
+    def validate(self, proceed: Callable[[], Any]) -> Any:
+        """Measure a validation."""
+        track = self._track
+        if track is None:
+            return proceed()
+        track.begin(track.kind_of("run", Phase.VALIDATION))
+        try:
+            return proceed()
+        finally:
+            track.end()
 
     def _follow_releases(self, track: Track, client: Client) -> None:
         """Time sending and waiting separately."""

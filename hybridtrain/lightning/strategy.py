@@ -28,7 +28,6 @@ from hybridtrain.lightning.async_training.expected_updates import (
     ExpectedUpdates,
     answer_for_all_workers,
 )
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
@@ -39,10 +38,10 @@ from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
 from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch, has_made_last_step
+from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
-from hybridtrain.lightning.precision import take_over
 from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.replay.recording import Recording
 from hybridtrain.lightning.results.callback_state import CallbackState
@@ -58,7 +57,7 @@ from hybridtrain.lightning_package import admit, decide, is_foreign, other_than,
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.options.strategy_arguments import StrategyArguments, checked, of_lightning
 from hybridtrain.policies import make_policy
-from hybridtrain.protocol.messages import Paused, Resumed
+from hybridtrain.protocol.messages import Clip, Paused, Resumed
 from hybridtrain.recovery.failure_policy import OnFailure
 from hybridtrain.updates.named import update_of
 from hybridtrain.updates.staleness import make_correction
@@ -124,7 +123,6 @@ class HybridStrategy(SingleHost, ParallelStrategy):
     strategy_name = "hybrid"
     rng_mailbox: RngMailbox | None = None  # of the current run
     step_rollback: StepRollback | None = None  # of the current training
-    _loaders: Loaders | None = None
     _session: Session | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _count: UpdateCount | None = None  # where workers run freely
@@ -190,8 +188,8 @@ class HybridStrategy(SingleHost, ParallelStrategy):
             answer_for_all_workers()
         self.callbacks_at_home = list(trainer.callbacks)
         trainer.callbacks.insert(0, WorkerCallback(client, self, self._loaders.position))
-        vars(trainer)["save_checkpoint"] = partial(self._save, trainer.save_checkpoint)
-        precede(dumper(trainer), "dump_checkpoint", self.before_checkpoint)
+        around(Point.SAVE, trainer, self.save_together)
+        before(Point.DUMP, dumper(trainer), self.before_checkpoint)
         if back is not None:
             back.prepare()
 
@@ -213,7 +211,10 @@ class HybridStrategy(SingleHost, ParallelStrategy):
                 fault,
                 self.transport,
             )
-            take_over(self._session, self.precision_plugin)
+            if self._session.final:
+                around(Point.CLIP, self.precision_plugin, self.record_clip)
+            if self._session.averages:
+                around(Point.BACKWARD, self.precision_plugin, self.backward_and_average)
             self._ahead = ahead(self._session.replica, trainer)
 
     def on_train_start(self) -> None:
@@ -265,6 +266,25 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         if self._ahead is not None:
             self._ahead.fetch()
         return loss
+
+    def backward_and_average(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """User code reads gradients: give all workers the mean after backward."""
+        proceed(*args, **kwargs)
+        if self._session is not None and self._session.steps and not self._session.accumulates():
+            self._session.average()
+
+    def record_clip(
+        self,
+        proceed: Callable[..., None],
+        optimizer: Any,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: Any = "norm",
+    ) -> None:
+        """No user code reads gradients: let the server clip the mean."""
+        if clip_val and clip_val > 0 and self._session is not None:
+            algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
+            for step in self._session.steps:
+                step.clip = Clip(algorithm, float(clip_val))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
@@ -405,7 +425,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
-    def _save(self, save: Callable[..., None], *args: Any, **options: Any) -> None:
+    def save_together(self, save: Callable[..., None], *args: Any, **options: Any) -> None:
         """As Lightning, with the masters in the module meanwhile."""
         session = self._session
         shows = session is None or session.shows_masters
@@ -441,6 +461,10 @@ class HybridStrategy(SingleHost, ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Copies, where others write meanwhile: a file's checksums must fit its content."""
         state = super().lightning_module_state_dict()
+        if self.tells:  # parameters lie in host memory already
+            assert self.lightning_module is not None
+            named = dict(self.lightning_module.named_parameters(remove_duplicate=False))
+            return {name: value for name, value in state.items() if name not in named}
         return deepcopy(state) if self.requirements.in_place and self.is_global_zero else state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -448,10 +472,11 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         optimizer = plain_optimizer(optimizer)
         if not optimizer.param_groups:  # Lightning's stand-in: the module steps by itself
             return {}
-        if self._session is None or not self._session.steps or not self.is_global_zero:
-            return without_fetching(optimizer)  # only worker 0 saves it
+        session = self._session if self.is_global_zero and not self.tells else None
+        if session is None or not session.steps:  # only worker 0 saves it
+            return without_fetching(optimizer)
         if self._snapshot is None:
-            self._snapshot = self._session.snapshot()
+            self._snapshot = session.snapshot()
         return self._snapshot[self.optimizers.index(optimizer)]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
 
 from hybridtrain.lightning.async_training.agreement import Validations
-from hybridtrain.lightning.async_training.update_count import agree_on_validating
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
+from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
+from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.preflight.strategy_checks import advise, advise_on_interval
 from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.monitoring.heartbeat import Doing
@@ -38,13 +40,18 @@ class WorkerCallback(pl.Callback):
         self._beat(Doing.STARTING)
         self._strategy.keeping.prepare(trainer)
         if not self._marks_checkpoints:  # the search for a learning rate sets up many times
-            self._mark_checkpoints(trainer)
+            around(Point.SAVE, trainer, self.save)
             if not self._strategy.requirements.whole_rounds:
                 Validations(trainer, self._strategy)
             self._marks_checkpoints = True
 
-    def on_fit_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        agree_on_validating(trainer, self._strategy.reduce_boolean_decision)
+    def on_fit_start(self, trainer: Any, *_: Any) -> None:
+        if validation_seconds(trainer) is not None:
+            around(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.validate_together)
+
+    def validate_together(self, proceed: Callable[[Any], bool], fetcher: Any) -> bool:
+        """With ``val_check_interval`` as a time, the first worker that is due decides for all."""
+        return self._strategy.reduce_boolean_decision(proceed(fetcher), all=False)
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
@@ -101,16 +108,11 @@ class WorkerCallback(pl.Callback):
 
     on_train_end = teardown = on_exception = _end
 
-    def _mark_checkpoints(self, trainer: Any) -> None:
+    def save(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         """Send a heartbeat around every checkpoint, which may take long."""
-        save, beat, heartbeat = trainer.save_checkpoint, self._beat, self._client.heartbeat
-
-        def marked(*args: Any, **kwargs: Any) -> Any:
-            after = Doing.ENDING if heartbeat.doing is Doing.ENDING else Doing.BETWEEN
-            beat(Doing.CHECKPOINT)
-            try:
-                return save(*args, **kwargs)
-            finally:
-                beat(after)
-
-        trainer.save_checkpoint = marked
+        ends = self._client.heartbeat.doing is Doing.ENDING
+        self._beat(Doing.CHECKPOINT)
+        try:
+            proceed(*args, **kwargs)
+        finally:
+            self._beat(Doing.ENDING if ends else Doing.BETWEEN)

@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.loops import training_epoch_loop
 from pytorch_lightning.profilers import PassThroughProfiler
 
-from hybridtrain.lightning.lean_hooks import be_lean
+from hybridtrain.lightning.hooks.lean_hooks import be_lean
 
 SIGNATURE = training_epoch_loop.is_param_in_hook_signature
 

@@ -12,22 +12,23 @@ among the best). The files are worker 0's, so all take over the state of its cal
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from hybridtrain.lightning.async_training.counting import UpdateCount
-from hybridtrain.lightning.async_training.update_count import multiples, precede
+from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochIsOver
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.hooks.callback_hooks import save_every, saves_every
 from hybridtrain.lightning.hooks.loop_hooks import (
     has_trained_epoch,
     logged_step,
-    replace_validation_check,
     set_logged_step,
     validates_this_epoch,
 )
+from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.run_context import WorkerContext, checkpoints_of
 from hybridtrain.lightning.step.session import Session
@@ -49,16 +50,15 @@ class Validations:
 
     def __init__(self, trainer: Any, strategy: WorkerContext) -> None:
         self._trainer, self._strategy = trainer, strategy
-        loop = trainer.fit_loop.epoch_loop
         self._decided: tuple[int, bool] | None = None  # the epoch, and its decision
-        self._alone = replace_validation_check(trainer, self._is_due)
-        self._advance, loop.advance = loop.advance, self._go_on
+        around(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.is_due)
+        around(Point.BATCH, trainer.fit_loop.epoch_loop, self.advance)
 
-    def _is_due(self, fetcher: Any) -> bool:
+    def is_due(self, proceed: Callable[[Any], bool], fetcher: Any) -> bool:
         """Whether to validate after this mini-batch, which may be this worker's last."""
         if not validates_this_epoch(self._trainer):
             return False
-        mine = bool(self._alone(fetcher))
+        mine = bool(proceed(fetcher))
         return self._decide(mine) if mine or has_trained_epoch(self._trainer) else False
 
     def _decide(self, mine: bool) -> bool:
@@ -71,10 +71,11 @@ class Validations:
             self._strategy.validate_behind_last()
         return self._decided[1]
 
-    def _go_on(self, fetcher: Any) -> None:
+    def advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
+        """Lightning's, and the decision of a worker without a mini-batch."""
         trainer = self._trainer
         try:
-            self._advance(fetcher)
+            proceed(fetcher)
         except EpochIsOver:
             raise
         except StopIteration:  # no mini-batch is left for this worker; Lightning skips validation
@@ -101,20 +102,21 @@ class Multiples(int):
 
     since = 0  # the last step that was divided
 
+    def begin(self, proceed: Callable[..., None], trainer: Any, module: Any) -> None:
+        """Training begins: multiples up to now do not count."""
+        self.since = trainer.global_step
+        proceed(trainer, module)
+
     def __rmod__(self, step: int) -> int:
         before, self.since = self.since, step
         return 0 if multiples(int(self), before, step) > 0 else 1
 
 
-def count_all_updates(callback: ModelCheckpoint, trainer: Any) -> None:
+def count_all_updates(callback: ModelCheckpoint) -> None:
     """Let the callback count updates of all workers."""
     every = Multiples(saves_every(callback))
     save_every(callback, every)
-
-    def begin() -> None:
-        every.since = trainer.global_step
-
-    precede(callback, "on_train_start", begin)
+    around(Point.CHECKPOINT_START, callback, every.begin)
 
 
 def _multiples(callback: ModelCheckpoint) -> Multiples:

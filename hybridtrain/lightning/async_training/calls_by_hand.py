@@ -22,6 +22,7 @@ from hybridtrain.lightning.async_training.update_count import (
     schedules_of,
     take_schedules,
 )
+from hybridtrain.lightning.hooks.points import Point, instead_in
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import ScheduleCall
 from hybridtrain.worker.client import Client
@@ -47,8 +48,8 @@ class CallsByHand:
         for number, config in enumerate(() if alone else trainer.lr_scheduler_configs):
             by_step = config.reduce_on_plateau and config.interval == "step"
             if self._manual or by_step:  # Lightning steps the others by the number of updates
-                call = partial(self._call, number)
-                self._steps[number] = replace_step(config.scheduler, call)
+                call = partial(self.call, number)
+                self._steps[number] = instead_in(Point.SCHEDULER_STEP, config.scheduler, call)
         client.take_calls = self._take
 
     def begin_batch(self) -> None:
@@ -64,7 +65,7 @@ class CallsByHand:
         known = self._client.gather("schedules", schedules_of(self._trainer))
         take_schedules(self._trainer, *max(known, key=_n_calls))
 
-    def _call(self, number: int, *args: Any, **options: Any) -> Any:
+    def call(self, number: int, *args: Any, **options: Any) -> Any:
         """User code has called ``step`` of this worker's scheduler."""
         step = self._steps[number]
         if self._together or self._expected.asked_for_end:
@@ -85,15 +86,3 @@ class CallsByHand:
 
 def _n_calls(found: Schedules) -> list[int]:
     return [state.get("last_epoch", 0) for state in found[0]]
-
-
-def replace_step(schedule: Any, call: Step) -> Step:
-    """Let ``call`` be the scheduler's ``step``; return the original.
-
-    In its class, because a scheduler's attributes are part of its state.
-    """
-    kind = type(schedule)
-    instead = {"step": lambda self, *args, **options: call(*args, **options)}
-    names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    schedule.__class__ = type(kind.__name__, (kind,), instead | names)
-    return partial(kind.step, schedule)

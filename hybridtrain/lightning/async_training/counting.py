@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand
+from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand, Step
 from hybridtrain.lightning.async_training.expected_updates import ExpectedUpdates
 from hybridtrain.lightning.async_training.update_count import (
     multiples,
@@ -19,6 +19,7 @@ from hybridtrain.lightning.async_training.update_count import (
     step_schedulers,
 )
 from hybridtrain.lightning.hooks.loop_hooks import accumulates, set_logged_step
+from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
 
@@ -58,8 +59,7 @@ class UpdateCount:
         self._expected, self._absence = expected, absence
         self.by_hand = CallsByHand(trainer, client, expected)
         self._trainer, self._client, self._before = trainer, client, client.version
-        loop: Any = trainer.fit_loop.epoch_loop
-        self._lightnings, loop.update_lr_schedulers = loop.update_lr_schedulers, self._update
+        around(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.update)
         self._automatic = trainer.lightning_module.automatic_optimization
         self._own = context_of(trainer).requirements.schedules_own_steps
         self._steps = scheduled_steps(trainer)
@@ -90,17 +90,18 @@ class UpdateCount:
             self._counted = False
             self._number_rows()
 
-    def _update(self, interval: str, update_plateau_schedulers: bool) -> None:
+    def update(self, proceed: Step, interval: str, update_plateau_schedulers: bool) -> None:
+        """Step schedulers by the updates of all workers, in place of Lightning."""
         if interval == "step" and not update_plateau_schedulers:  # after a mini-batch
             if not accumulates(self._trainer):
                 if self._client.unsettled is not None and self._must_be_exact():
                     self._client.settle()
-                self._step_own() if self._own else self._catch_up()
+                self._step_own(proceed) if self._own else self._catch_up()
                 self._made, self._counted = self._client.expected_version, False
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
         if interval == "epoch" or not self._absence.passed:
-            self._lightnings(interval, update_plateau_schedulers)
+            proceed(interval, update_plateau_schedulers)
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
             self._every.pass_over(self._made)
@@ -112,11 +113,11 @@ class UpdateCount:
         follow = any(config.interval == "step" for config in schedules) and not self._own
         return bool(logs) or follow
 
-    def _step_own(self) -> None:
+    def _step_own(self, proceed: Step) -> None:
         """Step the schedulers of the worker's own optimizer, after its step."""
         limit = self._expected.limit
         if not self._absence.passed and (limit is None or self._steps < limit):
-            self._lightnings("step", False)
+            proceed("step", False)
             self._steps += 1
 
     def _catch_up(self) -> None:

@@ -34,6 +34,7 @@ import pytorch_lightning as pl
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.data.samplers import EpochPlan, EpochSampler
 from hybridtrain.lightning.hooks.loop_hooks import combination_of, combined_loader
+from hybridtrain.lightning.hooks.points import Point, instead
 from hybridtrain.lightning.run_context import context_if_ours
 
 _BY_MODE: dict[str, Callable[[list[float]], float]] = {"min_size": min, "sequential": sum}
@@ -141,12 +142,11 @@ _is_last: Any = pl.Trainer.is_last_batch
 
 def answer_for_all_workers() -> None:
     """From now on trainers of this process ask ``ExpectedUpdates`` first."""
-    lightnings: Any = pl.Trainer
-    lightnings.estimated_stepping_batches = property(_estimated)
-    lightnings.is_last_batch = property(_looked)
+    instead(Point.EXPECTED, pl.Trainer, property(estimated))
+    instead(Point.LAST_BATCH, pl.Trainer, property(looked))
 
 
-def _estimated(trainer: pl.Trainer) -> float:
+def estimated(trainer: pl.Trainer) -> float:
     """All workers' updates in this training; see Lightning's own."""
     context = context_if_ours(trainer)
     expected = None if context is None else context.expected_updates
@@ -154,7 +154,7 @@ def _estimated(trainer: pl.Trainer) -> float:
     return _lightnings.fget(trainer) if found is None else found
 
 
-def _looked(trainer: pl.Trainer) -> bool:
+def looked(trainer: pl.Trainer) -> bool:
     """Whether this mini-batch is the worker's last of the epoch; note that user code knows."""
     context = context_if_ours(trainer)
     expected, last = None if context is None else context.expected_updates, _is_last.fget(trainer)

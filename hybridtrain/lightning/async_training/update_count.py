@@ -7,12 +7,11 @@ the same under every policy (:mod:`hybridtrain.lightning.async_training.counting
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
 
-from hybridtrain.lightning.hooks.loop_hooks import replace_validation_check, validation_seconds
 from hybridtrain.lightning.hooks.trainer_hooks import step_scheduler
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.updates.groups import Groups, plain
@@ -75,25 +74,3 @@ def take_schedules(
 def multiples(every: int, before: int, now: int) -> int:
     """How many multiples of ``every`` lie after step ``before``, up to ``now``."""
     return now // every - before // every
-
-
-def precede(owner: Any, method: str, first: Callable[[], object]) -> None:
-    """Let ``first`` run before every call of ``owner.method``."""
-    original = getattr(owner, method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        first()
-        return original(*args, **kwargs)
-
-    setattr(owner, method, call)
-
-
-def agree_on_validating(trainer: Any, decide: Callable[[bool, bool], bool]) -> None:
-    """With ``val_check_interval`` as a time, clocks differ: the first worker due decides for all.
-
-    Args:
-        trainer: of this worker.
-        decide: ``(mine, all_must_agree) -> common``, a meeting of all workers.
-    """
-    if validation_seconds(trainer) is not None:
-        alone = replace_validation_check(trainer, lambda fetcher: decide(alone(fetcher), False))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.mid_epoch import read_format
+from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
 from hybridtrain.util.option_types import EACH, Count, NotNegative, Range, Rule, misfit
 
@@ -136,9 +137,13 @@ def _kind(value: Any) -> str:
 
 def restore_or_refuse(trainer: Any) -> None:
     """Let the trainer raise ``UserError`` where a callback or optimizer cannot be restored."""
-    connector = dumper(trainer)
-    for name in ("restore_callbacks", "restore_training_state"):
-        vars(connector)[name] = restoring()(getattr(connector, name))
+    around(Point.RESTORE, dumper(trainer), restore)
+
+
+def restore(proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """Lightning's, with errors as ``UserError``."""
+    with restoring():
+        proceed(*args, **kwargs)
 
 
 @contextmanager

@@ -81,6 +81,16 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if not self.defers:
             self.wait()
 
+    def save_later(self, proceed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """In place of a callback's saving: do not wait for the file."""
+        with self.deferring():
+            proceed(*args, **kwargs)
+
+    def exists_then(self, proceed: Callable[..., bool], path: Any, *args: Any) -> bool:
+        """In place of a callback's ``file_exists``: wait for the file first."""
+        self.wait_for(path)
+        return bool(proceed(path, *args))
+
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load after all pending files are written."""
         self.wait()

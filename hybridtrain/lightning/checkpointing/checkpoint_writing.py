@@ -7,7 +7,6 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,14 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.async_training.agreement import count_all_updates
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.checkpoint_content import restore_or_refuse
 from hybridtrain.lightning.checkpointing.checkpoint_io import (
     Unsaved,
     UnsavedReport,
     WholeCheckpointIO,
 )
-from hybridtrain.lightning.hooks.callback_hooks import (
-    DECIDING,
-    replace_finding,
-    replace_linking,
-    replace_saving,
-    saves_as_lightning,
-    uploads_checkpoints,
-)
+from hybridtrain.lightning.hooks.callback_hooks import saves_as_lightning, uploads_checkpoints
+from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import checkpoint_plugin
 from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
@@ -131,18 +123,31 @@ class CheckpointWriting:
     def _prepare(self, callback: Any, trainer: Any) -> None:
         context = context_of(trainer)
         # Or it would remember the file of a step that is then broken off.
-        precede(callback, DECIDING, context.client.settle)
+        before(Point.CHECKPOINT_DECISION, callback, context.client.settle)
         if not context.requirements.whole_rounds:
-            count_all_updates(callback, trainer)
+            count_all_updates(callback)
         writer = checkpoint_plugin(context)
         if not isinstance(writer, WholeCheckpointIO):
             return
-        replace_finding(callback, _finding_whole)
+        around(Point.CHECKPOINT_SEARCH, callback, find_whole)
         if callback.save_last == "link":
-            replace_linking(callback, partial(_linking_if_possible, self.unsaved))
+            around(Point.CHECKPOINT_LINK, callback, self.link)
         at_once = any(reads_at_once(each) for each in trainer.loggers)
         if self.how == "background" and not at_once and may_come_later(callback):
-            _defer(callback, writer)
+            around(Point.CHECKPOINT_SAVE, callback, writer.save_later)
+            around(Point.CHECKPOINT_EXISTS, callback, writer.exists_then)
+
+    def link(
+        self, proceed: Callable[..., None], trainer: Any, filepath: str, linkpath: str
+    ) -> None:
+        """Link only to an existing file, and survive a disk that refuses the link."""
+        try:
+            if not self.unsaved.refused:
+                proceed(trainer, filepath, linkpath)
+                return
+        except OSError as error:
+            self.unsaved.lose(linkpath, error)
+        strategy_of(trainer).barrier()  # as in the other workers, which link nothing
 
 
 def check_whole(path: Any) -> None:
@@ -159,50 +164,13 @@ def check_whole(path: Any) -> None:
         raise UserError(f"ckpt_path={str(path)!r} was given, but {fault}; give another")
 
 
-def _finding_whole(find: Callable[..., Any]) -> Callable[..., Any]:
+def find_whole(proceed: Callable[[Any], set[str]], trainer: Any) -> set[str]:
     """Let ``ckpt_path="last"`` skip damaged files."""
-
-    def find_whole(trainer: Any) -> set[str]:
-        found = {path: fault_of(Path(path)) for path in find(trainer) if "://" not in path}
-        for path, fault in found.items():
-            if fault is not None:
-                rank_zero_warn(f"the checkpoint {path} is passed over: {fault}")
-        return {path for path, fault in found.items() if fault is None}
-
-    return find_whole
-
-
-def _linking_if_possible(unsaved: Unsaved, link: Callable[..., Any]) -> Callable[..., Any]:
-    """Link only to an existing file, and survive a disk that refuses the link."""
-
-    def try_to_link(trainer: Any, filepath: str, linkpath: str) -> None:
-        try:
-            if not unsaved.refused:
-                link(trainer, filepath, linkpath)
-                return
-        except OSError as error:
-            unsaved.lose(linkpath, error)
-        strategy_of(trainer).barrier()  # as in the other workers, which link nothing
-
-    return try_to_link
-
-
-def _defer(callback: Any, writer: WholeCheckpointIO) -> None:
-    exists = callback.file_exists
-
-    def saving_later(save: Callable[..., Any]) -> Callable[..., Any]:
-        def save_later(*args: Any, **kwargs: Any) -> None:
-            with writer.deferring():
-                save(*args, **kwargs)
-
-        return save_later
-
-    def exists_then(filepath: Any, *args: Any, **kwargs: Any) -> bool:
-        writer.wait_for(filepath)
-        return bool(exists(filepath, *args, **kwargs))
-
-    replace_saving(callback, saving_later)
-    callback.file_exists = exists_then
+    found = {path: fault_of(Path(path)) for path in proceed(trainer) if "://" not in path}
+    for path, fault in found.items():
+        if fault is not None:
+            rank_zero_warn(f"the checkpoint {path} is passed over: {fault}")
+    return {path for path, fault in found.items() if fault is None}
 
 
 def may_come_later(callback: Any) -> bool:

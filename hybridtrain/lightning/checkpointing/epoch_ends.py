@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState, is_in_end_hook
 from hybridtrain.lightning.hooks.loop_hooks import (
@@ -26,6 +25,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validate_from_beginning,
     validation_is_due,
 )
+from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.result_hooks import callback_metrics, log_connector
 from hybridtrain.lightning.run_context import context_of
 
@@ -44,9 +44,9 @@ class EpochEnds:
 
     def attach(self) -> None:
         """Listen to the beginning of training and to the ends of epochs."""
-        precede(self._trainer.fit_loop, "reset", self._settle)
-        precede(self._trainer.fit_loop.epoch_loop, "advance", self._go_on)
-        precede(log_connector(self._trainer), "on_epoch_end", self._allow)
+        before(Point.FIT_RESET, self._trainer.fit_loop, self.settle)
+        before(Point.BATCH, self._trainer.fit_loop.epoch_loop, self.go_on)
+        before(Point.COLLECT, log_connector(self._trainer), self.allow)
 
     def state(self) -> dict[str, torch.Tensor]:
         """The metrics as last collected: to collect anew, all workers would have to meet."""
@@ -64,7 +64,7 @@ class EpochEnds:
             set_logged_step(self._trainer, self._stepped)
             self._stepped = None
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Counters and schedulers are restored: restore metrics, step schedulers left out."""
         found, self._found = self._found, {}
         device = context_of(self._trainer).root_device
@@ -74,7 +74,7 @@ class EpochEnds:
         if found and _was_ending(self._trainer) and self._all_known():
             loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """After the checkpoint's last mini-batch: validate, end the epoch, or continue it.
 
         Lightning would skip the first two.
@@ -96,7 +96,7 @@ class EpochEnds:
             self.begin_batch()
             raise EpochIsOver
 
-    def _allow(self) -> None:
+    def allow(self) -> None:
         """Let the resumed epoch end like any other."""
         loop = self._trainer.fit_loop
         if self._trainer.training and loop.restarting and not loop.restarted_on_epoch_end:

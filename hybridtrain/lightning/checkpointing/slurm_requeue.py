@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 
+from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.hooks.trainer_hooks import dump_checkpoint, requeue_slurm_job
 from hybridtrain.lightning.run_context import cluster_environment, context_of
 from hybridtrain.util.anonymous_files import SharedBytes
@@ -66,29 +67,34 @@ def listen(trainer: Any, warned: Warned | None) -> None:
     """In a worker: ignore the signal, and add the callback."""
     if warned is not None:
         signal.signal(warned.number, signal.SIG_IGN)  # the calling process counts it
-        trainer.callbacks.append(Requeue(warned))
+        requeue = Requeue(warned, trainer)
+        trainer.callbacks.append(requeue)
+        around(Point.SAVE, trainer, requeue.save)
 
 
 class Requeue(pl.Callback):
     """Saves and requeues the job after a warning."""
 
-    def __init__(self, warned: Warned) -> None:
-        self._warned = warned
+    def __init__(self, warned: Warned, trainer: pl.Trainer) -> None:
+        self._warned, self._trainer = warned, trainer
+
+    def save(self, proceed: Callable[..., None], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        """While the job is requeued: without the other workers."""
+        context = context_of(self._trainer)
+        if context.saves_alone:
+            context.save_checkpoint(dump_checkpoint(self._trainer), filepath)
+        else:
+            proceed(filepath, *args, **kwargs)
 
     def _look(self, trainer: Any, *_: Any, **__: Any) -> None:
         if not trainer.is_global_zero or trainer.fast_dev_run or not self._warned.heed():
             return
         context = context_of(trainer)
-        together = trainer.save_checkpoint  # waits for all workers
-
-        def alone(path: str) -> None:
-            context.save_checkpoint(dump_checkpoint(trainer), path)
-
-        trainer.save_checkpoint, context.saves_alone = alone, True
+        context.saves_alone = True
         try:
             requeue_slurm_job(trainer, self._warned.number)
         finally:
-            trainer.save_checkpoint, context.saves_alone = together, False
+            context.saves_alone = False
 
     on_train_batch_end = on_validation_batch_end = _look
     on_test_batch_end = on_predict_batch_end = _look

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,6 @@ from pytorch_lightning.trainer.states import RunningStage
 from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.exchanges import Requirements
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
@@ -42,15 +41,15 @@ from hybridtrain.lightning.data.user_loaders import (
     with_batches,
 )
 from hybridtrain.lightning.hooks.loader_hooks import (
-    decide_on_loaders,
+    data_connector,
     gets_our_sampler,
     inside,
     put_inside,
 )
 from hybridtrain.lightning.hooks.loop_hooks import remeasure, training_fetcher
+from hybridtrain.lightning.hooks.points import Point, around, before, instead
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.replay.run_record import data_teller
-from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning.step.saved_states import WORKERS
 from hybridtrain.options.strategy_arguments import StrategyArguments
 from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Visits
@@ -125,16 +124,9 @@ class Loaders:
 
     def attach(self) -> None:
         """Listen to Lightning's loaders, loops and checkpoints."""
-        self._lightnings_prepare = decide_on_loaders(self._trainer, self.prepare, self.resolve)
-        context = context_of(self._trainer)
-        load, save = context.load_checkpoint, context.save_checkpoint
-        vars(context).update(
-            load_checkpoint=lambda path, *args, **rest: self.restore(
-                load(path, *args, **rest), f"ckpt_path={path}"
-            ),
-            save_checkpoint=lambda first, *args, **rest: save(self.write(first), *args, **rest),
-        )
         trainer = self._trainer
+        around(Point.PREPARE, data_connector(trainer), self.prepare)
+        instead(Point.RESOLVE, data_connector(trainer), self.resolve)
         validation = trainer.fit_loop.epoch_loop.val_loop
         loops = (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         made = [
@@ -143,10 +135,10 @@ class Loaders:
         for evaluation in made:
             evaluation.attach()
         self._validation = made[0]
-        precede(validation, "run", self._rng_state.begin_validation)
+        before(Point.EVALUATION, validation, self._rng_state.begin_validation)
         self._ends.attach()
-        precede(self._trainer.fit_loop, "reset", self._settle)
-        precede(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin_epoch)
+        before(Point.FIT_RESET, trainer.fit_loop, self.set_epochs)
+        before(Point.BATCHES, trainer.fit_loop.epoch_loop, self.begin_epoch)
 
     # ---- making loaders -------------------------------------------------------------------------
 
@@ -173,7 +165,9 @@ class Loaders:
     def _dealt(self, batches: Any) -> Dealt:
         return Dealt(batches, self._client, self._predict_limit)
 
-    def prepare(self, dataloader: Any, shuffle: bool, mode: RunningStage) -> Any:
+    def prepare(
+        self, proceed: Callable[..., Any], dataloader: Any, shuffle: bool, mode: RunningStage
+    ) -> Any:
         """Lightning's loader, with this worker's batch size."""
         if makes_its_own(dataloader, self._trainer):
             if mode == RunningStage.TRAINING and self._options["batch_size_per_worker"] is not None:
@@ -181,7 +175,7 @@ class Loaders:
             sampler = self.resolve(Batches.of(dataloader), shuffle, mode)  # type: ignore[arg-type]
             return handed(dataloader, sampler, mode)
         chosen = isinstance(dataloader, DataLoader) and gets_our_sampler(self._trainer, dataloader)
-        prepared = self._lightnings_prepare(dataloader, shuffle=shuffle, mode=mode)
+        prepared = proceed(dataloader, shuffle=shuffle, mode=mode)
         client, option = self._client, self._options["iterable"]
         if client.n_workers > 1 and mode != RunningStage.PREDICTING:
             if shares_nothing(dataloader, chosen) and option == "deal":
@@ -344,7 +338,7 @@ class Loaders:
             message = "You're resuming from a checkpoint that ended before the epoch ended"
             warnings.filterwarnings("ignore", message)  # which works here
 
-    def _settle(self) -> None:
+    def set_epochs(self) -> None:
         """Counters are restored: set the epoch of loaders that were made before."""
         epoch = self.position.epoch
         late = [sampler for sampler in self.samplers if sampler.epoch != epoch]
@@ -354,7 +348,7 @@ class Loaders:
             remeasure(self._trainer)
             self._moved = True
 
-    def _begin_epoch(self) -> None:
+    def begin_epoch(self) -> None:
         """Let lengths and iterators be those of this epoch."""
         loop = self._trainer.fit_loop
         self._moved |= self.position.begin()

@@ -14,11 +14,11 @@ from typing import Any
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState
 from hybridtrain.lightning.data.samplers import EpochSampler
 from hybridtrain.lightning.hooks.loop_hooks import is_at_last_batch, remeasure, training_fetcher
+from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.protocol.spans import Spans, total
 from hybridtrain.worker.client import Client
 
@@ -48,9 +48,9 @@ class LostSampleRedistribution:
         self._client, self._samplers, self._align = client, samplers, align
         self._keep = keep
         self._position = position
-        precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._look)
+        before(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.look)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """After each mini-batch, before Lightning acts on its being the last."""
         if is_at_last_batch(self._trainer):
             self.end()

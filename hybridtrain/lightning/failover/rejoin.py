@@ -22,22 +22,18 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger
 
-from hybridtrain.lightning.async_training.update_count import (
-    precede,
-    set_global_step,
-    step_schedulers,
-)
+from hybridtrain.lightning.async_training.update_count import set_global_step, step_schedulers
 from hybridtrain.lightning.checkpointing.mid_epoch import KEY
 from hybridtrain.lightning.checkpointing.rng_state import look, put
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.samplers import EpochSampler
 from hybridtrain.lightning.failover.leader_failover import hand_over
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
-from hybridtrain.lightning.hooks.loop_hooks import BEFORE_FETCH, add_to_saved_logged_step
+from hybridtrain.lightning.hooks.loop_hooks import add_to_saved_logged_step
+from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import dump_at_once
 from hybridtrain.lightning.results.logger_state import identity, keep_rows
 from hybridtrain.lightning.run_context import context_of
-from hybridtrain.lightning.step.remote_state import without_fetching
 from hybridtrain.memory.scratch_file import as_bytes
 from hybridtrain.protocol.messages import Progress
 from hybridtrain.protocol.spans import split, total
@@ -105,17 +101,19 @@ class RejoinState:
         self._begun: int | None = None  # the version at the beginning of the current step
         self._generators: dict[str, Any] = {}  # RNG states before its first mini-batch was fetched
         if asked:
-            precede(trainer.fit_loop.epoch_loop, BEFORE_FETCH, self._fetch)
+            before(Point.FETCH, trainer.fit_loop.epoch_loop, self.fetch)
             self._client.tells = self.tell
         if pages is not None:
-            precede(self._client, "offer", self._push)
-            precede(trainer.fit_loop.epoch_loop.val_loop, "run", self._break)
-            precede(trainer.fit_loop, "on_advance_end", self._break)
+            before(Point.OFFER, self._client, self.push)
+            before(Point.EVALUATION, trainer.fit_loop.epoch_loop.val_loop, self.count_break)
+            before(Point.EPOCH_END, trainer.fit_loop, self.count_break)
 
-    def _break(self) -> None:
+    def count_break(self) -> None:
+        """An evaluation, or the end of an epoch."""
         self._breaks += 1
 
-    def _fetch(self) -> None:
+    def fetch(self) -> None:
+        """Before a mini-batch: write the RNG states, and once an epoch send the state."""
         client, epoch = self._client, self._trainer.current_epoch
         if self._back is not None:
             self._back.begin(self._pages)
@@ -135,7 +133,8 @@ class RejoinState:
         if self._client.is_leader:
             self._client.note(Progress(None, self.tell()))
 
-    def _push(self, *_: Any) -> None:
+    def push(self) -> None:
+        """Before a push: write the RNG states."""
         assert self._pages is not None, "it listens only with pages"
         self._pages.push(self._client.worker, self._client.version, self._breaks, look())
 
@@ -143,19 +142,12 @@ class RejoinState:
         """A checkpoint of the last whole step, from a worker in the middle of the next."""
         trainer, context = self._trainer, context_of(self._trainer)
         module = trainer.lightning_module
-        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-        state = {k: v for k, v in module.state_dict().items() if k not in parameters}
-        instead = {
-            "optimizer_state": without_fetching,
-            "lightning_module_state_dict": lambda: state,
-            "tells": True,
-        }
-        vars(context).update(instead)
+        context.tells = True
         try:
             checkpoint = dump_at_once(trainer)
         finally:
-            for name in instead:
-                del vars(context)[name]
+            context.tells = False
+        state = checkpoint["state_dict"]
         checkpoint = self._loaders.write(checkpoint, for_now=True)
         loggers = [identity(logger) for logger in trainer.loggers]
         checkpoint[_OURS] = {
@@ -188,8 +180,7 @@ class Rejoin:
         if context_of(trainer).requirements.whole_rounds:
             advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
         client.joins = client.solo = True
-        vars(context_of(trainer))["load_checkpoint"] = self._load
-        precede(trainer.fit_loop, "run", self._agree)
+        before(Point.FIT, trainer.fit_loop, self.agree)
 
     def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
         """Arguments of the trainer's function, with a checkpoint to resume from."""
@@ -203,12 +194,13 @@ class Rejoin:
             if isinstance(logger, CSVLogger) and self._trainer.is_global_zero:
                 keep_rows(logger)
 
-    def _load(self, *_: Any, **__: Any) -> dict[str, Any]:
+    def load(self) -> dict[str, Any]:
+        """The state as a checkpoint, for Lightning."""
         self._take_unsaved_buffers()
         weights = self._trainer.lightning_module.state_dict()  # not used
         return {**self._checkpoint, "state_dict": weights | self._checkpoint["state_dict"]}
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Undo a stop that a callback of this new process decided alone, by its clock."""
         self._trainer.should_stop = self._ours["should_stop"]
 

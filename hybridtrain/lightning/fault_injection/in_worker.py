@@ -26,8 +26,8 @@ from typing import Any, cast
 import pytorch_lightning as pl
 import torch
 
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.fault_injection.in_parent import Faults, say
+from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import Push
@@ -75,13 +75,21 @@ class Injection(pl.Callback):
         context = context_of(trainer)
         self._wrap_computing(context.session)
         self._wrap_exchange()
-        precede(context, "teardown", lambda: self._visit("teardown"))
+        before(Point.TEARDOWN, context, self.tear_down)
         if not self._schedule.has("checkpoint"):
             return
         if self._client.worker == 0:
             cast(Any, files)._write_part = self._half_written(files._write_part)
         else:
-            precede(dumper(trainer), "dump_checkpoint", lambda: self._visit("checkpoint"))
+            before(Point.DUMP, dumper(trainer), self.begin_checkpoint)
+
+    def tear_down(self) -> None:
+        """The run ends."""
+        self._visit("teardown")
+
+    def begin_checkpoint(self) -> None:
+        """A checkpoint is put together."""
+        self._visit("checkpoint")
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.sanity_checking:

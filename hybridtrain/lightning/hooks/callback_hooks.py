@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
@@ -11,7 +10,6 @@ from pytorch_lightning.tuner.lr_finder import _determine_lr_attr_name
 
 # State of a ModelCheckpoint's decisions.
 DECIDED = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-DECIDING = "_monitor_candidates"  # the method that begins a decision
 HOW_IT_STEPS = "_automatic_optimization"  # of a module
 WRITER = "_experiment"  # of a logger: the object behind ``logger.experiment``, with threads, files
 
@@ -31,21 +29,6 @@ def save_every(callback: ModelCheckpoint, steps: int) -> None:
 def has_saved(callback: Any, step: int) -> None:
     """Let the callback treat this step as saved."""
     vars(callback)[DECIDED[0]] = step
-
-
-def replace_finding(callback: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap its search for ``ckpt_path="last"``."""
-    callback._find_last_checkpoints = by(callback._find_last_checkpoints)
-
-
-def replace_linking(callback: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap its linking of ``last.ckpt``."""
-    callback._link_checkpoint = by(callback._link_checkpoint)
-
-
-def replace_saving(callback: Any, by: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap its saving of one file."""
-    callback._save_checkpoint = by(callback._save_checkpoint)
 
 
 def saves_as_lightning(callback: ModelCheckpoint) -> bool:

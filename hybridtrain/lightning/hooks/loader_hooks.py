@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls
@@ -14,19 +13,14 @@ from pytorch_lightning.utilities.data import (
 from torch.utils.data import DataLoader
 
 
-def decide_on_loaders(
-    trainer: Any, prepare: Callable[..., Any], resolve: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Let ``prepare`` make loaders and ``resolve`` samplers; return Lightning's ``prepare``."""
-    connector = trainer._data_connector
-    former: Callable[..., Any] = connector._prepare_dataloader
-    connector._resolve_sampler, connector._prepare_dataloader = resolve, prepare
-    return former
+def data_connector(trainer: Any) -> Any:
+    """Lightning's connector, which makes loaders and their samplers."""
+    return trainer._data_connector
 
 
 def gets_our_sampler(trainer: Any, dataloader: Any) -> bool:
     """Whether Lightning would put a ``DistributedSampler`` into this loader."""
-    return bool(trainer._data_connector._requires_distributed_sampler(dataloader))
+    return bool(data_connector(trainer)._requires_distributed_sampler(dataloader))
 
 
 def takes_a_sampler(dataloader: DataLoader[Any]) -> bool:

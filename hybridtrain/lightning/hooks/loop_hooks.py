@@ -6,27 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_fabric.utilities.data import sized_len
-from pytorch_lightning.loops.evaluation_loop import RestartStage, _EvaluationLoop
-from pytorch_lightning.loops.fit_loop import _FitLoop
-from pytorch_lightning.loops.prediction_loop import _PredictionLoop
-from pytorch_lightning.loops.training_epoch_loop import _TrainingEpochLoop
+from pytorch_lightning.loops.evaluation_loop import RestartStage
 from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
 from pytorch_lightning.trainer.states import RunningStage
 
-# Methods of loops, to be wrapped.
-BEFORE_FETCH = "_on_before_fetch"  # of the loop over an epoch's mini-batches
-BEHIND_LOADER = "_store_dataloader_outputs"  # of a validation or test
-BEHIND_EVALUATION = "_on_evaluation_end"  # calls the callbacks of an evaluation's end
-ITERATING: tuple[tuple[type[Any], str], ...] = (  # methods that let a StopIteration pass
-    (_FitLoop, "on_advance_start"),
-    (_FitLoop, "advance"),
-    (_FitLoop, "on_advance_end"),
-    (_TrainingEpochLoop, "advance"),
-    (_TrainingEpochLoop, "on_advance_end"),
-    (_EvaluationLoop, "_evaluation_step"),
-    (_EvaluationLoop, BEHIND_LOADER),
-    (_PredictionLoop, "_predict_step"),
-)
 _LOGGED_STEP = "_batches_that_stepped"
 
 # ---- counters -----------------------------------------------------------------------------------
@@ -97,17 +80,6 @@ def validation_is_due(trainer: Any) -> bool:
     return bool(loop.epoch_loop._should_check_val_fx(loop._data_fetcher))
 
 
-def replace_validation_check(trainer: Any, by: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Let ``by`` decide whether a validation is due; return the former function.
-
-    Both take the fetcher of mini-batches.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    former: Callable[[Any], bool] = loop._should_check_val_fx
-    loop._should_check_val_fx = by
-    return former
-
-
 def validation_seconds(trainer: Any) -> float | None:
     """``val_check_interval`` in seconds, if it is a time."""
     return trainer._val_check_time_interval
@@ -173,24 +145,14 @@ def set_sizes(trainer: Any, sizes: dict[str, Any]) -> None:
         setattr(owner, name, sizes[key])
 
 
-def has_loaders(loop: Any) -> bool:
-    """Whether the loop's loaders are made."""
-    return loop._combined_loader is not None
-
-
 def source_of(loop: Any) -> Any:
     """Lightning's source of the loop's loaders."""
     return loop._data_source
 
 
 def give_loaders(loop: Any, combined: Any) -> None:
-    """Set the loop's loaders."""
+    """Set the loop's loaders; ``None``: let an evaluation make them anew."""
     loop._combined_loader = combined
-
-
-def forget_loaders(loop: Any) -> None:
-    """Let an evaluation make its loaders anew."""
-    loop._combined_loader = None
 
 
 def evaluation_batches(loop: Any) -> Any:

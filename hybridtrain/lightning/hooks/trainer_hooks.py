@@ -21,6 +21,8 @@ from pytorch_lightning.trainer import call
 from pytorch_lightning.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from pytorch_lightning.utilities.exceptions import _TunerExitException as TunerExit
 
+from hybridtrain.lightning.hooks.points import Point, instead
+
 __all__ = ["GlobalState", "Launcher", "ProcessLauncher", "ScriptLauncher", "TunerExit"]
 
 MODULE = "_lightning_module"  # of a strategy
@@ -54,7 +56,11 @@ def checkpoint_plugin(strategy: Any) -> Any:
 
 def leave_signals_alone(trainer: Any) -> None:
     """Let the trainer install no signal handlers."""
-    trainer._signal_connector.register_signal_handlers = lambda: None
+    instead(Point.SIGNALS, trainer._signal_connector, install_nothing)
+
+
+def install_nothing() -> None:
+    """In place of Lightning's installing of signal handlers."""
 
 
 def requeue_slurm_job(trainer: Any, signum: int) -> None:

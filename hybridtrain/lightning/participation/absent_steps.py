@@ -33,7 +33,6 @@ from torchmetrics import Metric
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.hooks.loop_hooks import (
     is_at_last_batch,
     logged_step,
@@ -41,6 +40,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     step_with,
     training_fetcher,
 )
+from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.result_hooks import (
     forget_batch,
     put_back_metric,
@@ -95,11 +95,11 @@ class Absence:
         self._sits_out = False
         self._to_come: list[str] = []  # meetings left in which workers wait that skip this step
         self._passed = False  # no mini-batch counted
-        loop: Any = self._trainer.fit_loop.epoch_loop
-        self._loop, self._advance, self._end_advance = loop, loop.advance, loop.on_advance_end
-        loop.advance, loop.on_advance_end = self.advance, self.end_advance
-        precede(loop, "on_run_start", self._begin_epoch)
-        precede(loop.batch_progress, "increment_processed", self._step_is_made)
+        self._loop = loop = self._trainer.fit_loop.epoch_loop
+        around(Point.BATCH, loop, self.advance)
+        around(Point.BATCH_END, loop, self.end_advance)
+        before(Point.BATCHES, loop, self.begin_epoch)
+        before(Point.STEP_MADE, loop.batch_progress, self.step_is_made)
 
     @property
     def passed(self) -> bool:
@@ -109,25 +109,26 @@ class Absence:
     def begin(self, session: Session) -> None:
         """Start of training."""
         self._session = session
-        precede(session, "average", self._gradients_are_there)
+        before(Point.AVERAGE, session, self.gradients_are_there)
         # With a limit of steps, contributions may arrive after the last.
         bounded = not self._whole_rounds and self._loop.max_steps != -1
         if self._requirements.drops_late or bounded:
             self.uncounted = Uncounted(self._trainer, self._client)
 
-    def _begin_epoch(self) -> None:
+    def begin_epoch(self) -> None:
+        """An epoch begins, or is resumed."""
         self._has_had_some = False
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
-    def advance(self, fetcher: Any) -> None:
+    def advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
         """Lightning's, except for a mini-batch that is missing or does not count."""
         self._passed = False
         if self.uncounted is not None and not self._loaders.under_way:
             self.uncounted.keep()
         ready = self._loop.batch_progress.current.ready
         try:
-            self._advance(fetcher)
+            proceed(fetcher)
         except OthersStop:
             self._leave_it()
             return
@@ -146,10 +147,10 @@ class Absence:
         self._tell_outcome()
         self.stopping.end_batch()
 
-    def end_advance(self, fetcher: Any) -> None:
+    def end_advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
         """Do not count the step of a mini-batch that does not count."""
         step = logged_step(self._trainer)
-        self._end_advance(fetcher)
+        proceed(fetcher)
         if self._passed:
             set_logged_step(self._trainer, step)
 
@@ -162,12 +163,12 @@ class Absence:
 
     # ---- in lock-step ---------------------------------------------------------------------------
 
-    def _step_is_made(self) -> None:
+    def step_is_made(self) -> None:
         """In a worker with samples: the step is made."""
         if self.uncounted is not None and self.uncounted.happened:
             raise DoesNotCount
         self._look_who_waits()
-        self._gradients_are_there()
+        self.gradients_are_there()
         if _MADE in self._to_come:
             self._come_to(_MADE, steps_of(self._loop))
 
@@ -184,10 +185,11 @@ class Absence:
 
     def _close(self, closure: Callable[[], Any]) -> Any:
         result = closure()
-        self._gradients_are_there()
+        self.gradients_are_there()
         return result
 
-    def _gradients_are_there(self) -> None:
+    def gradients_are_there(self) -> None:
+        """This worker's gradient is computed, for those that skip the step."""
         if _READY in self._to_come:
             self._come_to(_READY, None)
 

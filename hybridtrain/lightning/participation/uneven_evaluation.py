@@ -14,14 +14,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.hooks.loop_hooks import (
-    BEHIND_EVALUATION,
-    BEHIND_LOADER,
     evaluation_batches,
-    forget_loaders,
+    give_loaders,
     set_evaluation_batches,
 )
+from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.participation.logged_metrics import StepOutcome
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
@@ -57,20 +55,18 @@ class UnevenEvaluation:
     def attach(self) -> None:
         """Listen to the loop's beginning and end."""
         loop = self._loop
-        self._run, self._setup_data = loop.run, loop.setup_data
-        loop.run, loop.setup_data = self.run, self.setup_data
-        if self._predicts:
-            precede(loop, "on_run_end", self._end)
-        else:
-            precede(loop, BEHIND_LOADER, lambda: self._meet("between"))
-            precede(loop, "on_run_end", self._end)
-            precede(loop, BEHIND_EVALUATION, self._conclude)
+        around(Point.EVALUATION, loop, self.run)
+        around(Point.EVALUATION_DATA, loop, self.setup_data)
+        before(Point.EVALUATION_END, loop, self.end)
+        if not self._predicts:
+            before(Point.LOADER_END, loop, self.end_loader)
+            before(Point.EVALUATION_HOOKS, loop, self.conclude)
 
     @property
     def _predicts(self) -> bool:
         return self._loop is self._trainer.predict_loop
 
-    def setup_data(self) -> None:
+    def setup_data(self, proceed: Callable[[], None]) -> None:
         """Allow workers without samples; apply the limit on predictions to all workers together."""
         module, trainer = self._trainer.lightning_module, self._trainer
         name = "allow_zero_length_dataloader_with_multiple_devices"
@@ -79,14 +75,14 @@ class UnevenEvaluation:
         if known is not None:
             set_evaluation_batches(self._loop, known)
         if (sharing := self._sharing()) != self._shared:
-            forget_loaders(self._loop)
+            give_loaders(self._loop, None)
             self._shared = sharing
         self._begin(sharing)
         setattr(module, name, True)
         if self._predicts and isinstance(limit, float) and limit > 0:
             trainer.limit_predict_batches = 1.0  # `Dealt` applies the limit
         try:
-            self._setup_data()
+            proceed()
         finally:
             setattr(module, name, allowed)
             trainer.limit_predict_batches = limit
@@ -113,14 +109,14 @@ class UnevenEvaluation:
         client.gather("who evaluates", None)
         return client.met
 
-    def run(self) -> Any:
+    def run(self, proceed: Callable[[], Any]) -> Any:
         """Lightning's, but all workers leave it together."""
         total = self._loop.batch_progress.total
         self._roll, self.before = None, total.completed
         if not self._predicts and self._loop.restarted_mid_evaluation:
             total.ready = total.started = total.completed  # Lightning resets only the current ones
         self._runs = True
-        result = self._run()
+        result = proceed()
         self._runs = False
         if self._client.n_workers > 1 and self._loop.max_batches:  # else no worker has any
             rests = self._roll is None
@@ -133,10 +129,15 @@ class UnevenEvaluation:
     def _meet(self, what: str) -> list[str]:
         return self._client.gather("steps of an evaluation", what, patient=True)
 
-    def _end(self) -> None:
+    def end_loader(self) -> None:
+        """A participant begins its next loader."""
+        self._meet("between")
+
+    def end(self) -> None:
+        """A participant has evaluated its mini-batches."""
         self._roll = self._meet("end")
 
-    def _conclude(self) -> None:
+    def conclude(self) -> None:
         """Before the callbacks of the evaluation's end, which may save."""
         self.before = None
 

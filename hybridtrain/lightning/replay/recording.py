@@ -16,7 +16,6 @@ class Runner(Protocol):
 
     def play(self, strategy: Any, body: Any, job: Any) -> list[Any]:
         """Run the workers; return their results, or none if they did not finish."""
-        ...
 
 
 @dataclass

@@ -12,7 +12,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
 from hybridtrain.lightning.hooks.callback_hooks import WRITER, set_writer, writer_of
+from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.results.callback_state import give_plain, plain_attributes
 
 
@@ -106,33 +107,28 @@ def keep_rows(logger: CSVLogger) -> None:
 
 # ---- a full disk --------------------------------------------------------------------------------
 
-_WRITING = (
-    *("log_metrics", "log_hyperparams", "log_graph", "save", "finalize"),
-    "after_save_checkpoint",
-)
-
 
 @dataclass
-class _Patient:
-    """A logger's method; warns of a refusing disk once for each logger."""
+class Patience:
+    """Lets one logger's methods fail by a refusing disk, with one warning."""
 
-    method: Callable[..., Any]
     name: str
-    said: list[bool] = field(default_factory=list)
+    warned: bool = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def write(self, proceed: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A method of the logger."""
         try:
-            return self.method(*args, **kwargs)
+            return proceed(*args, **kwargs)
         except Exception as error:
             refusal = _refusal(error)
             if refusal is None:
                 raise
-            if not self.said:
+            if not self.warned:
                 rank_zero_warn(
                     f"{self.name} could not write its log ({refusal.strerror or refusal}); "
                     "training goes on, the log has gaps"
                 )
-            self.said.append(True)
+            self.warned = True
 
 
 def _refusal(error: BaseException | None) -> OSError | None:
@@ -145,8 +141,4 @@ def _refusal(error: BaseException | None) -> OSError | None:
 def let_write(loggers: list[Logger]) -> None:
     """Let training continue where the disk refuses what these write."""
     for logger in loggers:
-        said: list[bool] = []
-        for name in _WRITING:
-            method = getattr(logger, name, None)
-            if method is not None and not isinstance(method, _Patient):
-                vars(logger)[name] = _Patient(method, type(logger).__name__, said)
+        around(Point.LOG, logger, Patience(type(logger).__name__).write)

@@ -23,8 +23,8 @@ from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.lightning.hooks.loop_hooks import (
+    combined_loader,
     give_loaders,
-    has_loaders,
     loops_of,
     set_sizes,
     sizes_of,
@@ -56,7 +56,7 @@ class Sizes:
         known, expected = sizes_of(trainer), context_of(trainer).expected_updates
         if expected is not None and total is not None:  # one queue has the mini-batches of all
             known["max_batches"] = expected.mini_batches()
-        return cls(known, list(map(has_loaders, loops_of(trainer))), total)
+        return cls(known, [combined_loader(each) is not None for each in loops_of(trainer)], total)
 
     def give(self, trainer: Any, given: Mapping[str, Any]) -> None:
         """Set them in the calling process; ``given``: the arguments of the trainer's function."""

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from hybridtrain.lightning.async_training.update_count import precede
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
+from hybridtrain.lightning.hooks.points import Point, before
 from hybridtrain.lightning.step.session import Session
 from hybridtrain.worker.client import Client
 
@@ -43,7 +43,7 @@ class StepRollback:
         self._trainer, self._client = trainer, client
         self._loaders, self._session = loaders, session
         self._schedules_kept = False  # since the step was made
-        precede(trainer.fit_loop.epoch_loop, "update_lr_schedulers", self._keep_schedules)
+        before(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.keep_schedules)
 
     def commit(self) -> None:
         """A step has been made, and Lightning will count it now."""
@@ -73,7 +73,7 @@ class StepRollback:
         loop.batch_progress.is_last_batch = place.is_last_batch
         self._loaders.take_back()
 
-    def _keep_schedules(self) -> None:
+    def keep_schedules(self) -> None:
         """Schedulers may step now, ahead of the release."""
         configs, offered = self._trainer.lr_scheduler_configs, self._client.unsettled
         if offered is None or self._schedules_kept or not configs:

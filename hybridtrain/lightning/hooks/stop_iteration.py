@@ -22,43 +22,37 @@ from torch.utils.data._utils.fetch import (
     _MapDatasetFetcher,
 )
 
-from hybridtrain.lightning.hooks.loop_hooks import ITERATING
-
-_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+from hybridtrain.lightning.hooks.points import Point, around, instead
 
 
-def take_for_an_error() -> None:
+def take_for_an_error(trainer: Any) -> None:
     """Patch this process, and so those that a DataLoader forks from it."""
-    for loop, name in ITERATING:
-        _replace(loop, name, _strict_loop)
-    _replace(_MapDatasetFetcher, "fetch", _strict)
-    _replace(_IterableDatasetFetcher, "__init__", _strict)
-    _replace(_BaseDatasetFetcher, "__init__", _collating_strictly)
-    _replace(ExceptionWrapper, "reraise", _in_its_words)
+    fit = trainer.fit_loop
+    for point in (Point.EPOCH_START, Point.EPOCH, Point.EPOCH_END):
+        around(point, fit, only_the_end)
+    for point in (Point.BATCH, Point.BATCH_END):
+        around(point, fit.epoch_loop, only_the_end)
+    for loop in (fit.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+        around(Point.EVALUATION_STEP, loop, only_the_end)
+        around(Point.LOADER_END, loop, only_the_end)
+    around(Point.PREDICTION_STEP, trainer.predict_loop, only_the_end)
+    instead(Point.ITEMS, _MapDatasetFetcher, strict(_MapDatasetFetcher.fetch))
+    instead(Point.STREAM, _IterableDatasetFetcher, strict(_IterableDatasetFetcher.__init__))
+    instead(Point.COLLATE, _BaseDatasetFetcher, collating_strictly(_BaseDatasetFetcher.__init__))
+    instead(Point.RERAISE, ExceptionWrapper, in_its_words(ExceptionWrapper.reraise))
 
 
-def _replace(owner: type[Any], name: str, by: _Wrapper) -> None:
-    method = getattr(owner, name)
-    if not hasattr(method, "__wrapped__"):
-        setattr(owner, name, by(method))
+def only_the_end(proceed: Any, *args: Any, **kwargs: Any) -> Any:
+    """A loop's method, which lets only the end of the data pass."""
+    try:
+        return proceed(*args, **kwargs)
+    except StopIteration as error:
+        if _is_the_end(error, proceed.__code__):
+            raise
+        raise RuntimeError(_in_words(error)) from error
 
 
-def _strict_loop(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Let only the end of the data pass."""
-
-    @wraps(method)
-    def strict(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except StopIteration as error:
-            if _is_the_end(error, method.__code__):
-                raise
-            raise RuntimeError(_in_words(error)) from error
-
-    return strict
-
-
-def _strict(function: Callable[..., Any]) -> Callable[..., Any]:
+def strict(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def strict(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -69,18 +63,18 @@ def _strict(function: Callable[..., Any]) -> Callable[..., Any]:
     return strict
 
 
-def _collating_strictly(init: Callable[..., None]) -> Callable[..., None]:
+def collating_strictly(init: Callable[..., None]) -> Callable[..., None]:
     """Let a stream end, but not the function that collates a mini-batch."""
 
     @wraps(init)
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self.collate_fn = _strict(self.collate_fn)
+        self.collate_fn = strict(self.collate_fn)
 
     return begin
 
 
-def _in_its_words(reraise: Callable[[Any], None]) -> Callable[[Any], None]:
+def in_its_words(reraise: Callable[[Any], None]) -> Callable[[Any], None]:
     """Re-raise a loader process's exception with its text, where torch's would mislead."""
 
     @wraps(reraise)

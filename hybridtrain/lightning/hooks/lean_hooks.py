@@ -17,6 +17,7 @@ from pytorch_lightning.loops import training_epoch_loop
 from pytorch_lightning.profilers import PassThroughProfiler, Profiler
 from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 
+from hybridtrain.lightning.hooks.points import Point, instead
 from hybridtrain.lightning.hooks.trainer_hooks import RUNNING_HOOK
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -25,28 +26,29 @@ _SIGNATURES: dict[Hashable, bool] = {}
 
 def be_lean() -> None:
     """Patch this process."""
-    LightningModule.__setattr__ = _set  # type: ignore[method-assign, assignment]
-    PassThroughProfiler.profile = _profile  # type: ignore[method-assign, assignment]
+    instead(Point.RUNNING_HOOK, LightningModule, set_attribute)
+    instead(Point.PROFILE, PassThroughProfiler, profile)
     loop: Any = training_epoch_loop
     if getattr(loop, "is_param_in_hook_signature", None) is is_param_in_hook_signature:
-        loop.is_param_in_hook_signature = _has_parameter
+        instead(Point.SIGNATURE, loop, has_parameter)
 
 
-def _set(module: LightningModule, name: str, value: Any) -> None:
-    if name == RUNNING_HOOK:  # a string, or nothing
+def set_attribute(module: LightningModule, name: str, value: Any) -> None:
+    """Torch's, but for the name of the running hook, which is a string or ``None``."""
+    if name == RUNNING_HOOK:
         module.__dict__[name] = value
     else:
         super(LightningModule, module).__setattr__(name, value)
 
 
-def _profile(profiler: PassThroughProfiler, action_name: str) -> AbstractContextManager[Any]:
+def profile(profiler: PassThroughProfiler, action_name: str) -> AbstractContextManager[Any]:
     """Without a context, except for a subclass, whose ``start`` and ``stop`` may do something."""
     if type(profiler) is PassThroughProfiler:
         return _NOTHING
     return Profiler.profile(profiler, action_name)
 
 
-def _has_parameter(
+def has_parameter(
     hook: Callable[..., Any], name: str, explicit: bool = False, min_args: int | None = None
 ) -> bool:
     """Lightning's ``is_param_in_hook_signature``, cached for each function."""
