@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import check_visits, combine
 from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, warnings_noted
-from hybridtrain.lightning.failover.rejoin import Rejoin
+from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
 from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
@@ -311,7 +311,8 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
     watch_worker(trainer, client)
     reset_seed()  # as every rank does under ddp: dropout and noise are drawn alike
     try:
-        returned = job.function(**arguments(job, back))
+        resumed = {} if back is None else {"ckpt_path": MEMORY}
+        returned = job.function(**job.given() | resumed)
         client.gather("the way home", None)  # or the packing worker could be lost unnoticed
         return pack(trainer, returned, job.room)
     except TunerExit:  # after a search for a learning rate without training
@@ -330,13 +331,6 @@ def _run_in_worker(job: _Job, client: Client) -> Any:
         raise
     finally:
         leave_profile(trainer, client.worker)
-
-
-def arguments(job: _Job, back: Rejoin | None) -> dict[str, Any]:
-    """Arguments of the trainer's function."""
-    if back is not None:
-        return back.arguments(job.function, job.args, job.kwargs)
-    return job.given()
 
 
 def _run_again(job: _Job, told: bytes, version: int) -> Callable[[Client], Any]:

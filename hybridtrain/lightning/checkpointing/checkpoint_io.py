@@ -238,21 +238,8 @@ class Unsaved:
                 Path(self.room).write_text(json.dumps(content))
 
 
-class UnsavedReport:
-    """The calling process's end of :class:`Unsaved`. Not for other processes."""
-
-    def __init__(self) -> None:
-        self._scratch = Scratch()
-
-    @property
-    def fresh(self) -> Unsaved:
-        """For the worker that writes."""
-        return Unsaved(room=self._scratch.path)
-
-    def hear(self) -> Unsaved:
-        """Read the writer's record."""
-        path = self._scratch.path
-        text = Path(path).read_text() if path else ""
-        self._scratch.close()
-        said: dict[str, Any] = json.loads(text) if text else {}
-        return Unsaved(**said)
+def heard(scratch: Scratch) -> Unsaved:
+    """In the calling process: read the writer's record, and close its file."""
+    text = Path(scratch.path).read_text() if scratch.path else ""
+    scratch.close()
+    return Unsaved(**json.loads(text)) if text else Unsaved()

@@ -20,14 +20,15 @@ from hybridtrain.lightning.async_training.agreement import count_all_updates
 from hybridtrain.lightning.checkpointing.checkpoint_content import restore_or_refuse
 from hybridtrain.lightning.checkpointing.checkpoint_io import (
     Unsaved,
-    UnsavedReport,
     WholeCheckpointIO,
+    heard,
 )
 from hybridtrain.lightning.hooks.callback_hooks import saves_as_lightning, uploads_checkpoints
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import checkpoint_plugin
 from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
+from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.util.files import fault_of
 from hybridtrain.util.input_files import check_input
 
@@ -50,15 +51,15 @@ class CheckpointWriting:
     @contextmanager
     def listening(self, trainer: Any) -> Iterator[None]:
         """In the calling process, while workers run: read ``unsaved`` at the end."""
-        told, began_s = UnsavedReport(), time.time()
-        self.unsaved, self.broken_since_s = told.fresh, None
+        scratch, began_s = Scratch(), time.time()
+        self.unsaved, self.broken_since_s = Unsaved(room=scratch.path), None
         try:
             yield
         except BaseException:
             self.broken_since_s = began_s if trainer.state.fn == "fit" else None
             raise
         finally:
-            self.unsaved = told.hear()
+            self.unsaved = heard(scratch)
             for path, reason in self.unsaved.lost.items():
                 rank_zero_warn(f"in the end there is no new checkpoint {path} ({reason})")
 

@@ -129,12 +129,9 @@ class Loaders:
         instead(Point.RESOLVE, data_connector(trainer), self.resolve)
         validation = trainer.fit_loop.epoch_loop.val_loop
         loops = (validation, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-        made = [
+        self._validation, *_ = [
             UnevenEvaluation(loop, trainer, self._client, self._begin_evaluation) for loop in loops
         ]
-        for evaluation in made:
-            evaluation.attach()
-        self._validation = made[0]
         before(Point.EVALUATION, validation, self._rng_state.begin_validation)
         self._ends.attach()
         before(Point.FIT_RESET, trainer.fit_loop, self.set_epochs)

@@ -14,8 +14,7 @@ the sending worker, because all draw alike from one seed as long as their mini-b
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
-from inspect import signature
+from collections.abc import Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -39,7 +38,7 @@ from hybridtrain.protocol.messages import Progress
 from hybridtrain.protocol.spans import split, total
 from hybridtrain.worker.client import Client
 
-_PLACE = "the memory of this run"
+MEMORY = "the memory of this run"  # in place of a path, for the trainer's ckpt_path
 _OURS = "hybridtrain_run"
 
 
@@ -181,11 +180,6 @@ class Rejoin:
             advance(self._checkpoint, version - self._checkpoint["global_step"], trainer)
         client.joins = client.solo = True
         before(Point.FIT, trainer.fit_loop, self.agree)
-
-    def arguments(self, function: Callable[..., Any], args: Any, kwargs: Any) -> dict[str, Any]:
-        """Arguments of the trainer's function, with a checkpoint to resume from."""
-        given = signature(function).bind(*args, **kwargs).arguments
-        return {**given, "ckpt_path": _PLACE}
 
     def prepare(self) -> None:
         """Let loggers continue their files; called before they are opened."""

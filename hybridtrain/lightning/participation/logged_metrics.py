@@ -26,23 +26,14 @@ from hybridtrain.lightning.hooks.result_hooks import (
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.run_context import context_of, strategy_of
 
-
-@dataclass(frozen=True)
-class Entry:
-    """The options of ``self.log`` for one metric, without its value."""
-
-    about: dict[str, Any]
-    sync: dict[str, Any]
-    is_tensor: bool
-
-
-Entries = dict[str, Entry]
+# Of each metric: the options of ``self.log``, those of its reduction, whether it is a tensor.
+Entries = dict[str, tuple[dict[str, Any], dict[str, Any], bool]]
 
 
 def entries(trainer: Any) -> Entries:
     """The metrics that training has logged in this epoch."""
     results = training_results(trainer).items()
-    return {k: Entry(*described(each), each.is_tensor) for k, each in results if not each.has_reset}
+    return {k: (*described(each), each.is_tensor) for k, each in results if not each.has_reset}
 
 
 def take_entries(trainer: Any, known: Entries) -> None:
@@ -50,13 +41,13 @@ def take_entries(trainer: Any, known: Entries) -> None:
     results = training_results(trainer)
     for key, entry in known.items():
         if key not in results:
-            results[key] = _made(trainer, entry)
+            results[key] = _made(trainer, *entry)
         begin_anew(results[key])
 
 
-def _made(trainer: Any, entry: Entry) -> Any:
-    made = entry_of(entry.about, entry.sync, entry.is_tensor, strategy_of(trainer).reduce)
-    if entry.is_tensor:
+def _made(trainer: Any, about: dict[str, Any], sync: dict[str, Any], is_tensor: bool) -> Any:
+    made = entry_of(about, sync, is_tensor, strategy_of(trainer).reduce)
+    if is_tensor:
         return made.to(context_of(trainer).root_device)
     made.value = trainer.lightning_module.get_submodule(made.meta.metric_attribute)
     return made

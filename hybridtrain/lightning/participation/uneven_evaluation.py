@@ -51,10 +51,6 @@ class UnevenEvaluation:
         self._runs = False
         self._batches: Any = None  # this worker's number for each loader
         self._shown: Any = None  # the same of a participant
-
-    def attach(self) -> None:
-        """Listen to the loop's beginning and end."""
-        loop = self._loop
         around(Point.EVALUATION, loop, self.run)
         around(Point.EVALUATION_DATA, loop, self.setup_data)
         before(Point.EVALUATION_END, loop, self.end)

@@ -41,23 +41,6 @@ _ATOMS = (
 )
 
 
-def what_was_found(finder: LearningRateFinder, module: pl.LightningModule) -> dict[str, Any]:
-    """The finder's losses, and the module's learning rate."""
-    found: dict[str, Any] = {"optimal_lr": finder.optimal_lr}
-    if (name := searched_attribute(finder, module)) is not None:
-        found["attribute"] = (name, lightning_getattr(module, name))
-    return found
-
-
-def take_what_was_found(
-    finder: LearningRateFinder, module: pl.LightningModule, found: dict[str, Any]
-) -> None:
-    """In the calling process: set both."""
-    finder.optimal_lr = found["optimal_lr"]
-    if "attribute" in found:
-        lightning_setattr(module, *found["attribute"])
-
-
 class _NotPlain(Exception):
     pass
 
@@ -140,7 +123,10 @@ _CHECKPOINT_FIELDS = (
 def state_of(callback: pl.Callback, module: pl.LightningModule) -> dict[str, Any]:
     """A callback's state, with tensors in host memory."""
     if isinstance(callback, LearningRateFinder):
-        return what_was_found(callback, module)
+        found: dict[str, Any] = {"optimal_lr": callback.optimal_lr}
+        if (name := searched_attribute(callback, module)) is not None:
+            found["attribute"] = (name, lightning_getattr(module, name))
+        return found
     if isinstance(callback, ModelCheckpoint):
         return _at_home({name: getattr(callback, name) for name in _CHECKPOINT_FIELDS})
     state: dict[str, Any] = _at_home(callback.state_dict())
@@ -169,7 +155,9 @@ def _at_home(state: Any) -> Any:
 def give_state(callback: pl.Callback, module: pl.LightningModule, state: dict[str, Any]) -> None:
     """In another process: restore it."""
     if isinstance(callback, LearningRateFinder):
-        take_what_was_found(callback, module, state)
+        callback.optimal_lr = state["optimal_lr"]
+        if "attribute" in state:
+            lightning_setattr(module, *state["attribute"])
     elif isinstance(callback, ModelCheckpoint):
         for name, value in state.items():
             setattr(callback, name, value)
