@@ -181,7 +181,8 @@ def _key_fault(
         return None
     if above == ["strategy"] and node.get("_target_") == STRATEGY:
         given: Any = OmegaConf.to_container(node, resolve=False)
-        given |= {x.key_or_group.removeprefix("strategy."): x.value() for x in parsed}
+        single = [x for x in parsed if not x.is_sweep_override()]
+        given |= {x.key_or_group.removeprefix("strategy."): x.value() for x in single}
         return strategy_arguments.unknown(wanted, given, "strategy.")
     if not isinstance(node, DictConfig):
         return f"{key}: {'.'.join(above)} is a single value and has no key {wanted!r}"

@@ -187,7 +187,8 @@ def unknown(name: str, given: Mapping[str, Any], prefix: str = "") -> str:
         for each in _takes(known, name_of(given.get(part)))
     }
     if name not in chosen.values() and (owners := _owners(name)):
-        made = any(name_of(given.get(part, "")) is None for part in _PARTS)
+        parts = [given[part] for part in _PARTS if given.get(part) is not None]
+        made = any(name_of(part) is None for part in parts)
         own = f"takes {', '.join(chosen)}" if chosen else "is an object" if made else "takes none"
         return f"{said}it is a parameter of {', '.join(owners)}; yours {own}"
     if close := _closest(name, {prefix + each: each for each in OPTIONS} | chosen):

@@ -69,6 +69,7 @@ ONCE: dict[str, list[str]] = {
     "strategy=ssp lead=4": ["did you mean strategy.policy.lead?"],
     "strategy.correction=polynomial strategy.exponent=2": ["mean strategy.correction.exponent?"],
     "strategy.policy=ssp strategy.lead=2": ["did you mean strategy.policy.lead?"],
+    "-m strategy.policy=async,ssp strategy.lead=2": ["parameter of policy=ssp; yours takes none"],
     "strategy=ssp strategy.policy.min_workers=2": ["did you mean strategy.min_workers?"],
     "strategy=ssp +strategy.policy.min_workers=2": ["did you mean strategy.min_workers?"],
     "strategy=backup strategy.k=1": ["did you mean strategy.policy.k?"],
