@@ -10,8 +10,11 @@ from hybridtrain.exchanges.exchange import (
     Local,
     LocalExchange,
     Offer,
+    StepsOwnParameters,
+    Ways,
 )
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
+from hybridtrain.exchanges.merge import MergeRule, WorkerGradients
 from hybridtrain.exchanges.requirements import Requirements, check_visits, combine
 
 __all__ = [
@@ -22,8 +25,12 @@ __all__ = [
     "Leaving",
     "Local",
     "LocalExchange",
+    "MergeRule",
     "Offer",
     "Requirements",
+    "StepsOwnParameters",
+    "Ways",
+    "WorkerGradients",
     "check_visits",
     "combine",
     "exchange_of",

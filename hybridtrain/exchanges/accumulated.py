@@ -16,17 +16,16 @@ from typing import ClassVar
 import torch
 
 from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, Parameters
+from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, StepsOwnParameters
 from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import AccumulatedOptions
 from hybridtrain.util.named_choice import BriefRepr
 
 
 @dataclass(repr=False)
-class Accumulated(Remembering, AccumulatedOptions, BriefRepr):
+class Accumulated(Remembering, StepsOwnParameters, AccumulatedOptions, BriefRepr):
     """Hands the sum of its gradients over every ``n_push`` steps, and fetches every ``n_fetch``."""
 
-    parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "user"
     keeps: ClassVar[bool] = False
     remembers: ClassVar[tuple[str, ...]] = ("steps", "samples", "asked", "sums")
@@ -57,10 +56,8 @@ class Accumulated(Remembering, AccumulatedOptions, BriefRepr):
         for number, gradient in enumerate(local.gradients):
             if gradient is not None:
                 known = self._sums.get(number)
-                gradient = (
-                    gradient.clone() if known is None else known.to(gradient.device) + gradient
-                )
-                self._sums[number] = gradient
+                more = gradient.clone() if known is None else known.to(gradient) + gradient
+                self._sums[number] = more
         self._samples += local.samples
         return self._advance(local, has_data=True)
 

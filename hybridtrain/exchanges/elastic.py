@@ -18,16 +18,15 @@ from typing import ClassVar
 
 import torch
 
-from hybridtrain.exchanges.exchange import Local, Offer, Parameters
+from hybridtrain.exchanges.exchange import Local, Offer, StepsOwnParameters
 from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import ElasticOptions
 
 
 @dataclass
-class Elastic(Remembering, ElasticOptions):
+class Elastic(Remembering, StepsOwnParameters, ElasticOptions):
     """Every ``every`` steps a worker and the centre move towards each other."""
 
-    parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "sum"
     keeps: ClassVar[bool] = True
     remembers: ClassVar[tuple[str, ...]] = ("steps", "since", "samples")

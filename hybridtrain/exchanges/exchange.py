@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 
+from hybridtrain.exchanges.merge import MergeRule
+
 # What a worker computes with. "read": the masters, or a copy that every release renews, as the
 # policy allows. "shared": the masters, which it writes to. "own": memory of its own, which its own
 # optimizer moves.
@@ -93,22 +95,47 @@ class Local(Protocol):
         ...
 
 
+class Ways(Protocol):
+    """The ways in which a worker can step; each returns what steps, as the world has it."""
+
+    def hand_over_gradients(self, codec: Any) -> Any:
+        """Each step's gradient goes to the server, encoded by the codec, if there is one."""
+        ...
+
+    def write_to_masters(self, private_state: bool) -> Any:
+        """Workers step the masters, with optimizer state that all share, or each its own."""
+        ...
+
+    def step_own_parameters(self, exchange: LocalExchange) -> Any:
+        """Workers step parameters of their own; the exchange says when something leaves."""
+        ...
+
+
 @runtime_checkable
 class Exchange(Protocol):
     """What workers hand over, and what they compute with.
 
     Where they hand over every step's gradient (``parameters = "read"``) or write to the masters
     (``"shared"``), that is all there is to say. ``update``: how the masters move, unless the user
-    says (``strategy.update``): the user's own optimizer (``"user"``), or the mean of what was
-    handed over is subtracted (``"mean"``).
+    says (``strategy.update``): the user's own optimizer (``"user"``), which gets the mean of the
+    gradients or what a merge rule makes of them; or the mean of what was handed over is subtracted
+    (``"mean"``).
     """
 
     parameters: ClassVar[Parameters]
-    update: ClassVar[str]
+
+    @property
+    def update(self) -> str | MergeRule:
+        """How the masters move."""
+        ...
 
     @property
     def steps(self) -> int:
         """A worker's own steps behind what it hands over, as a rule."""
+        ...
+
+    def worker_steps(self, ways: Ways) -> Any:
+        """Choose how workers step."""
         ...
 
 
@@ -162,3 +189,13 @@ class LocalExchange(Exchange, Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on from there."""
         ...
+
+
+class StepsOwnParameters:
+    """The way in which workers step, for a :class:`LocalExchange` to inherit."""
+
+    parameters: ClassVar[Parameters] = "own"
+
+    def worker_steps(self: Any, ways: Ways) -> Any:
+        """On parameters of the worker's own."""
+        return ways.step_own_parameters(self)

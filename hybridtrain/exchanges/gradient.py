@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from hybridtrain.exchanges.exchange import Parameters
-from hybridtrain.options.exchange_options import InPlaceOptions
+from hybridtrain.exchanges.compression import codec_of, make_codec
+from hybridtrain.exchanges.exchange import Parameters, Ways
+from hybridtrain.exchanges.merge import MergeRule
+from hybridtrain.options.exchange_options import GradientOptions, InPlaceOptions
+from hybridtrain.util.named_choice import BriefRepr
 
 
-@dataclass(frozen=True)
-class Gradient:
+@dataclass(repr=False)
+class Gradient(GradientOptions, BriefRepr):
     """Every step's gradient is handed over, and the newest masters are taken back."""
 
     parameters: ClassVar[Parameters] = "read"
-    update: ClassVar[str] = "user"
+    update: ClassVar[str | MergeRule] = "user"
     steps: ClassVar[int] = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.compress = make_codec(self.compress)
+
+    def worker_steps(self, ways: Ways) -> Any:
+        return ways.hand_over_gradients(codec_of(self))
 
 
 @dataclass(frozen=True)
@@ -25,3 +35,6 @@ class InPlace(InPlaceOptions):
     parameters: ClassVar[Parameters] = "shared"
     update: ClassVar[str] = "user"
     steps: ClassVar[int] = 1
+
+    def worker_steps(self, ways: Ways) -> Any:
+        return ways.write_to_masters(self.optimizer_state == "private")

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.exchanges.exchange import Local, Offer, Parameters
+from hybridtrain.exchanges.exchange import Local, Offer, StepsOwnParameters
 from hybridtrain.exchanges.intervals import Interval, interval
 from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import MovementOptions
@@ -22,10 +22,9 @@ from hybridtrain.util.named_choice import BriefRepr
 
 
 @dataclass(repr=False)
-class Movement(Remembering, MovementOptions, BriefRepr):
+class Movement(Remembering, StepsOwnParameters, MovementOptions, BriefRepr):
     """Every ``every`` steps a worker hands over how far it has moved from the masters."""
 
-    parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
     keeps: ClassVar[bool] = False
     remembers: ClassVar[tuple[str, ...]] = ("since", "samples")

@@ -20,7 +20,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, Parameters
+from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, StepsOwnParameters
 from hybridtrain.exchanges.fragments import check_fragments, check_tensors, fragments_of
 from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import StreamingOptions
@@ -28,10 +28,9 @@ from hybridtrain.util.named_choice import BriefRepr
 
 
 @dataclass(repr=False)
-class Streaming(Remembering, StreamingOptions, BriefRepr):
+class Streaming(Remembering, StepsOwnParameters, StreamingOptions, BriefRepr):
     """Each fragment travels every ``every`` steps, one behind the other."""
 
-    parameters: ClassVar[Parameters] = "own"
     update: ClassVar[str] = "mean"
     keeps: ClassVar[bool] = False
     remembers: ClassVar[tuple[str, ...]] = ("steps", "sent", "samples", "flight")

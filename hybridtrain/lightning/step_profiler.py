@@ -183,9 +183,8 @@ class StepProfiler(Profiler):
 
     def _watch_steps(self, track: Track, session: Any) -> None:
         for step in session.steps:
-            timed(track, step, "offer", Phase.PUSH, "push")
-            if step.in_place is not None:
-                timed(track, step.in_place, "_step", Phase.UPDATE, "own step")
+            for phase, owner, method, name in step.timed():
+                timed(track, owner, method, phase, name)
 
     def leave(self, parts: Path | None = None, worker: int = 0) -> None:
         """Write this worker's measurements."""

@@ -284,7 +284,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         if clip_val and clip_val > 0 and self._session is not None:
             algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
             for step in self._session.steps:
-                step.clip = Clip(algorithm, float(clip_val))
+                step.clip_next(Clip(algorithm, float(clip_val)))
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         assert self._session is not None and self._loaders is not None
@@ -439,9 +439,10 @@ class HybridStrategy(SingleHost, ParallelStrategy):
     def gather_states(self) -> None:
         """All save together: the writing worker receives each worker's own state."""
         session = self._session
-        if session is not None and session.has_own_parameters and self._all_meet:
+        if session is not None and session.has_own_state and self._all_meet:
             self.client.settle()
-            if not self.requirements.whole_rounds or has_made_last_step(session.trainer):
+            last = not self.requirements.whole_rounds or has_made_last_step(session.trainer)
+            if last and session.has_own_parameters:
                 self._hand_over(session)
             session.gather_states()
 

@@ -50,6 +50,17 @@ class _Options(Checked):
     prefix = "exchange."
 
 
+@dataclass(repr=False)
+class GradientOptions(_Options):
+    """How gradients are encoded.
+
+    Args:
+        compress: one of :data:`hybridtrain.exchanges.compression.CODECS`.
+    """
+
+    compress: Compress = None
+
+
 @dataclass(frozen=True)
 class InPlaceOptions(_Options):
     """Where optimizer state lies.
@@ -130,7 +141,7 @@ class ElasticOptions(_Options):
 
 
 EXCHANGE_OPTIONS: dict[str, type] = {
-    "gradient": _Options,
+    "gradient": GradientOptions,
     "in_place": InPlaceOptions,
     "movement": MovementOptions,
     "streaming": StreamingOptions,

@@ -63,12 +63,14 @@ class Average:
     """Request the mean of all workers' gradients; the worker's row holds one of ``weight`` samples.
 
     ``absent``: parameters without a gradient; their places in the row hold zeros. ``packed``: the
-    sparse gradients. ``Averaged`` once no other worker can ask in this step any more.
+    sparse gradients; ``encoded``: bytes at the front of the row that stand for all others, in the
+    order of their numbers. ``Averaged`` once no other worker can ask in this step any more.
     """
 
     weight: float
     absent: tuple[int, ...] = ()
     packed: tuple[Packed, ...] = ()
+    encoded: int | None = None
 
 
 class LoaderPass(NamedTuple):

@@ -8,7 +8,7 @@ import torch
 
 from hybridtrain.exchanges.compression import Codec, decode
 from hybridtrain.memory import Packed, Store
-from hybridtrain.protocol.messages import Push
+from hybridtrain.protocol.messages import Average, Push
 from hybridtrain.server.run_statistics import RunStatistics
 from hybridtrain.updates import Optimizers
 from hybridtrain.updates.groups import Members
@@ -50,12 +50,20 @@ class HandedOver:
         """Count ``n`` whole gradients for the only optimizer."""
         self._statistics.sent_bytes += n * sum(whole for _, whole in self._whole.values())
 
+    def take_for_mean(self, worker: int, request: Average, store: Store) -> None:
+        """A gradient is to be averaged; decoded, it lies at its places afterwards."""
+        if request.encoded is not None:
+            everything = (tuple(range(len(store.layout.slots))),)
+            self._decode(worker, request, everything, store)
+            for number in request.absent:
+                store.gradient(worker, store.layout.slots[number]).zero_()
+
     @torch.no_grad()
-    def _decode(self, worker: int, push: Push, members: Members, store: Store) -> None:
-        assert self._codec is not None and push.encoded is not None, "it is encoded"
-        absent = frozenset(push.absent)
+    def _decode(self, worker: int, sent: Push | Average, members: Members, store: Store) -> None:
+        assert self._codec is not None and sent.encoded is not None, "it is encoded"
+        absent = frozenset(sent.absent)
         numbers = [n for group in members for n in group if n not in absent]
-        encoded = store.front(worker)[: push.encoded].clone()  # decoding overwrites the row
+        encoded = store.front(worker)[: sent.encoded].clone()  # decoding overwrites the row
         slots = store.layout.slots
         decode(self._codec, encoded, [store.gradient(worker, slots[n]) for n in numbers])
 

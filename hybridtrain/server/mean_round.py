@@ -17,6 +17,7 @@ from functools import partial
 
 import torch
 
+from hybridtrain.exchanges.merge import MergeRule, WorkerGradients, merged
 from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Pushed, Release, Waiting
@@ -41,10 +42,11 @@ class Averaging:
     Args:
         workers: all workers.
         pool: computes the means.
+        merge: the user's rule in place of the mean.
     """
 
-    def __init__(self, workers: Iterable[int], pool: Pool) -> None:
-        self._rule, self._pool = WaitForAll(), pool
+    def __init__(self, workers: Iterable[int], pool: Pool, merge: MergeRule | None = None) -> None:
+        self._rule, self._pool, self._merge = WaitForAll(), pool, merge
         self._asked: dict[int, Average] = {}
         self.given: dict[int, Mean] = {}  # to workers that have not pushed yet
         workers = tuple(workers)
@@ -95,7 +97,7 @@ class Averaging:
                 case Apply(workers):
                     assert store is not None, "gradients lie in a store"
                     asked = {w: self._asked[w] for w in workers if w in self._asked}
-                    reply = average(asked, store, self._pool)
+                    reply = average(asked, store, self._pool, self._merge)
                 case Release(workers):
                     asking = {w: self._asked.pop(w) for w in workers if w in self._asked}
                     freed |= {w: Mean(reply, each.weight) for w, each in asking.items()}
@@ -104,12 +106,16 @@ class Averaging:
 
 
 @torch.no_grad()
-def average(asked: dict[int, Average], store: Store, pool: Pool) -> Averaged:
-    """Write the mean, weighted by samples, to the row for means."""
+def average(
+    asked: dict[int, Average], store: Store, pool: Pool, rule: MergeRule | None = None
+) -> Averaged:
+    """Write the mean, weighted by samples, or what the ``rule`` makes, to the row for means."""
     total = sum(request.weight for request in asked.values())
     shares = {w: request.weight / total for w, request in asked.items() if request.weight > 0}
     absent = [set(asked[worker].absent) for worker in shares]
     missing = tuple(sorted(set.intersection(*absent))) if absent else ()
+    if rule is not None and shares:
+        return Averaged(_merge_by_rule(rule, asked, shares, store))
     if any(asked[worker].packed for worker in shares):
         return Averaged(missing, _average_one_by_one(asked, shares, store))
     for dtype in store.means:
@@ -126,14 +132,43 @@ def _average_rows(shares: dict[int, float], store: Store, dtype: torch.dtype, po
     def piece(lane: int, start: int) -> None:
         part = slice(start, start + _CHUNK)
         out = mean[part]
-        merged = merge([row[part] for row in rows], counts, out)
-        if merged is not out:  # a lone row
-            out.copy_(merged)
+        mean_of = merge([row[part] for row in rows], counts, out)
+        if mean_of is not out:  # a lone row
+            out.copy_(mean_of)
 
     if rows:
         pool.map(piece, range(0, mean.numel(), _CHUNK))
     else:
         mean.zero_()
+
+
+def _merge_by_rule(
+    rule: MergeRule, asked: dict[int, Average], shares: dict[int, float], store: Store
+) -> tuple[int, ...]:
+    """Returns the numbers of the parameters that get no gradient."""
+    slots = store.layout.slots
+    parts = []
+    for worker, share in shares.items():
+        packed = {each.number: each for each in asked[worker].packed}
+        places = {
+            n: store.gradient(worker, slot)
+            for n, slot in enumerate(slots)
+            if n not in asked[worker].absent
+        }
+        found = {
+            n: unpack(packed[n], p).to_dense() if n in packed else p for n, p in places.items()
+        }
+        gradients = [
+            found[n].to(slot.dtype, copy=True) if n in found else None
+            for n, slot in enumerate(slots)
+        ]
+        parts.append(WorkerGradients(worker, share, 0, gradients))
+    means = [store.mean(slot) for slot in slots]
+    made = merged(rule, parts, means)
+    for mean, gradient in zip(means, made, strict=True):
+        if gradient is not None:
+            mean.copy_(gradient)
+    return tuple(n for n, gradient in enumerate(made) if gradient is None)
 
 
 def _average_one_by_one(
@@ -152,9 +187,9 @@ def _average_one_by_one(
             unpack(packed[w][number], place) if number in packed[w] else place
             for w, place in places.items()
         ]
-        merged = merge_mixed(gradients, [shares[w] for w in present], partial(store.mean, slot))
-        if merged.is_sparse:
-            sparse.append(pack(number, merged, mean))
-        elif merged.data_ptr() != mean.data_ptr():
-            mean.copy_(merged)
+        made = merge_mixed(gradients, [shares[w] for w in present], partial(store.mean, slot))
+        if made.is_sparse:
+            sparse.append(pack(number, made, mean))
+        elif made.data_ptr() != mean.data_ptr():
+            mean.copy_(made)
     return tuple(sparse)

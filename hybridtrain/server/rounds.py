@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
+from hybridtrain.exchanges.merge import MergeRule
 from hybridtrain.memory import Store
 from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.policies import Policy
@@ -53,6 +54,7 @@ class Rounds:
         workers: all workers at the start.
         pool: computes means.
         handed_over: counts and decodes contributions.
+        merge: the user's rule in place of the mean of gradients.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Rounds:
         workers: Iterable[int],
         pool: Pool,
         handed_over: HandedOver,
+        merge: MergeRule | None = None,
     ) -> None:
         self.store: Store | None = None
         self.optimizers = Optimizers()
@@ -71,7 +74,7 @@ class Rounds:
         self.wake_at_s: float | None = None  # the policy's timer
         self._policy, self.requirements = policy, requirements
         self._statistics, self._queue = statistics, queue
-        self._averaging, self._handed_over = Averaging(workers, pool), handed_over
+        self._averaging, self._handed_over = Averaging(workers, pool, merge), handed_over
         self.pushed: dict[int, Push] = {}  # by waiting worker
         self._ready: set[int] = set()  # workers that wait to begin
         self._held: list[tuple[int, int, tuple[DrawnBatch, ...]]] = []  # worker, age, mini-batches
@@ -157,6 +160,7 @@ class Rounds:
         assert self.store is not None, "parameters are shared before gradients are averaged"
         if anew and (mean := self._averaging.given.get(worker)) is not None:
             return [(worker, mean.reply)]
+        self._handed_over.take_for_mean(worker, request, self.store)
         return [*self._averaging.ask(worker, request, self.store)]
 
     def park(self, worker: int) -> Replies:

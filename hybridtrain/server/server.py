@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, combine, exchange_of
 from hybridtrain.exchanges.compression import codec_of
+from hybridtrain.exchanges.merge import MergeRule, check_rule
 from hybridtrain.memory import Store
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.facts import Began
@@ -92,6 +93,7 @@ class Server:
         clock: seconds; virtual time has its own.
         correction: of late gradients, if any.
         exchange: what workers push; by default that of the policy.
+        merge: the user's rule in place of the mean of gradients.
 
     Raises:
         UserError: if policy and exchange contradict each other.
@@ -105,10 +107,13 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         correction: Correction | None = None,
         exchange: Exchange | None = None,
+        merge: MergeRule | None = None,
     ) -> None:
-        self.policy = policy
+        self.policy, self._merge = policy, merge
         exchange = exchange or exchange_of(policy)
-        self.requirements = combine(policy, exchange, n_workers)
+        self.requirements = wants = combine(policy, exchange, n_workers)
+        if merge is not None:
+            check_rule(merge, policy, wants.gathers, wants.holds)
         self.statistics = RunStatistics(n_workers, clock)
         self.failure: BaseException | None = None  # raised by an optimizer
         members = self._members = set(range(n_workers))
@@ -124,6 +129,7 @@ class Server:
             members,
             self._pool,
             handed_over,
+            merge,
         )
         self.workers_updates = WorkersUpdates(self.statistics, handed_over)
         self.membership = Membership(
@@ -384,7 +390,7 @@ class Server:
         assert store is not None, "parameters are shared before optimizers are installed"
         if not known and store.made is not None:
             store.made.begin(install.version)
-        updates = load_updates(install.optimizers, store, self._pool, known)
+        updates = load_updates(install.optimizers, store, self._pool, known, self._merge)
         if not known:
             self.statistics.start(install.version)
             self._rounds.tell(Began(install.version))

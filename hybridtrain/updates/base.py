@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from hybridtrain.exchanges.merge import MergeRule
 from hybridtrain.memory import Packed, Rows
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.groups import Groups, Members
@@ -20,7 +21,7 @@ class Contribution:
 
     ``absent``: numbers of parameters without a gradient, whose place in the row must not be read.
     ``packed``: the sparse gradients, by number. ``staleness``: updates since the worker read the
-    parameters, if the update wants it.
+    parameters, if the update wants it. ``merged``: of all workers' gradients already.
     """
 
     worker: int
@@ -28,6 +29,7 @@ class Contribution:
     absent: frozenset[int] = frozenset()
     packed: Mapping[int, Packed] = field(default_factory=dict)
     staleness: int = 0
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class Update(Protocol):
     the last step has changed; ``under_way``: the step needs one more evaluation; ``moved``: of
     parameters, by slot number, whose last step moved only these rows; ``puts_off``: rows without a
     gradient are stepped later, at the latest in :meth:`settle`; ``wants_staleness``: contributions
-    must carry it; ``sums``: contributions are added, not averaged.
+    must carry it; ``sums``: contributions are added, not averaged; ``merge``: the
+    user's rule, which gets contributions apart.
     """
 
     name: str
@@ -83,6 +86,7 @@ class Update(Protocol):
     puts_off: bool = False
     wants_staleness: bool = False
     sums: bool = False
+    merge: MergeRule | None = None
 
     def read(self, worker: int) -> None:
         """The worker reads the masters now, and computes its next gradient there."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hybridtrain.errors import UserError
+from hybridtrain.exchanges.merge import MergeRule
 from hybridtrain.memory import Store
 from hybridtrain.updates.base import Contribution, Update
 from hybridtrain.updates.closure import ClosureOptimizer
@@ -23,7 +24,11 @@ from hybridtrain.updates.thread_pool import Pool
 
 
 def load_updates(
-    payloads: Sequence[bytes | int], store: Store, pool: Pool, known: Sequence[Update] = ()
+    payloads: Sequence[bytes | int],
+    store: Store,
+    pool: Pool,
+    known: Sequence[Update] = (),
+    merge: MergeRule | None = None,
 ) -> list[Update]:
     """Build updates from a worker's pickled optimizers, over views of the masters.
 
@@ -39,7 +44,7 @@ def load_updates(
     updates = [
         known[payload]
         if isinstance(payload, int)
-        else build_update(*load(payload, parameter), store, pool)
+        else build_update(*load(payload, parameter), store, pool, merge)
         for payload in payloads
     ]
     for update in known:
@@ -49,9 +54,15 @@ def load_updates(
 
 
 def build_update(
-    optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store, pool: Pool
+    optimizer: torch.optim.Optimizer,
+    numbers: Sequence[int],
+    store: Store,
+    pool: Pool,
+    merge: MergeRule | None = None,
 ) -> Update:
     """The flat pass if it has a kernel for the optimizer, else an update of the optimizer itself.
+
+    ``merge``: makes one gradient of the workers', instead of their mean.
 
     Raises:
         UserError: if the optimizer needs a closure, and workers run asynchronously.
@@ -60,6 +71,9 @@ def build_update(
         if group.get("capturable"):
             group["capturable"] = False  # for CUDA graphs; the masters are in host memory
     look_for_no_device(optimizer)
+    if merge is not None:
+        _check_merges(merge, optimizer)
+        return PerTensorUpdate(optimizer, numbers, store, merge)
     if isinstance(optimizer, DelayTolerant) and not store.lock_free:
         return DelayTolerantUpdate(optimizer, numbers, store)
     if store.lock_free and not needs_closure(optimizer):
@@ -79,6 +93,15 @@ def build_update(
             "never wait; use strategy=hybrid, or Adam or SGD"
         )
     return PerTensorUpdate(optimizer, numbers, store)
+
+
+def _check_merges(merge: MergeRule, optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if calls_closure(optimizer) or isinstance(optimizer, DelayTolerant):
+        raise UserError(
+            f"update={type(merge).__name__} was given with optimizer {name}, which wants more than "
+            "one merged gradient for a step; use SGD or Adam, or update=user"
+        )
 
 
 def for_sparse(

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange
+from hybridtrain.exchanges import Exchange, MergeRule
 from hybridtrain.updates.delay_tolerant import AdaDelay, AdaptiveRevision, AsyncAdaDA
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.outer import DelayedNesterov, Sum
-from hybridtrain.util.named_choice import checked_choice, hint
+from hybridtrain.updates.robust import MERGE_RULES
+from hybridtrain.util.named_choice import checked_choice, choose, hint
 
-UpdateSpec = str | Mapping[str, Any] | None  # a name, or {"name": ..., arguments}
+UpdateSpec = str | Mapping[str, Any] | MergeRule | None  # a name, {"name": ..., arguments}, a rule
 
 USER, MEAN, SUM = "user", "mean", "sum"
 _SUBTRACT: dict[str, type[torch.optim.SGD]] = {MEAN: torch.optim.SGD, SUM: Sum}
@@ -51,6 +52,9 @@ class NamedUpdate:
     contributions; or an optimizer of ``torch.optim``, :mod:`hybridtrain.updates.delay_tolerant` or
     :mod:`hybridtrain.updates.outer`, with its arguments.
 
+    With a ``merge`` rule, it makes one gradient of the workers', in place of their mean, and the
+    module's own optimizer steps.
+
     With ``inherits``, hyper-parameters that are not given follow those of the module's own
     optimizer (the learning rate and its schedule).
     """
@@ -58,6 +62,7 @@ class NamedUpdate:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     inherits: bool = True
+    merge: MergeRule | None = None
 
     @property
     def is_users(self) -> bool:
@@ -116,26 +121,38 @@ def update_of(exchange: Exchange, given: UpdateSpec | NamedUpdate = None) -> Nam
         UserError: if there is no such name or argument, or it does not fit the exchange.
     """
     made = given if isinstance(given, NamedUpdate) else make_update(given)
-    if exchange.parameters == "shared" and made is not None and not made.is_users:
+    made = made or make_update(exchange.update)
+    assert made is not None, "an exchange has one"
+    if made.merge is not None and exchange.parameters != "read":
+        raise UserError(
+            f"update={made.merge} was given with exchange={exchange}, but it merges gradients, and "
+            "there workers hand none over; use exchange=gradient, or leave it out"
+        )
+    if exchange.parameters == "shared" and not made.is_users:
         raise UserError(
             f"update={made.name} was given with exchange={exchange}, but there workers step the "
             "parameters with the module's own optimizer; leave it out, or use policy=async"
         )
     inherits = exchange.parameters != "own"
-    return replace(made or NamedUpdate(exchange.update), inherits=inherits)
+    return replace(made, inherits=inherits)
 
 
 def make_update(given: UpdateSpec) -> NamedUpdate | None:
-    """An update from its name, or its name and arguments; ``None``: the exchange's default.
+    """An update from its name, its name and arguments, or a merge rule; ``None``: the exchange's
+    default.
 
     Raises:
         UserError: if there is no such name or argument.
     """
     if given is None:
         return None
+    if not isinstance(given, str | Mapping):
+        return NamedUpdate(USER, merge=_checked_rule(given))
     options = {"name": given} if isinstance(given, str) else {str(k): v for k, v in given.items()}
     name = str(options.pop("name", None)).lower()
-    known = {USER, *_SUBTRACT, *KNOWN}
+    if name in MERGE_RULES:
+        return NamedUpdate(USER, merge=choose("update", given, MERGE_RULES, MergeRule))  # type: ignore[type-abstract]
+    known = {USER, *_SUBTRACT, *MERGE_RULES, *KNOWN}
     if name == "lbfgs":
         raise UserError(
             f"update={given!r} was given; LBFGS evaluates the loss several times in a step, and "
@@ -145,8 +162,18 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
     if name not in known:
         raise UserError(
             f"update={given!r} was given{hint(name, known)}; known are {USER} (the module's own "
-            f"optimizer), {', '.join([*_SUBTRACT, *OURS])}, and of torch.optim "
+            f"optimizer), {', '.join([*_SUBTRACT, *MERGE_RULES, *OURS])}, and of torch.optim "
             f"{', '.join(sorted(KNOWN.keys() - OURS))}"
         )
     checked_choice("update", {"name": name, **options}, {name: KNOWN.get(name, lambda: None)})
     return NamedUpdate(name, options)
+
+
+def _checked_rule(given: object) -> MergeRule:
+    if isinstance(given, MergeRule):
+        return given
+    raise UserError(
+        f"update={given!r} was given, which is neither a name nor a merge rule; a rule has "
+        "merge(parts), which returns one gradient for each parameter, and the least number of "
+        "contributions that it merges (hybridtrain.exchanges.MergeRule)"
+    )

@@ -220,7 +220,7 @@ class Optimizers:
             return self._usual_contributions(pushes, update), 1.0
         made = {w: self._contribution(w, push, update) for w, push in pushes.items()}
         if pushes and all(push.averaged for push in pushes.values()):
-            return [next(iter(made.values()))], 1.0
+            return [replace(next(iter(made.values())), merged=True)], 1.0
         if update.sums:
             return list(made.values()), 1.0
         factors = {w: self.late.correct(each, update.members) for w, each in made.items()}
@@ -332,7 +332,7 @@ def regroup(
         _filled(known, [parameters[number] for number in inside], group)
         for group, inside in zip(groups, members, strict=True)
     ]
-    return build_update(optimizer, numbers, store, pool)
+    return build_update(optimizer, numbers, store, pool, update.merge)
 
 
 def with_state(update: Update, payload: bytes, store: Store, pool: Pool) -> Update:
@@ -342,7 +342,7 @@ def with_state(update: Update, payload: bytes, store: Store, pool: Pool) -> Upda
     states = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
     optimizer.state.clear()
     optimizer.state.update({parameters.get(key, key): state for key, state in states.items()})
-    return build_update(optimizer, numbers_of(update.members), store, pool)
+    return build_update(optimizer, numbers_of(update.members), store, pool, update.merge)
 
 
 def _filled(

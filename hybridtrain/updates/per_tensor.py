@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hybridtrain.exchanges.merge import MergeRule, WorkerGradients, merged
 from hybridtrain.memory import Rows, Store, unpack
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.base import Again, Contribution, Evaluation, Saved, Update, clip_factor
@@ -22,11 +23,18 @@ class PerTensorUpdate(Update):
         optimizer: over views of the masters, in host memory.
         numbers: the slot number of each of its parameters, group by group.
         store: the shared rows.
+        merge: makes one gradient of the workers'; ``None``: their weighted mean.
     """
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, numbers: Sequence[int], store: Store
+        self,
+        optimizer: torch.optim.Optimizer,
+        numbers: Sequence[int],
+        store: Store,
+        merge: MergeRule | None = None,
     ) -> None:
+        self.merge = merge
+        self.wants_staleness = self.wants_staleness or merge is not None
         self.name = type(optimizer).__name__
         self.sums: bool = getattr(optimizer, "sums", False)
         self.news: Groups | None = None
@@ -50,8 +58,10 @@ class PerTensorUpdate(Update):
         evaluation: Evaluation | None = None,
         rate: float = 1.0,
     ) -> Again | None:
-        for index, parameter in enumerate(self._parameters):
-            parameter.grad = self._mean(index, contributions)
+        for parameter, gradient in zip(
+            self._parameters, self._gradients(contributions), strict=True
+        ):
+            parameter.grad = gradient
         clip_gradients([p.grad for p in self._parameters if p.grad is not None], clip)
         before = plain(self._optimizer) if self._keeps_figures_in_groups else ()
         with slowed(self._optimizer.param_groups, rate):
@@ -73,17 +83,37 @@ class PerTensorUpdate(Update):
         found = {number: p.grad for number, p in both if p.grad is not None and p.grad.is_sparse}
         return {number: gradient.indices()[0].numpy() for number, gradient in found.items()}
 
+    def _gradients(self, contributions: Sequence[Contribution]) -> Iterable[torch.Tensor | None]:
+        if self.merge is None or any(each.merged for each in contributions):
+            return (self._mean(index, contributions) for index in range(len(self._parameters)))
+        return merged(self.merge, [self._part(each) for each in contributions], self._parameters)
+
+    def _part(self, contribution: Contribution) -> WorkerGradients:
+        """Copies, dense and in the parameters' dtypes."""
+        found = [
+            None if (g := self._gradient(index, contribution)) is None else g.to_dense()
+            for index in range(len(self._parameters))
+        ]
+        gradients = [
+            None if gradient is None else gradient.to(parameter.dtype, copy=True)
+            for gradient, parameter in zip(found, self._parameters, strict=True)
+        ]
+        of = contribution
+        return WorkerGradients(of.worker, of.share, of.staleness, gradients)
+
+    def _gradient(self, index: int, contribution: Contribution) -> torch.Tensor | None:
+        number, place = self._numbers[index], self._rows[contribution.worker][index]
+        if number in contribution.absent:
+            return None
+        packed = contribution.packed.get(number)
+        return place if packed is None else unpack(packed, place)
+
     def _mean(self, index: int, contributions: Sequence[Contribution]) -> torch.Tensor | None:
-        number = self._numbers[index]
-        parts = [c for c in contributions if number not in c.absent]
+        found = [(self._gradient(index, each), each.share) for each in contributions]
+        parts = [(gradient, share) for gradient, share in found if gradient is not None]
         if not parts:
             return None
-        places = [self._rows[c.worker][index] for c in parts]
-        gradients = [
-            unpack(c.packed[number], place) if number in c.packed else place
-            for c, place in zip(parts, places, strict=True)
-        ]
-        shares = [c.share for c in parts]
+        gradients, shares = zip(*parts, strict=True)
         return merge_mixed(gradients, shares, lambda: self._gradient_memory(index))
 
     def _gradient_memory(self, index: int) -> torch.Tensor:

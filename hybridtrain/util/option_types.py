@@ -212,11 +212,16 @@ def hints(described: Any) -> dict[str, Any]:
 # ---- types --------------------------------------------------------------------------------------
 
 
+def is_target(value: object) -> bool:
+    """Whether an object will be made of it: a mapping with ``_target_``."""
+    return isinstance(value, Mapping) and "_target_" in value
+
+
 def allows(value: Any, kind: Any, plain: bool = False) -> bool:
     """Whether a value is of a type and in its range. Types that cannot be checked allow all."""
     origin, inside = get_origin(kind), get_args(kind)
-    if plain and isinstance(value, Mapping) and "_target_" in value:
-        return True  # Hydra makes an object of it
+    if plain and is_target(value):
+        return True
     if origin is Annotated:
         ranges = [note for note in inside[1:] if isinstance(note, Range | Rule)]
         return allows(value, inside[0], plain) and all(each.holds(value) for each in ranges)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
-from hybridtrain.memory import Arena, Layout, Packed, Store
+from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.memory.lending import LentState, SharedState
 from hybridtrain.memory.scratch_file import Scratch, read
 from hybridtrain.monitoring.heartbeat import Heartbeat
@@ -192,11 +192,9 @@ class Client:
         if self.updates is not None:
             self.updates.begin(request.last)
 
-    def average(
-        self, weight: float, absent: tuple[int, ...], packed: tuple[Packed, ...] = ()
-    ) -> Averaged:
+    def average(self, request: Average) -> Averaged:
         """Request the mean of all workers' gradients; this one's lies in its row."""
-        averaged: Averaged = self._ask(Average(weight, absent, packed), Averaged, True)[0]
+        averaged: Averaged = self._ask(request, Averaged, True)[0]
         return averaged
 
     def offer(

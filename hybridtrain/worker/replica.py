@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from hybridtrain.memory import Packed, Store, open_window, pack
 from hybridtrain.protocol.messages import Writes
+from hybridtrain.worker.row_encoder import RowEncoder
 
 LARGE = 128 * 1024  # elements: below that, one pass over many tensors costs less than this
 PIECE = 64 * 1024  # elements: 256 KiB of source and of copy, of a cache of half a MiB or more
@@ -71,12 +72,35 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 class Replica(Protocol):
     """The worker's side of one optimizer step."""
 
-    packed: tuple[Packed, ...]  # the sparse gradients that were collected last
-    adding: bool  # what backward makes only adds up: nothing is to leave yet
-    finite: frozenset[int]  # of the others: those that are known to be finite
+    packed: tuple[Packed, ...] = ()  # the sparse gradients that were collected last
+    adding: bool = False  # what backward makes only adds up: nothing is to leave yet
+    finite: frozenset[int] = frozenset()  # of the others: those that are known to be finite
+    encoder: RowEncoder | None = None  # of gradients
+    encoded: int | None = None  # bytes at the row's front that stand for all collected last
+    _sparse: Collection[int] = frozenset()  # whose sparse gradients stay sparse
+    _parameters: Sequence[torch.nn.Parameter]
 
-    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        """Bring these parameters' gradients to the row; returns the numbers that have none."""
+    @property
+    def meanwhile(self) -> Callable[[], float | None] | None:
+        """To be called while the worker awaits its release."""
+        return None
+
+    def collect(self, numbers: Sequence[int], as_they_are: bool = False) -> tuple[int, ...]:
+        """Bring these parameters' gradients to the row; returns the numbers that have none.
+
+        ``as_they_are``: they are not encoded, whatever the exchange says.
+        """
+        self.encoded = None
+        if self.encoder is not None and not as_they_are:
+            self.encoded = self.encoder.encode(numbers, self._sparse)
+        if self.encoded is None:
+            return self.collect_whole(numbers)
+        absent = tuple(n for n in numbers if self._parameters[n].grad is None)
+        self.finite, self.packed = frozenset(numbers).difference(absent), ()
+        return absent
+
+    def collect_whole(self, numbers: Sequence[int]) -> tuple[int, ...]:
+        """As :meth:`collect`, without encoding."""
         ...
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:
@@ -102,9 +126,29 @@ class Replica(Protocol):
         """What user code has made, since the last refresh, of parameters that follow."""
         ...
 
-    def refresh(self) -> None:
-        """The masters have moved: bring what follows up to date. Comes after ``writes``."""
+    def refresh(self, keep: bool = False) -> None:
+        """The masters have moved: bring what follows up to date. Comes after ``writes``.
+
+        ``keep``: parameters of the worker's own come back with :meth:`put_back`.
+        """
         ...
+
+    @property
+    def shows_masters(self) -> bool:
+        """Whether the module has the masters in place of the worker's own parameters."""
+        return False
+
+    def hold_masters(self) -> None:
+        """Newer masters are about to be read, which the worker has not computed with."""
+        return
+
+    def put_back(self) -> None:
+        """Training continues: the module has the worker's own parameters again."""
+        return
+
+    def forget(self) -> None:
+        """Training begins with the masters."""
+        return
 
     def close(self) -> None:
         """There will be no further step."""
@@ -137,7 +181,7 @@ def has_later_hooks(parameter: torch.Tensor) -> bool:
 EAGER = 32 * 1024
 
 
-class HostReplica:
+class HostReplica(Replica):
     """Parameters that live in shared memory.
 
     Args:
@@ -146,10 +190,16 @@ class HostReplica:
         worker: whose row.
         eager: copy each gradient the moment autograd has accumulated it. Only where nobody reads
             or changes ``.grad`` between backward and step.
+        encoder: encodes gradients; then none is copied eagerly.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        store: Store,
+        worker: int,
+        eager: bool,
+        encoder: RowEncoder | None = None,
     ) -> None:
         self._parameters = list(parameters)
         slots = store.layout.slots
@@ -163,15 +213,11 @@ class HostReplica:
             parameter.data = view
         self._copied: set[int] = set()
         self._seen: set[int] = set()  # of these: were found to be finite on the way
-        self._sparse: set[int] = set()
         self._made_dense: set[int] = set()
         self._worker = worker
-        self.packed: tuple[Packed, ...] = ()
-        self.adding = False
-        self.finite: frozenset[int] = frozenset()
-        self._eager = eager
+        self.encoder, self._eager = encoder, eager and encoder is None
         self._watched: set[int] = set()
-        for number in range(len(slots) if eager else 0):
+        for number in range(len(slots) if self._eager else 0):
             self._watch(number)
 
     def _watch(self, number: int) -> None:
@@ -201,7 +247,7 @@ class HostReplica:
         take = copy_and_look if worth_cutting(row) else copy
         self._parameters[number].register_post_accumulate_grad_hook(take)
 
-    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+    def collect_whole(self, numbers: Sequence[int]) -> tuple[int, ...]:
         absent, rows, gradients, packed = [], [], [], []
         seen = self._seen.intersection(numbers)
         for number in numbers:
@@ -259,7 +305,8 @@ class HostReplica:
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         for number in numbers if self._eager else ():
             self._watch(number)
-        self._sparse = self._sparse | set(numbers) if sparse else self._sparse - set(numbers)
+        known = set(self._sparse)
+        self._sparse = known | set(numbers) if sparse else known - set(numbers)
         known = {self._number_of[slot] for slot in self._following}
         self.follow(known.union(numbers))
 
@@ -277,7 +324,7 @@ class HostReplica:
             return {}
         return {self._number_of[slot]: elements(self._window.view(slot)) for slot in changed}
 
-    def refresh(self) -> None:
+    def refresh(self, keep: bool = False) -> None:
         self._window.refresh(self._following)
 
     def close(self) -> None:

@@ -15,13 +15,14 @@ Legend: N parameters, P elements of one dtype's buffer, W workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from hybridtrain.memory import Packed, Store, pack
+from hybridtrain.exchanges.compression import Codec
+from hybridtrain.memory import Store, pack
 from hybridtrain.memory.layout import Slot
 from hybridtrain.protocol.messages import Writes
 from hybridtrain.worker.device import KINDS, Incoming, Lane, Outgoing, Streams, part_bytes
@@ -33,22 +34,28 @@ from hybridtrain.worker.replica import (
     has_later_hooks,
     tells_writes,
 )
+from hybridtrain.worker.row_encoder import RowEncoder
 
 # How often a worker looks how far an update is: before it begins, and while it runs.
 _NOT_BEGUN_S, _STEPPING_S = 1e-3, 2e-4
 
 
 def open_replica(
-    parameters: Sequence[torch.nn.Parameter], store: Store, worker: int, eager: bool
+    parameters: Sequence[torch.nn.Parameter],
+    store: Store,
+    worker: int,
+    eager: bool,
+    codec: Codec | None = None,
 ) -> Replica:
-    """The one for the device that the parameters lie on."""
+    """The one for the device that the parameters lie on; ``codec``: of the gradients."""
+    encoder = None if codec is None else RowEncoder(codec, parameters, store, worker)
     device = parameters[0].device
     if device.type not in KINDS:
-        return HostReplica(parameters, store, worker, eager)
-    return CudaReplica(parameters, store, worker, eager, KINDS[device.type](device))
+        return HostReplica(parameters, store, worker, eager, encoder)
+    return CudaReplica(parameters, store, worker, eager, KINDS[device.type](device), encoder)
 
 
-class CudaReplica:
+class CudaReplica(Replica):
     """Parameters that live on a GPU, rows and masters in page-locked host memory.
 
     Args:
@@ -58,6 +65,7 @@ class CudaReplica:
         eager: send gradients while backward runs. Only where nobody reads or changes ``.grad``
             between backward and step.
         streams: of the device.
+        encoder: encodes gradients on the device; then none is sent eagerly.
     """
 
     def __init__(
@@ -67,6 +75,7 @@ class CudaReplica:
         worker: int,
         eager: bool,
         streams: Streams,
+        encoder: RowEncoder | None = None,
     ) -> None:
         self._parameters, self.streams = list(parameters), streams
         slots = store.layout.slots
@@ -81,12 +90,9 @@ class CudaReplica:
         self._norms: dict[int, torch.Tensor] = {}  # () float64 each, on the device
         self._means_taken: Any = None  # a mark
         self._sent: set[int] = set()
-        self._sparse: set[int] = set()
-        self.packed: tuple[Packed, ...] = ()
-        self.adding = False
-        self.finite: frozenset[int] = frozenset()
         self._known_finite: set[int] = set()  # whose gradients lie in the row, finite
-        self._eager, self._closed = eager, False
+        self.encoder = encoder
+        self._eager, self._closed = eager and encoder is None, False
         n_bytes = sum(p.nbytes for p in self._parameters)
         self._part_bytes = part_bytes(n_bytes)
         # Elsewhere the masters move while workers compute, or a copy follows them in the server.
@@ -125,10 +131,17 @@ class CudaReplica:
         while (bucket := self._outgoing.arrived()) is not None:
             self._known_finite.update(self._outgoing.finite(bucket))
 
-    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+    def collect(self, numbers: Sequence[int], as_they_are: bool = False) -> tuple[int, ...]:
         if self._means_taken is not None:  # what is pushed lets the server write other means
             self.streams.synchronise(self._means_taken)
             self._means_taken = None
+        return super().collect(numbers, as_they_are)
+
+    @property
+    def meanwhile(self) -> Callable[[], float | None]:
+        return self.take_stepped
+
+    def collect_whole(self, numbers: Sequence[int]) -> tuple[int, ...]:
         own, packed = self._parameters, []
         for number in numbers:
             gradient = own[number].grad
@@ -167,12 +180,13 @@ class CudaReplica:
     def admit(self, numbers: Iterable[int], sparse: bool) -> None:
         for number in numbers:
             self._watch(number)
-        self._sparse = self._sparse | set(numbers) if sparse else self._sparse - set(numbers)
+        known = set(self._sparse)
+        self._sparse = known | set(numbers) if sparse else known - set(numbers)
         new = sorted(set(numbers) - set(self._following))
         self._following = sorted([*self._following, *new])
         self._take_fingerprints(new)  # what was changed so far of the others stays to be seen
 
-    def refresh(self) -> None:
+    def refresh(self, keep: bool = False) -> None:
         """Queue the copies; what uses the parameters runs after them."""
         if self._closed:
             return

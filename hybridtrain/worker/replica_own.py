@@ -10,13 +10,14 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from hybridtrain.memory import Packed, Store
+from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Writes
 from hybridtrain.worker.device import KINDS
 from hybridtrain.worker.page_locking import PageLocked
+from hybridtrain.worker.replica import Replica
 
 
-class OwnReplica:
+class OwnReplica(Replica):
     """A worker's own parameters, and the masters as it has read them last.
 
     Args:
@@ -45,9 +46,6 @@ class OwnReplica:
         self._front = store.front(worker)
         self._masters = [store.parameter(worker, slot) for slot in slots]
         self._following = list(range(len(slots)))
-        self.packed: tuple[Packed, ...] = ()
-        self.adding = False
-        self.finite: frozenset[int] = frozenset()
 
     def parameters(self, numbers: Sequence[int]) -> list[torch.Tensor]:
         """The worker's own."""
@@ -82,7 +80,7 @@ class OwnReplica:
                 self._rows[number].copy_(value.to_dense() if value.is_sparse else value)
         return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)
 
-    def collect(self, numbers: Sequence[int]) -> tuple[int, ...]:
+    def collect_whole(self, numbers: Sequence[int]) -> tuple[int, ...]:
         return self.hand_over(numbers, [self._parameters[number].grad for number in numbers])
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:

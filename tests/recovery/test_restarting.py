@@ -17,7 +17,15 @@ import torch
 from hybridtrain.memory import Layout, Store
 from hybridtrain.monitoring import hang_detector
 from hybridtrain.policies import WaitForAll
-from hybridtrain.protocol.messages import Install, Progress, Push, Saved, SavePermission, Stopped
+from hybridtrain.protocol.messages import (
+    Average,
+    Install,
+    Progress,
+    Push,
+    Saved,
+    SavePermission,
+    Stopped,
+)
 from hybridtrain.recovery import failure_policy, roster
 from hybridtrain.recovery.failure_policy import Judge, OnFailure
 from hybridtrain.recovery.roster import Say
@@ -59,7 +67,7 @@ def train(
             then(client, client.version)
             store.gradient(client.worker, layout.slots[0]).fill_(-1.0)
             if averages:
-                client.average(1.0, ())
+                client.average(Average(1.0))
             client.push(Push(0, 1.0))
     except StopRequested:
         client.note(Stopped())

@@ -21,7 +21,7 @@ from hybridtrain.options.strategy_arguments import checked
 from hybridtrain.policies import POLICIES, make_policy
 from hybridtrain.testing.faults import check_workers, read_faults
 from hybridtrain.util.named_choice import checked_choice
-from hybridtrain.util.option_types import allows, check, hints, refusal, shown
+from hybridtrain.util.option_types import allows, check, hints, is_target, refusal, shown
 
 OPEN = ("model", "data", "optimizer", "callbacks", "logger")  # groups of arguments of classes
 
@@ -85,11 +85,12 @@ def _check_keys(given: Mapping[str, Any], described: type, prefix: str) -> None:
 
 def _check_strategy(given: Mapping[str, Any]) -> None:
     made = checked(given, "strategy.", plain=True)
-    policy = given.get("policy", "hybrid")
-    checked_choice("strategy.policy", policy, POLICIES, plain=True)
-    make_policy(policy)
-    if made["exchange"] is not None:
-        checked_choice("strategy.exchange", made["exchange"], EXCHANGE_OPTIONS, plain=True)
+    policy, exchange = given.get("policy", "hybrid"), made["exchange"]
+    if not is_target(policy):
+        checked_choice("strategy.policy", policy, POLICIES, plain=True)
+        make_policy(policy)
+    if exchange is not None and not is_target(exchange):
+        checked_choice("strategy.exchange", exchange, EXCHANGE_OPTIONS, plain=True)
 
 
 def _check_together(given: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How one parameter's movement is encoded, by name: ``int8``, ``int4``, ``topk``.
+"""How one parameter's gradient or movement is encoded, by name: ``int8``, ``int4``, ``topk``.
 
 A parameter is cut into chunks, the last of which may be shorter; each has scales of its own, so
 that a few large elements cost only their neighbours precision. Top-k is that of SparseLoCo (Sarfi
@@ -9,8 +9,9 @@ Legend: n elements of a parameter, C chunks of c elements, k elements kept of ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
@@ -38,16 +39,16 @@ class Codec(Protocol):
         """What is left out now is added to the next movement, times this; ``None``: it is lost."""
         ...
 
-    def n_bytes(self, n: int, dtype: torch.dtype) -> int:
-        """Of ``n`` elements of a parameter of this dtype."""
+    def n_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        """Of a parameter of this shape and dtype."""
         ...
 
-    def encode(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """(n,) finite numbers, of ``working(dtype)``, to (n_bytes,) uint8."""
+    def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Finite numbers of ``working(dtype)``, in the parameter's shape, to (n_bytes,) uint8."""
         ...
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        """(n_bytes,) uint8 to (n,) numbers of the parameter's dtype, all of them overwritten."""
+        """(n_bytes,) uint8 to numbers in the parameter's shape and dtype, all overwritten."""
         ...
 
 
@@ -76,10 +77,12 @@ class Integers(Checked):
         """Above zero, and as many below."""
         return (1 << self.bits - 1) - 1
 
-    def n_bytes(self, n: int, dtype: torch.dtype) -> int:
+    def n_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        n = prod(shape)
         return -(-n // self.chunk) * working(dtype).itemsize + packed_bytes(n, self.bits)
 
-    def encode(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        flat = values.flatten()
         codes = torch.empty(len(flat), dtype=torch.uint8, device=flat.device)
         scales = []
         for part, width in _slabs(len(flat), self.chunk):
@@ -89,18 +92,18 @@ class Integers(Checked):
             steps.round_().clamp_(-self._levels, self._levels).add_(self._levels)
             codes[part].view(-1, width).copy_(steps)
             scales.append(scale)
-        return torch.cat([*map(_as_bytes, scales), pack(codes, self.bits)])
+        return torch.cat([*map(as_bytes, scales), pack(codes, self.bits)])
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        n, kind = len(out), working(out.dtype)
+        flat, n, kind = out.view(-1), out.numel(), working(out.dtype)
         n_scales = -(-n // self.chunk)
-        scales = _as_numbers(encoded[: n_scales * kind.itemsize], kind)
+        scales = as_numbers(encoded[: n_scales * kind.itemsize], kind)
         codes = unpack(encoded[n_scales * kind.itemsize :], n, self.bits)
         for part, width in _slabs(n, self.chunk):
             steps = codes[part].view(-1, width).to(kind).sub_(self._levels)
             first = part.start // self.chunk
             steps.mul_(scales[first : first + len(steps), None])
-            out[part].view(-1, width).copy_(steps)
+            flat[part].view(-1, width).copy_(steps)
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,11 @@ class TopK(Checked):
         scales = -(-n // PLACES) * working(dtype).itemsize
         return scales, packed_bytes(kept, 12), packed_bytes(kept, bits)
 
-    def n_bytes(self, n: int, dtype: torch.dtype) -> int:
-        return sum(self._sizes(n, dtype))
+    def n_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        return sum(self._sizes(prod(shape), dtype))
 
-    def encode(self, flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        flat = values.flatten()
         found: list[tuple[torch.Tensor, torch.Tensor]] = []  # places, values: (rows, k)
         for part, width in _slabs(len(flat), PLACES):
             rows = flat[part].view(-1, width)
@@ -150,28 +154,27 @@ class TopK(Checked):
         packed = pack_places(torch.cat([places.flatten() for places, _ in found]))
         bits = self._coded
         if bits is None:
-            values = [_as_bytes(values.to(dtype)) for _, values in found]
-            return torch.cat([packed, *values])
-        scales = [values[:, :1].abs() / ((1 << bits) - 1) for _, values in found]
+            return torch.cat([packed, *(as_bytes(kept.to(dtype)) for _, kept in found)])
+        scales = [kept[:, :1].abs() / ((1 << bits) - 1) for _, kept in found]
         codes = [_odd_steps(v, s, bits) for (_, v), s in zip(found, scales, strict=True)]
-        return torch.cat([*map(_as_bytes, scales), packed, pack(torch.cat(codes), bits)])
+        return torch.cat([*map(as_bytes, scales), packed, pack(torch.cat(codes), bits)])
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
-        n, bits = len(out), self._coded
+        flat, n, bits = out.view(-1), out.numel(), self._coded
         total = self._kept_of(n)
         scales, packed, rest = encoded.split(self._sizes(n, out.dtype))
         places = unpack_places(packed, total)
         if bits is None:
-            values = _as_numbers(rest, out.dtype)
+            values = as_numbers(rest, out.dtype)
         else:
             kind = working(out.dtype)
             values = unpack(rest, total, bits).to(kind).mul_(2).sub_((1 << bits) - 1)
-            steps, kept = _as_numbers(scales, kind), self._kept(PLACES)
+            steps, kept = as_numbers(scales, kind), self._kept(PLACES)
             values.mul_(steps.repeat_interleave(kept)[:total])
-        out.zero_()
+        flat.zero_()
         begin = 0
         for part, width in _slabs(n, PLACES):
-            rows = out[part].view(-1, width)
+            rows = flat[part].view(-1, width)
             end = begin + len(rows) * self._kept(width)
             chosen = places[begin:end].view(len(rows), -1)
             rows.scatter_(1, chosen, values[begin:end].view(len(rows), -1).to(out.dtype))
@@ -227,10 +230,11 @@ def _odd_steps(
     return steps.clamp_(0, 2 * half - 1).to(torch.uint8).flatten()
 
 
-def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+def as_bytes(numbers: torch.Tensor) -> torch.Tensor:
+    """The elements' memory, 1-D uint8."""
     return numbers.contiguous().flatten().view(torch.uint8)
 
 
-def _as_numbers(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def as_numbers(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A copy: bytes may begin anywhere, numbers may not."""
     return raw.clone().view(dtype)

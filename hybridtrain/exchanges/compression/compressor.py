@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 
 import torch
 
@@ -41,28 +42,36 @@ class Compressor:
         What has no weight is not encoded, for it would be lost; nor is what is not finite, so that
         it is judged as it is without a codec, and leaves no trace in what is kept.
         """
-        codec = self._codec
-        if codec is None or weight <= 0 or not all(map(_is_finite, values)):
-            return Offer(values, weight, fetch)
-        flats = {n: _dense(value).flatten() for n, value in enumerate(values) if value is not None}
-        numbers = list(flats)
-        parts = [
-            self._encoded(codec, {numbers[i]: flats[numbers[i]] for i in together})
-            for together in _groups(flats.values())
-        ]
-        encoded = torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+        given = {n: value for n, value in enumerate(values) if value is not None}
+        encoded = self.encode(given) if weight > 0 else None
         return Offer(values, weight, fetch, encoded)
 
-    def _encoded(self, codec: Codec, flats: Mapping[int, torch.Tensor]) -> torch.Tensor:
+    def encode(self, values: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+        """(n,) uint8 for parameters by number, in this order; ``None``: they are to travel as they
+        are, since there is no codec, or one of them is not finite.
+        """
+        if self._codec is None or not all(map(_is_finite, values.values())):
+            return None
+        numbers, tensors = list(values), [_dense(value) for value in values.values()]
+        parts = [
+            self._encoded(self._codec, {numbers[i]: tensors[i] for i in together})
+            for together in _groups(tensors)
+        ]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
+
+    def _encoded(self, codec: Codec, values: Mapping[int, torch.Tensor]) -> torch.Tensor:
         """Some that travel together, all of one dtype."""
-        first, sizes = next(iter(flats.values())), [len(flat) for flat in flats.values()]
-        if _travels_whole(codec, sum(sizes), first.dtype):
+        first = next(iter(values.values()))
+        flats = {number: value.flatten() for number, value in values.items()}
+        shape = _shape_of(list(values.values()))
+        if _travels_whole(codec, shape, first.dtype):
             return torch.cat([flat.view(torch.uint8) for flat in flats.values()])
         due = _joined([self._due(codec, number, flat) for number, flat in flats.items()])
-        encoded = codec.encode(due, first.dtype)
+        encoded = codec.encode(due.view(shape), first.dtype)
         if codec.error_decay is not None:
             sent = torch.empty_like(due, dtype=first.dtype)
-            codec.decode(encoded, sent)
+            codec.decode(encoded, sent.view(shape))
+            sizes = [len(flat) for flat in flats.values()]
             self._left.update(zip(flats, due.sub_(sent).split(sizes), strict=True))
         return encoded
 
@@ -91,25 +100,31 @@ def decode(
     begin = 0
     for together in _groups(places):
         some = [places[index] for index in together]
-        n, dtype = sum(place.numel() for place in some), some[0].dtype
-        end = begin + bytes_of(codec, n, dtype)
+        shape, dtype = _shape_of(some), some[0].dtype
+        end = begin + bytes_of(codec, shape, dtype)
         direct = len(some) == 1 and some[0].is_contiguous()
-        flat = some[0].view(-1) if direct else torch.empty(n, dtype=dtype)
-        if _travels_whole(codec, n, dtype):
-            flat.copy_(encoded[begin:end].clone().view(dtype))
+        out = some[0] if direct else torch.empty(shape, dtype=dtype)
+        if _travels_whole(codec, shape, dtype):
+            out.view(-1).copy_(encoded[begin:end].clone().view(dtype))
         else:
-            codec.decode(encoded[begin:end], flat)
+            codec.decode(encoded[begin:end], out)
         if not direct:
-            parts = flat.split([place.numel() for place in some])
+            parts = out.view(-1).split([place.numel() for place in some])
             for place, part in zip(some, parts, strict=True):
                 place.copy_(part.view(place.shape))
         begin = end
     assert begin == len(encoded), "worker and server know the same parameters"
 
 
-def bytes_of(codec: Codec, n: int, dtype: torch.dtype) -> int:
-    """Of ``n`` elements of this dtype that are encoded together."""
-    return n * dtype.itemsize if _travels_whole(codec, n, dtype) else codec.n_bytes(n, dtype)
+def bytes_of(codec: Codec, shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Of a parameter, or of some that are encoded together, of this dtype."""
+    whole = _travels_whole(codec, shape, dtype)
+    return prod(shape) * dtype.itemsize if whole else codec.n_bytes(shape, dtype)
+
+
+def _shape_of(together: Sequence[torch.Tensor]) -> Sequence[int]:
+    """A parameter's own, if it travels alone; else that of a vector with all elements."""
+    return together[0].shape if len(together) == 1 else (sum(t.numel() for t in together),)
 
 
 def _groups(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
@@ -121,9 +136,10 @@ def _groups(tensors: Iterable[torch.Tensor]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _travels_whole(codec: Codec, n: int, dtype: torch.dtype) -> bool:
+def _travels_whole(codec: Codec, shape: Sequence[int], dtype: torch.dtype) -> bool:
     """Whether nothing would be saved; complex numbers are not encoded."""
-    return not dtype.is_floating_point or codec.n_bytes(n, dtype) >= n * dtype.itemsize
+    whole = prod(shape) * dtype.itemsize
+    return not dtype.is_floating_point or codec.n_bytes(shape, dtype) >= whole
 
 
 def _joined(flats: list[torch.Tensor]) -> torch.Tensor:

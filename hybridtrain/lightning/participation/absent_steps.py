@@ -250,8 +250,7 @@ class Absence:
             return
         version = session.pull()
         for step in session.steps:
-            step.state.forget()
-            step.version, step.pushed = version, True
+            step.catch_up(version)
         if session.buffers is not None:
             session.buffers.put_back(version)
 

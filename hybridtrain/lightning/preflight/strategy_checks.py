@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.lightning.run_context import RunContext
-from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
+from hybridtrain.lightning.step.worker_step import WorkerStep
 from hybridtrain.updates.staleness import Correction
 
 _NOTEWORTHY = 0.5  # updates: as stale as with one and a half workers
@@ -85,10 +85,10 @@ def _check_callbacks(trainer: Any, asked: str) -> None:
             )
 
 
-def advise_on_interval(exchange: Exchange, steps: Sequence[RemoteOptimizer]) -> None:
+def advise_on_interval(exchange: Exchange, steps: Sequence[WorkerStep]) -> None:
     """After the first epoch, warn if the interval between exchanges is longer than it was."""
-    made = max((step.count for step in steps if step.local is not None), default=None)
-    if made is not None and exchange.steps > made:
+    made = max((step.count for step in steps), default=None)
+    if exchange.parameters == "own" and made is not None and exchange.steps > made:
         rank_zero_warn(
             f"a worker has made {made} steps in the first epoch, and exchange={exchange} makes an "
             f"exchange every {exchange.steps}: workers exchange only at the end of an epoch; "

@@ -5,6 +5,7 @@ A replay compares all of it and reports differences.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import platform
 import random
@@ -18,6 +19,7 @@ from functools import cache, partial
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -27,7 +29,6 @@ from pytorch_lightning.utilities.seed import isolate_rng
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.run_context import RunContext, context_of
-from hybridtrain.lightning.step.object_search import elements_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
@@ -37,7 +38,7 @@ from hybridtrain.util.input_files import open_input
 from hybridtrain.worker.client import Client
 
 _DIGITS = 16  # of a hash
-_LAYERS, _MOST_PARTS = 5, 1_000  # of a data set, in which generators of random numbers are sought
+_LAYERS, _MOST_PARTS = 8, 1_000  # of a data set, in which generators of random numbers are sought
 _GENERATORS: tuple[tuple[type, str, str], ...] = (
     (torch.Generator, "get_state", "set_state"),
     (random.Random, "getstate", "setstate"),
@@ -67,7 +68,8 @@ def make_server(strategy: RunContext, threads: int, kind: Callable[..., Server])
     """The strategy's server, made by ``kind``; an update may use ``threads`` threads."""
     policy, correction = deepcopy((strategy.policy, strategy.correction))
     size, exchange = strategy.world_size, strategy.exchange
-    return kind(policy, size, threads, correction=correction, exchange=exchange)
+    given = {"correction": correction, "exchange": exchange, "merge": strategy.update.merge}
+    return kind(policy, size, threads, **given)
 
 
 def header(strategy: RunContext, threads: int, server_threads: int) -> dict[str, Any]:
@@ -195,7 +197,9 @@ def _generators_put_back(data: Any) -> list[Callable[[], object]]:
             for kind, get, put in _GENERATORS:
                 if isinstance(each, kind):
                     found.append(partial(getattr(each, put), getattr(each, get)()))
-        layer = list(islice(chain.from_iterable(map(elements_of, layer)), _MOST_PARTS))
+        parts = chain.from_iterable(map(gc.get_referents, layer))
+        held = (each for each in parts if not isinstance(each, type | ModuleType | FunctionType))
+        layer = list(islice(held, _MOST_PARTS))
     return found
 
 

@@ -16,8 +16,6 @@ from typing import Any
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from hybridtrain.util.code_reading import codes_of, filled_cells, functions_in
-
 _HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 _MODULE_HOOKS = (*_HOOKS, "configure_gradient_clipping", "optimizer_step")
 _NAMES = frozenset(
@@ -74,3 +72,30 @@ def _looks(function: FunctionType, seen: set[CodeType]) -> bool:
 def _strings(code: CodeType) -> set[str]:
     """As in ``getattr(p, "grad")``."""
     return {constant for constant in code.co_consts if isinstance(constant, str)}
+
+
+def functions_in(values: Iterable[object]) -> Iterator[FunctionType]:
+    """The functions among them; of properties, class and static methods, the functions inside."""
+    for value in values:
+        parts = (value.fget, value.fset) if isinstance(value, property) else (value,)
+        for part in parts:
+            function = getattr(part, "__func__", part)
+            if isinstance(function, FunctionType):
+                yield function
+
+
+def codes_of(code: CodeType) -> Iterator[CodeType]:
+    """The code and that of functions and comprehensions inside."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes_of(constant)
+
+
+def filled_cells(function: FunctionType) -> Iterator[Any]:
+    """The values that a function has kept of the one that made it."""
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # not filled yet
+            continue

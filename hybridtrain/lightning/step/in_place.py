@@ -24,10 +24,13 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning import LightningModule
 
-from hybridtrain.exchanges import Requirements
-from hybridtrain.memory import Arena
+from hybridtrain.lightning.step.gradient_step import GradientStep
+from hybridtrain.lightning.step.worker_step import StepParts
+from hybridtrain.memory import Arena, Packed
 from hybridtrain.memory.lending import Place, SharedState
-from hybridtrain.protocol.messages import Released
+from hybridtrain.profiling import Phase
+from hybridtrain.protocol.messages import Push, Released
+from hybridtrain.updates import Saved
 from hybridtrain.updates.kernels.own_step import own_step, step_of
 from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.updates.shared_state import STEP
@@ -224,25 +227,87 @@ class WrittenInPlace(InPlace):
         """Nothing: it is made."""
 
 
-def in_place(
-    optimizer: torch.optim.Optimizer,
-    client: Client,
-    requirements: Requirements,
-    written: bool,
-    only: bool,
-) -> InPlace | None:
-    """What steps it on the masters; ``None``: workers do not.
+class InPlaceStep(GradientStep):
+    """Steps the masters in the worker where the gradients allow it, and else hands them over.
 
-    ``written``: the module writes to its parameters, without an optimizer. ``only``: there is no
-    other optimizer, and no last step, so that the number of a step can be known here.
+    Args:
+        optimizer, number, parts: see :class:`~hybridtrain.lightning.step.worker_step.WorkerStep`.
+        stepper: steps parameters and state that all workers share.
     """
-    if not requirements.in_place:
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        parts: StepParts,
+        stepper: InPlace,
+    ) -> None:
+        super().__init__(optimizer, number, parts)
+        self._stepper = stepper
+
+    def renumber(self, number: int, only: bool) -> None:
+        super().renumber(number, only)
+        if not only:
+            self._stepper.ask()
+
+    def _can_step(self) -> bool:
+        return self._stepper.can_step(self.numbers, self._parameters)
+
+    def _gathered(
+        self, weight: float, own: bool
+    ) -> tuple[tuple[int, ...], tuple[Packed, ...], int | None]:
+        return (self._stepper.absent(), (), None) if own else super()._gathered(weight, own)
+
+    def _send(self, push: Push, undo: Callable[[], object]) -> None:
+        step = self._stepper.unasked() if push.own else None
+        if step is None:
+            super()._send(push, undo)
+        else:
+            super()._take(Released(self._client.make(step, push, self._stepper.heard)))
+
+    def timed(self) -> list[tuple[Phase, object, str, str]]:
+        return [*super().timed(), (Phase.UPDATE, self._stepper, "_step", "own step")]
+
+    def _take(self, released: Released) -> None:
+        self._stepper.released(released, self.number)
+        super()._take(released)
+
+
+class PrivateStateStep(InPlaceStep):
+    """The same, with optimizer state of the worker's own."""
+
+    _stepper: PrivateState
+
+    def flush(self, ends: bool) -> None:
+        self._stepper.catch_up()
+
+    def _told_state(self, own: Mapping[Any, Any]) -> bytes | None:
+        self._stepper.replace(own)
+        self.state.forget()
         return None
-    own = PrivateState if requirements.private_state else InPlace
-    made = (WrittenInPlace if written else own)(optimizer, client)
-    if only and requirements.steps_unasked:
-        made.step_unasked()
-    return made
+
+    def _fetch_state(self) -> dict[Any, Any]:
+        return self._stepper.states()
+
+    def state_dict(self, saved: Saved) -> dict[str, Any]:
+        return self._stepper.state_dict()
+
+
+def in_place_step(
+    written: bool,
+    private_state: bool,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    parts: StepParts,
+) -> InPlaceStep:
+    """A step on the masters. ``written``: the module writes to them, without an optimizer."""
+    kind = WrittenInPlace if written else PrivateState if private_state else InPlace
+    stepper = kind(optimizer, parts.client)
+    if parts.only and parts.endless and parts.requirements.steps_unasked:
+        stepper.step_unasked()
+    if isinstance(stepper, PrivateState):
+        return PrivateStateStep(optimizer, number, parts, stepper)
+    return InPlaceStep(optimizer, number, parts, stepper)
 
 
 class NoOptimizer(torch.optim.Optimizer):

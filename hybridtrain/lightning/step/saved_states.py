@@ -16,7 +16,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.exchanges.exchange import OWN
-from hybridtrain.lightning.step.remote_optimizer import MASTERS, RemoteOptimizer
+from hybridtrain.lightning.step.worker_step import MASTERS, WorkerStep
 from hybridtrain.memory.scratch_file import Scratch, fill, read
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.worker.client import Client
@@ -72,23 +72,23 @@ class SavedStates:
             )
         return made
 
-    def take_back(self, steps: Sequence[RemoteOptimizer]) -> None:
+    def take_back(self, steps: Sequence[WorkerStep]) -> None:
         """This worker goes on with what was its own; if there is nothing, with the saver's."""
         for step in steps:
             states = self._inner.pop(id(step.optimizer), {})
-            if not states or step.local is None:
+            if not states or not step.own_state():
                 continue
             tell_what_is_dropped(states, self._client.n_workers)
             known = states[min(states)]["exchange"]
             saver = {"exchange": {key: part for key, part in known.items() if key not in OWN}}
-            step.local.load_state(states.get(self._client.worker, saver))
+            step.load_own_state(states.get(self._client.worker, saver))
 
     # ---- into -----------------------------------------------------------------------------------
 
-    def gather(self, steps: Sequence[RemoteOptimizer]) -> None:
+    def gather(self, steps: Sequence[WorkerStep]) -> None:
         """All must come. Tensors travel in nameless files, not in messages."""
         client = self._client
-        own = [step.local.state() for step in steps if step.local is not None]
+        own = [step.own_state() for step in steps]
         self._gathered = [{} for _ in own] if client.is_leader else []
         scratch = Scratch()
         try:

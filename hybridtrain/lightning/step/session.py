@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from pytorch_lightning import LightningModule, Trainer
 
-from hybridtrain.exchanges import Exchange, LocalExchange, Requirements
+from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters
@@ -18,10 +18,8 @@ from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
-from hybridtrain.lightning.step.in_place import NoOptimizer, in_place, writes_itself
-from hybridtrain.lightning.step.local_steps import LocalSteps
+from hybridtrain.lightning.step.in_place import NoOptimizer, writes_itself
 from hybridtrain.lightning.step.parameter_readers import parameters_rest
-from hybridtrain.lightning.step.remote_optimizer import RemoteOptimizer
 from hybridtrain.lightning.step.saved_states import SavedStates
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers, room_for, shared
 from hybridtrain.lightning.step.trained_parameters import (
@@ -31,17 +29,16 @@ from hybridtrain.lightning.step.trained_parameters import (
     sparse_numbers,
     sparse_slots,
 )
+from hybridtrain.lightning.step.ways import Stepping, StepWays
+from hybridtrain.lightning.step.worker_step import StepParts, WorkerStep
 from hybridtrain.memory import Layout
-from hybridtrain.protocol.messages import Install
+from hybridtrain.protocol.messages import Average, Install
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.gradient_means import take_means
 from hybridtrain.worker.own_updates.own_steps import OwnSteps
-from hybridtrain.worker.replica import Replica
-from hybridtrain.worker.replica_cuda import CudaReplica, open_replica
-from hybridtrain.worker.replica_own import OwnReplica
 
 
 class Session:
@@ -78,7 +75,7 @@ class Session:
         named = ordered_parameters(module, self._optimizers)
         self._parameters = [p for _, p in named]
         self._number_of = {id(p): number for number, p in enumerate(self._parameters)}
-        self._requirements, self._exchange, self._update = requirements, exchange, update
+        self._requirements, self._update = requirements, update
         joint = requirements.parameters == "masters" and client.n_workers > 1
         buffers = shared(module) if joint else []
         # Whoever looks at gradients must see the mean, which only lock-step has at that moment.
@@ -96,26 +93,31 @@ class Session:
         self._store.refresh(client.worker)
         self.buffers = SharedBuffers(buffers, self._store, client) if buffers else None
         self.share_buffers()
-        self.replica = self._open_replica()
+        self._stepping = self._chosen_by(exchange)
+        self.replica = self._stepping.replica
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
         check = FiniteCheck(self._store, client.worker)
         self.guard = GradientGuard(on_fault, check, layout, module.trainer)
         self._batch = Accumulation()
-        self.steps: list[RemoteOptimizer] = []
+        self.steps: list[WorkerStep] = []
 
-    def _open_replica(self) -> Replica:
-        parameters, store, worker = self._parameters, self._store, self._client.worker
-        self._client.own = OwnSteps.of(worker, store)
-        if self._requirements.parameters == "own":
-            assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
-            keeps = self._exchange.keeps or self._requirements.whole_rounds
-            return OwnReplica(parameters, store, worker, keeps)
-        made = open_replica(parameters, store, worker, self.final)
-        if isinstance(made, CudaReplica):
-            self._client.meanwhile = made.take_stepped
-        elif self.final and len(self._optimizers) == 1 and self._update.is_users:
-            self._client.meet(store, lambda: [(s.optimizer, s.numbers) for s in self.steps])
-        return made
+    def _chosen_by(self, exchange: Exchange) -> Stepping:
+        """How this worker steps."""
+        self._client.own = OwnSteps.of(self._client.worker, self._store)
+        stepping: Stepping = exchange.worker_steps(
+            StepWays(
+                self._client,
+                self._store,
+                self._parameters,
+                self._optimizers,
+                self.final,
+                self.written,
+                self._requirements.whole_rounds,
+                meets=len(self._optimizers) == 1 and self._update.is_users,
+                steps=lambda: self.steps,
+            )
+        )
+        return stepping
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -140,9 +142,8 @@ class Session:
         numbers = self._hand_over(self.trainer.global_step)
         self.replica.writes()  # published already
         self.replica.refresh()
-        if isinstance(self.replica, OwnReplica):
-            self.replica.forget()
-            self.saved.take_back(self.steps)
+        self.replica.forget()
+        self.saved.take_back(self.steps)
         self.replica.follow(n for each in numbers for n in each)
         self.replica.keep_sparse(sparse_numbers(self._optimizers, numbers))
 
@@ -164,7 +165,8 @@ class Session:
         )
         mine = payload if self._client.is_leader else ()
         self._client.install(Install(mine, version, last_version(self.trainer)))
-        self.steps = [self._remote(n, optimizer) for n, optimizer in enumerate(self._optimizers)]
+        parts = self._parts()
+        self.steps = [self._step_of(n, o, parts) for n, o in enumerate(self._optimizers)]
         return numbers
 
     def gather_states(self) -> None:
@@ -181,52 +183,49 @@ class Session:
     @property
     def shows_masters(self) -> bool:
         """Whether the module has them instead of this worker's own parameters."""
-        return isinstance(self.replica, OwnReplica) and self.replica.shows_masters
+        return self.replica.shows_masters
 
-    def _remote(self, number: int, optimizer: torch.optim.Optimizer) -> RemoteOptimizer:
-        """The remote control of one optimizer."""
+    def _parts(self) -> StepParts:
+        wants, endless = self._requirements, last_version(self.trainer) is None
+        counts = partial(set_global_step, self.trainer)
+        return StepParts(
+            self._client,
+            self.replica,
+            self.guard,
+            self._update,
+            wants,
+            self._number_of,
+            self.buffers,
+            averaged=self.averages,
+            manual=not self._module.automatic_optimization,
+            released=(lambda version: None) if wants.whole_rounds else counts,
+            goes_ahead=wants.may_go_ahead
+            and endless
+            and self._unseen
+            and parameters_rest(self.trainer),
+            endless=endless,
+            only=len(self._optimizers) == 1,
+        )
+
+    def _step_of(
+        self, number: int, optimizer: torch.optim.Optimizer, parts: StepParts
+    ) -> WorkerStep:
+        """What steps one optimizer; where only others were replaced, the one that it has."""
         step = vars(optimizer).get("step")
-        if not isinstance(step, RemoteOptimizer) or step not in self.steps:
-            step = RemoteOptimizer(
-                optimizer,
-                self._number_of,
-                self.replica,
-                self._client,
-                self.guard,
-                self._requirements,
-                self._update,
-            )
-            step.buffers = self.buffers
-            endless, wants = last_version(self.trainer) is None, self._requirements
-            only = endless and len(self._optimizers) == 1
-            step.in_place = in_place(optimizer, self._client, wants, self.written, only)
-            step.manual = not self._module.automatic_optimization
-            sure = wants.may_go_ahead and endless and self._unseen
-            step.lazy = sure and parameters_rest(self.trainer)
-            if not wants.whole_rounds:
-                step.told = partial(set_global_step, self.trainer)
+        if not isinstance(step, WorkerStep) or step not in self.steps:
+            step = self._stepping.make(optimizer, number, parts)
             if self.steps:
-                step.weight, step.averaged = self.steps[0].weight, self.steps[0].averaged
-                step.samples = self.steps[0].samples
-            if isinstance(self.replica, OwnReplica):
-                assert isinstance(self._exchange, LocalExchange), "it wants parameters of its own"
-                own, client = (self.replica, self._exchange), self._client
-                place = client.worker, client.n_workers
-                step.local = LocalSteps(optimizer, step.numbers, *own, wants.whole_rounds, *place)
-            else:
-                optimizer.state = step.state  # the server's now
+                step.take_over_batch(self.steps[0])
             optimizer.step = step  # type: ignore[method-assign]
             # Or a fused one is taken to unscale gradients in its step, which is sent away.
             vars(optimizer)["_step_supports_amp_scaling"] = False
-        step.number = number
-        if step.in_place is not None and len(self._optimizers) > 1:
-            step.in_place.ask()
+        step.renumber(number, parts.only)
         return step
 
     def close(self) -> None:
         """Training is over: Lightning will move states to the CPU, which lie there already."""
         for step in self.steps:
-            step.state.close()
+            step.close()
         self._client.meanwhile = None
         self.replica.close()
 
@@ -245,14 +244,12 @@ class Session:
         brings schedules, and so the learning rates, to it. ``between``: workers run freely now.
         """
         self._client.settle()
-        if between and isinstance(self.replica, OwnReplica):
+        if between:
             self.replica.hold_masters()
         changed = bool(self.replica.writes())
         version, saved = self._client.snapshot(refresh=not changed)
-        if isinstance(self.replica, OwnReplica):
+        if not changed:
             self.replica.refresh(keep=between)
-        elif not changed:
-            self.replica.refresh()
         reach(version)
         states = [s.state_dict(each) for s, each in zip(self.steps, saved, strict=True)]
         return self.saved.with_inner(states)
@@ -279,9 +276,7 @@ class Session:
         joint = self._module.automatic_optimization and not self.has_own_parameters
         self._batch.begin(samples, together if joint else None, first)
         for step in self.steps:
-            step.weight = self._batch.weight + (0.0 if first else step.weight)
-            step.samples = self._batch.samples + (0.0 if first else step.samples)
-            step.pushed, step.averaged = False, self.averages
+            step.begin_batch(self._batch.weight, self._batch.samples, first)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the mini-batch as it is to count among those that are accumulated."""
@@ -296,7 +291,7 @@ class Session:
         count = step.count
         output = run()
         if step.count == count:
-            step.step_without_data()  # the precision plugin skipped it
+            step.skip()  # the precision plugin did
         if not self._requirements.whole_rounds:
             set_global_step(self.trainer, step.version - (self._client.unsettled is None))
         return output
@@ -304,26 +299,28 @@ class Session:
     def count_written(self) -> None:
         """The module has written to the parameters: that was an update of this mini-batch."""
         step = self.steps[0]
-        step.offer(step.weight)
-        if self._client.unsettled is not None:
-            self._client.settle()
+        step()
         set_global_step(self.trainer, step.version)
 
     @property
     def has_own_parameters(self) -> bool:
         """Whether this worker's optimizers move parameters of its own."""
-        return isinstance(self.replica, OwnReplica)
+        return self._requirements.parameters == "own"
+
+    @property
+    def has_own_state(self) -> bool:
+        """Whether a checkpoint needs something of each worker."""
+        return self.has_own_parameters or self.replica.encoder is not None
 
     def put_back(self) -> None:
         """Training goes on: what the module had for others to see is put away."""
-        if isinstance(self.replica, OwnReplica):
-            self.replica.put_back()
+        self.replica.put_back()
 
     def sit_out(self) -> None:
         """The others make a step, in automatic optimization, for which this worker has no data."""
         self.put_back()
         for step in self.steps if self.has_own_parameters else ():
-            step.step_without_data()
+            step.skip()
 
     @property
     def owes(self) -> bool:
@@ -331,12 +328,11 @@ class Session:
 
         Who goes on from a checkpoint that one worker makes alone now does them again.
         """
-        alone = [step.local for step in self.steps if step.local is not None]
-        return self._requirements.whole_rounds and any(local.owes for local in alone)
+        return self._requirements.whole_rounds and any(step.owes for step in self.steps)
 
     def catch_up(self) -> None:
         """In lock-step, behind a step of all: see the masters, with what the server has put off."""
-        if isinstance(self.replica, OwnReplica):
+        if self.has_own_parameters:
             self.replica.refresh()
         elif any(map(puts_off, self._optimizers)):
             self.pull()
@@ -365,11 +361,16 @@ class Session:
         absent = self.replica.collect(tuple(trained))
         packed, finite = self.replica.packed, self.replica.finite
         trying = any(step.trying for step in self.steps)
-        if not trying and not self.guard.accepts(tuple(trained), absent, packed, finite):
+        looks = not trying and self.replica.encoded is None
+        if looks and not self.guard.accepts(tuple(trained), absent, packed, finite):
             self._weigh_nothing()
-        for number in absent:
-            self._store.gradient(worker, slots[number]).zero_()
-        averaged = self._client.average(self.steps[0].weight, absent, packed)
+        if (encoded := self.replica.encoded) is None:
+            for number in absent:
+                self._store.gradient(worker, slots[number]).zero_()
+        else:  # the server brings what is encoded to all the other places
+            absent = tuple(n for n in range(len(slots)) if n not in trained or n in absent)
+        request = Average(self.steps[0].weight, absent, packed, encoded)
+        averaged = self._client.average(request)
         take_means(self.replica, trained, self._means, averaged)
 
     def _abstain(self) -> None:
@@ -378,8 +379,7 @@ class Session:
         What earlier mini-batches have accumulated still counts.
         """
         for step in self.steps:
-            step.weight -= self._batch.weight
-            step.samples -= self._batch.samples
+            step.leave_out(self._batch.weight, self._batch.samples)
         if self.averages and self.steps[0].weight > 0 and not self.accumulates():
             self.average()  # no backward will do it
 
@@ -400,7 +400,7 @@ class Session:
     def backward(self, run: Callable[[], torch.Tensor], loss: torch.Tensor) -> torch.Tensor:
         """Run it; where it is broken off and that is forgiven, nothing accumulated counts."""
         for step in self.steps if self._requirements.watches_loss else ():
-            step.loss = loss.detach()
+            step.watch(loss.detach())
         self.guard.see(loss)
         self.replica.adding = self.accumulates()
         try:
@@ -415,4 +415,4 @@ class Session:
 
     def _weigh_nothing(self) -> None:
         for each in self.steps:
-            each.weight = each.samples = 0.0
+            each.weigh_nothing()

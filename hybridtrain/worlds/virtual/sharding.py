@@ -17,7 +17,7 @@ from itertools import accumulate
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, Requirements
+from hybridtrain.exchanges import Exchange, MergeRule, Requirements
 from hybridtrain.memory import Layout, Store
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import Push
@@ -102,6 +102,7 @@ def shards_of(
     optimizer: torch.optim.Optimizer,
     masters: Sequence[torch.nn.Parameter],
     stores: Sequence[Store],
+    merge: MergeRule | None = None,
 ) -> list[Shard]:
     """All shards, each with the optimizer for its masters."""
     pool, found = Pool(1), list[Shard]()
@@ -113,7 +114,7 @@ def shards_of(
         if len(stores) > 1:
             own, groups = only(optimizer, masters, numbers)
         inside = [number_of[id(p)] - first for group in own.param_groups for p in group["params"]]
-        update = build_update(own, inside, store, pool)
+        update = build_update(own, inside, store, pool, merge)
         found.append(Shard(numbers, store, Optimizers([update], store, pool), groups))
     return found
 

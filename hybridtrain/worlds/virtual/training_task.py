@@ -15,6 +15,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from hybridtrain.exchanges import Await, Exchange, Leaving, LocalExchange
+from hybridtrain.exchanges.compression import Compressor, codec_of
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
 from hybridtrain.updates.groups import Groups
@@ -166,7 +167,7 @@ class SimulatedReplicas:
         masters = [torch.nn.Parameter(store.master(slot)) for store, slot in self._places]
         self._users, self._update = make_optimizer(masters), update_of(exchange, update)
         optimizer = self._update.over(self._users)
-        self.shards = shards_of(optimizer, masters, stores)
+        self.shards = shards_of(optimizer, masters, stores, self._update.merge)
         workers = range(stores[0].n_workers)
         for store, worker in product(stores, workers):
             store.refresh(worker)
@@ -177,8 +178,9 @@ class SimulatedReplicas:
             [store.parameter(worker, slot) for store, slot in self._places] for worker in workers
         ]
         self._make = partial(_worker, self._copies, make_optimizer, exchange, fresh)
-        alone = isinstance(exchange, LocalExchange)
+        alone, codec = isinstance(exchange, LocalExchange), codec_of(exchange)
         self._workers = [self._make(worker) for worker in workers if alone]
+        self._compressors = [Compressor(codec) for _ in workers if codec and not alone]
 
     @property
     def shares(self) -> list[float]:
@@ -196,16 +198,22 @@ class SimulatedReplicas:
         return bool(self._workers)
 
     @property
+    def varies(self) -> bool:
+        """Whether pushes differ in bytes."""
+        return bool(self._workers or self._compressors)
+
+    @property
     def loss(self) -> float | None:
         """The loss of the last mini-batch, if the task knows it."""
         return self.task.loss if isinstance(self.task, TrainingTask) else None
 
     def bytes_of(self, shard: int, part: Push) -> int:
-        """Size of a push to this shard, by a worker with its own parameters."""
+        """Size of a push to this shard."""
         if part.encoded is not None or part.weight <= 0:
             return part.encoded or 0
         one = self.shards[shard]
-        first, trained = one.numbers.start, set(self._workers[0].numbers)
+        first, alone = one.numbers.start, self._workers
+        trained = set(alone[0].numbers if alone else range(len(self._places)))
         slots = [
             slot
             for number, slot in enumerate(one.store.layout.slots)
@@ -222,10 +230,10 @@ class SimulatedReplicas:
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
             return self._offered(worker, own, own.advance(gradients, push.weight, clip))
         gradients = self.task.gradient(worker, self._copies[worker])
-        absent = self._into_row(worker, range(len(self._places)), gradients)
+        push = self._into_row(push, worker, range(len(self._places)), gradients)
         if isinstance(self.task, TrainingTask):
-            return replace(push, absent=absent, loss=self.task.loss, clip=self.task.clip)
-        return replace(push, absent=absent) if absent else push
+            return replace(push, loss=self.task.loss, clip=self.task.clip)
+        return push
 
     def flush(self, worker: int) -> Push | Await | None:
         """The worker's last push before a meeting, if any."""
@@ -239,6 +247,8 @@ class SimulatedReplicas:
         """The worker has died: reset it."""
         if self._workers:
             self._workers[worker] = self._make(worker)
+        if self._compressors:
+            self._compressors[worker].load_state({})
 
     def join(self, worker: int) -> None:
         """The worker begins with the current masters."""
@@ -281,19 +291,27 @@ class SimulatedReplicas:
             fetch=offer.fetch,
             later=offer.later,
         )
-        if (encoded := offer.encoded) is None:
-            return replace(made, absent=self._into_row(worker, own.numbers, offer.values))
-        self._stores[0].front(worker)[: len(encoded)].copy_(encoded)
-        return replace(made, absent=_absent(own.numbers, offer.values), encoded=len(encoded))
+        return self._into_row(made, worker, own.numbers, offer.values, offer.encoded)
 
     def _into_row(
-        self, worker: int, numbers: Sequence[int], values: Sequence[torch.Tensor | None]
-    ) -> tuple[int, ...]:
-        """Write to the worker's row; returns the numbers of parameters without a value."""
+        self,
+        push: Push,
+        worker: int,
+        numbers: Sequence[int],
+        values: Sequence[torch.Tensor | None],
+        encoded: torch.Tensor | None = None,
+    ) -> Push:
+        """Write to the worker's row, encoded if there is a codec; returns the push of it."""
+        if self._compressors:
+            there = {n: v for n, v in zip(numbers, values, strict=True) if v is not None}
+            encoded = self._compressors[worker].encode(there)
+        if encoded is not None:
+            self._stores[0].front(worker)[: len(encoded)].copy_(encoded)
+            return replace(push, absent=_absent(numbers, values), encoded=len(encoded))
         for number, value in zip(numbers, values, strict=True):
             row = self._gradients[worker][number]
             row.zero_() if value is None else row.copy_(value)
-        return _absent(numbers, values)
+        return replace(push, absent=_absent(numbers, values))
 
     def masters(self) -> list[torch.Tensor]:
         """Copies of the master parameters."""

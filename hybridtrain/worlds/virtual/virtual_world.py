@@ -218,21 +218,21 @@ class VirtualWorld:
         exchange = exchange or exchange_of(policy)
         self._under = conditions or Conditions()
         n_shards = len(self._under.network.shards)
-        make = partial(Server, n_workers=n_workers, clock=self._clock, exchange=exchange)
+        merge = None if update is None else update.merge
+        make = partial(
+            Server, n_workers=n_workers, clock=self._clock, exchange=exchange, merge=merge
+        )
         self.servers = servers_of(make, policy, correction, n_shards)
         self.server = self.servers[0]  # which coordinates
         check_shards(self.server.requirements, task, exchange, n_shards)
         self._contribution = Push(0, float(batch_size))
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
-        self._doing = [0] * n_workers  # number of the worker's activity
-        self._answers = [Answers(n_shards) for _ in range(n_workers)]
         self._turns = self.server.requirements.takes_turns
-        self._interrupts = self._under.interrupt and self.server.requirements.drops_late
-        self._update_s = self._under.update_s
         self._replicas, self._source = register_workers(
             self.servers, task, optimizer, n_workers, exchange, update, self._under.visits
         )
         self._alone = self._replicas is not None and self._replicas.train_alone
+        self._varies = self._replicas is not None and self._replicas.varies
         self._at_once = self._source is None and not self._turns
         shares = self._replicas.shares if self._replicas else [1 / n_shards] * n_shards
         self._links = self._under.network.links(shares, n_workers, seed)
@@ -242,8 +242,12 @@ class VirtualWorld:
 
     def _start(self, n_workers: int) -> None:
         """All workers but the absent ones begin to compute at time 0."""
+        self._doing = [0] * n_workers  # number of the worker's activity
+        self._answers = [Answers(len(self.servers)) for _ in range(n_workers)]
         self._version = 0  # updates that the first server has completed
         self._busy: dict[int, BusyServer] = {}  # by shard: servers that make an update
+        self._update_s = self._under.update_s
+        self._interrupts = self._under.interrupt and self.server.requirements.drops_late
         self._on_its_own = ComputingOn()
         self._met: Gathered | None = None  # the result of the last meeting
         self._read: dict[int, int] = {}  # computing worker -> version it read, for interrupts
@@ -423,7 +427,7 @@ class VirtualWorld:
         end_s = begin_s + work_s
         if worker in self._finish:
             end_s = self._finish[worker](begin_s, work_s)
-        loaded_s = 0.0 if self._alone else self._links[0].loaded_s  # else counted when it pushes
+        loaded_s = 0.0 if self._varies else self._links[0].loaded_s  # else counted when it pushes
         self.network_s += begin_s - self.now_s + loaded_s
         if self._interrupts:
             self._read[worker] = self._version
@@ -452,14 +456,14 @@ class VirtualWorld:
             if isinstance(said, Push):
                 part = said if self._replicas is None else self._replicas.part(shard, said)
                 way_s, delay_s = self._loads_s(shard, part)[0], links.delay_s(worker)
-                self.network_s += (way_s * self._alone + delay_s) if shard == 0 else 0.0
+                self.network_s += (way_s * self._varies + delay_s) if shard == 0 else 0.0
                 way_s += delay_s
             heapq.heappush(self._due, (at_s + way_s, worker, number, shard, MessageArrival(part)))
 
     def _loads_s(self, shard: int, part: Push) -> tuple[float, float]:
         """Time of the part on the worker's link, and on the server's."""
         links = self._links[shard]
-        if self._replicas is None or not self._alone:
+        if self._replicas is None or not self._varies:
             return links.loaded_s, links.passing_s
         return links.loads_s(self._replicas.bytes_of(shard, part))
 

@@ -1,0 +1,258 @@
+"""The contract of a worker's step, and what all ways to step share.
+
+A worker's step replaces the ``step`` of one of the user's optimizers, which stays where schedulers,
+monitors and hooks expect it. What it does is the exchange's choice: hand the gradient over
+(:mod:`hybridtrain.lightning.step.gradient_step`), write to the shared masters
+(:mod:`hybridtrain.lightning.step.in_place`), or step parameters of the worker's own
+(:mod:`hybridtrain.lightning.step.local_steps`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any
+
+import torch
+from pytorch_lightning.core.optimizer import do_nothing_closure
+
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.step.gradient_guard import GradientGuard
+from hybridtrain.lightning.step.hyper_parameters import HyperParameters
+from hybridtrain.lightning.step.shared_buffers import SharedBuffers
+from hybridtrain.lightning.step.trained_parameters import parameters_of, slot_numbers
+from hybridtrain.profiling import Phase
+from hybridtrain.protocol.messages import Clip
+from hybridtrain.updates import Saved
+from hybridtrain.updates.groups import Groups, Members, members_of
+from hybridtrain.updates.named import NamedUpdate
+from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.worker.client import Client
+from hybridtrain.worker.replica import Replica
+
+Closure = Callable[[], Any]
+MASTERS = "masters"  # in an optimizer's saved state: that of the masters' own optimizer
+
+
+def is_empty(closure: Closure) -> bool:
+    """Whether the closure is the empty one that Lightning passes if the user passes none."""
+    while isinstance(closure, partial):  # how precision plugins wrap it: the last argument
+        closure = closure.args[-1]
+    return closure is do_nothing_closure
+
+
+def run(closure: Closure) -> Any:
+    """With gradients, wherever it is called from."""
+    with torch.enable_grad():
+        return closure()
+
+
+def as_float(loss: Any) -> float | None:
+    """A loss as a number, if it is one."""
+    if isinstance(loss, torch.Tensor):
+        return float(loss.detach()) if loss.numel() == 1 else None
+    return float(loss) if isinstance(loss, int | float) else None
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """What the steps of all optimizers of one worker share.
+
+    Args:
+        client: to the server.
+        replica: brings gradients out and parameters in.
+        guard: judges gradients before they are handed over.
+        update: how the masters move.
+        requirements: of policy and exchange.
+        number_of: slot numbers by ``id(parameter)``, of all that the module has.
+        buffers: the module's, if workers share them.
+        averaged: gradients are the mean of all workers' before the optimizer steps.
+        manual: the user's module steps its optimizers itself.
+        released: is called with the version of each release.
+        goes_ahead: nobody looks at parameters before the next mini-batch begins.
+        endless: no step may be too many (``max_steps``).
+        only: the module has one optimizer.
+    """
+
+    client: Client
+    replica: Replica
+    guard: GradientGuard
+    update: NamedUpdate
+    requirements: Requirements
+    number_of: Mapping[int, int]
+    buffers: SharedBuffers | None
+    averaged: bool
+    manual: bool
+    released: Callable[[int], object]
+    goes_ahead: bool
+    endless: bool
+    only: bool
+
+
+class WorkerStep:
+    """One optimizer's step in one worker.
+
+    Args:
+        optimizer: the user's; its ``param_groups`` are read at every step.
+        number: which of the module's optimizers.
+        parts: shared by all steps of this worker.
+    """
+
+    # Schedulers look for this mark and warn of a step that was replaced after they were made.
+    _wrapped_by_lr_sched = True
+    trying = False  # the optimizer evaluates points that it may reject, where infinity is an answer
+
+    def __init__(self, optimizer: torch.optim.Optimizer, number: int, parts: StepParts) -> None:
+        self._optimizer, self.number, self._parts = optimizer, number, parts
+        self._client, self._replica, self._guard = parts.client, parts.replica, parts.guard
+        self._parameters = parameters_of(optimizer)
+        self._sizes = [len(group["params"]) for group in optimizer.param_groups]
+        self.numbers = slot_numbers(optimizer, parts.number_of)
+        self.hyper_parameters = HyperParameters(optimizer)
+        self.weight = 0.0  # what the gradients gathered so far count for, in samples
+        self.samples = 0.0  # behind them
+        self.pushed = False  # since the mini-batch began
+        self.count = 0  # steps so far
+        self.version = 0  # of the last release
+        self._clip: Clip | None = None
+        self._loss: torch.Tensor | None = None  # of the last backward, if the policy watches it
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The user's."""
+        return self._optimizer
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """Those that the server knows of, group by group."""
+        return self._parameters
+
+    def renumber(self, number: int, only: bool) -> None:
+        """It is this one of the module's optimizers now; ``only``: it has no other."""
+        self.number = number
+
+    # ---- a mini-batch ---------------------------------------------------------------------------
+
+    def begin_batch(self, weight: float, samples: float, first: bool) -> None:
+        """A mini-batch of this weight begins; ``first``: since the last step of any optimizer."""
+        self.weight = weight + (0.0 if first else self.weight)
+        self.samples = samples + (0.0 if first else self.samples)
+        self.pushed = False
+
+    def take_over_batch(self, other: WorkerStep) -> None:
+        """The gradients gathered so far are those of another optimizer's step, too."""
+        self.weight, self.samples = other.weight, other.samples
+
+    def leave_out(self, weight: float, samples: float) -> None:
+        """A mini-batch of this weight has no gradient."""
+        self.weight -= weight
+        self.samples -= samples
+
+    def weigh_nothing(self) -> None:
+        """The gradients gathered so far do not count."""
+        self.weight = self.samples = 0.0
+
+    def clip_next(self, clip: Clip) -> None:
+        """The server clips the merged gradient of the next step."""
+        self._clip = clip
+
+    def watch(self, loss: torch.Tensor) -> None:
+        """The policy wants the loss of the next step."""
+        self._loss = loss
+
+    # ---- the step -------------------------------------------------------------------------------
+
+    def __call__(self, closure: Closure | None = None) -> Any:
+        """In place of ``optimizer.step``, with the optimizer's own step hooks."""
+        optimizer: Any = self._optimizer
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (closure,), {})
+        loss = self._step(closure)
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, (closure,), {})
+        return loss
+
+    def _step(self, closure: Closure | None) -> Any:
+        """Run the closure, if there is one, and step; returns the loss."""
+        raise NotImplementedError
+
+    def skip(self) -> None:
+        """The others make a step for which this worker has no data; nobody waits for it."""
+        raise NotImplementedError
+
+    def flush(self, ends: bool) -> None:
+        """The workers meet: hand over what is left; ``ends``: the epoch or training ends."""
+
+    def _end_step(self) -> None:
+        """The step is counted, whatever becomes of it."""
+        self.pushed, self._clip = True, None
+        self.count += 1
+        vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
+
+    def catch_up(self, version: int) -> None:
+        """Other workers have made updates that this one had no part in."""
+        self.version, self.pushed = version, True
+
+    # ---- hyper-parameters and state -------------------------------------------------------------
+
+    def _told_groups(self, whole: bool) -> Groups | None:
+        """Changed hyper-parameters that the update of the masters follows."""
+        changed = self.hyper_parameters.changed(whole=whole)
+        return self._parts.update.told(self._optimizer, changed)
+
+    def state_dict(self, saved: Saved) -> dict[str, Any]:
+        """What ``optimizer.state_dict()`` would be in one process; ``saved``: the server's part."""
+        raise NotImplementedError
+
+    def _of_masters(self, saved: Saved) -> dict[str, Any]:
+        """The state of the masters' own optimizer, as a checkpoint has it."""
+        numbered = enumerate(self.numbers)
+        states = {n: saved.parameters[x] for n, x in numbered if x in saved.parameters}
+        return {MASTERS: {"update": self._parts.update.name, "state": states}}
+
+    def _check_members(self) -> None:
+        """The masters' own optimizer, if they have one, has the parameters that it began with.
+
+        Raises:
+            UserError: if the user's optimizer has got others.
+        """
+        if self._changed_members() is not None:
+            raise UserError(
+                f"{type(self._optimizer).__name__} was given other parameters in mid-training, but "
+                f"update={self._parts.update.name} has an optimizer of its own in host memory, "
+                "over those that training began with; use update=user with exchange=gradient, or "
+                "give the optimizer all parameters from the start (frozen ones have no gradient)"
+            )
+
+    def _changed_members(self) -> Members | None:
+        """The slot numbers of each group, if anything about them has changed."""
+        now = parameters_of(self._optimizer)
+        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+        if sizes == self._sizes and all(map(is_, now, self._parameters)):
+            return None
+        self.numbers = slot_numbers(self._optimizer, self._parts.number_of)
+        self._parameters, self._sizes = now, sizes
+        self._replica.admit(self.numbers, takes_sparse(self._optimizer))
+        return members_of(self._optimizer, self.numbers)
+
+    def own_state(self) -> dict[str, Any]:
+        """What is this worker's alone, for a checkpoint; empty: nothing is."""
+        return {}
+
+    def load_own_state(self, saved: Mapping[str, Any]) -> None:
+        """Resume from what :meth:`own_state` has returned."""
+
+    @property
+    def owes(self) -> bool:
+        """Whether the masters lack steps that this worker has made."""
+        return False
+
+    def timed(self) -> list[tuple[Phase, object, str, str]]:
+        """What a profile measures: phase, object, its method, and the name to show."""
+        return []
+
+    def close(self) -> None:
+        """Training is over."""

@@ -1,0 +1,281 @@
+"""Gradients that travel encoded, and rules that merge them: equal to plain torch, written below."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from hybridtrain import HybridStrategy
+from hybridtrain.errors import UserError
+from hybridtrain.exchanges import WorkerGradients, make_exchange
+from hybridtrain.exchanges.power_sgd import PowerSGD
+from hybridtrain.exchanges.sign_sgd import SignSGD
+from hybridtrain.updates.robust import Median, TrimmedMean
+from tests.lightning.toys import Regression, make_trainer, regression_data
+
+STEPS, ROWS, COLUMNS, RATE = 4, 80, 60, 0.1
+AS_IT_IS = {"name": "gradient", "compress": {"name": "topk", "density": 1, "bits": None}}
+
+
+def wanted(worker: int, step: int) -> list[torch.Tensor]:
+    """The gradients of worker and step: of a matrix that is encoded alone, and of a vector."""
+    drawn = torch.Generator().manual_seed(100 * step + worker)
+    return [torch.randn(ROWS, COLUMNS, generator=drawn), torch.randn(5, generator=drawn)]
+
+
+class Given(pl.LightningModule):
+    """Has these gradients; worker 0's may be garbage."""
+
+    def __init__(self, garbage: float = 1.0, looks: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.matrix = torch.nn.Parameter(torch.zeros(ROWS, COLUMNS))
+        self.vector = torch.nn.Parameter(torch.zeros(5))
+        self.garbage, self.looks, self.options = garbage, looks, options
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        given = wanted(self.global_rank, batch_idx)
+        factor = self.garbage if self.global_rank == 0 else 1.0
+        parts = zip((self.matrix, self.vector), given, strict=True)
+        return factor * torch.stack([(p * g).sum() for p, g in parts]).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=RATE, **self.options)
+
+
+class Looking(Given):
+    """Looks at gradients before the step, so that each worker gets the merged one."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert all(p.grad is not None for p in self.parameters())
+
+
+def trained(module: pl.LightningModule, workers: int, **strategy: Any) -> list[torch.Tensor]:
+    made = make_trainer(HybridStrategy(**strategy), workers, max_epochs=1)
+    made.fit(module, DataLoader(TensorDataset(torch.zeros(STEPS * workers, 1)), 1))
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def followed(merge: Any, workers: int) -> list[torch.Tensor]:
+    """SGD with what ``merge`` makes of a parameter's gradients, (W, *shape)."""
+    found = [torch.zeros(ROWS, COLUMNS), torch.zeros(5)]
+    for step in range(STEPS):
+        everyone = [wanted(worker, step) for worker in range(workers)]
+        for number, parameter in enumerate(found):
+            parameter.add_(merge(number, torch.stack([g[number] for g in everyone])), alpha=-RATE)
+    return found
+
+
+# ---- encoded ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [Given, Looking])
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_sign_sgd_is_the_majority_of_signs_to_the_bit(module: type[Given], workers: int) -> None:
+    found = trained(module(), workers, exchange=SignSGD())
+    reference = followed(lambda _, stack: stack.sign().sum(0).sign(), workers)
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+
+
+@pytest.mark.parametrize("module", [Given, Looking])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_power_sgd_is_the_mean_of_products_with_error_feedback(
+    module: type[Given], workers: int
+) -> None:
+    left = torch.zeros(workers, ROWS, COLUMNS)
+    start = torch.randn(COLUMNS, 3, generator=torch.Generator().manual_seed(0))
+
+    def products(number: int, stack: torch.Tensor) -> torch.Tensor:
+        if number == 1:  # a vector is not encoded
+            return stack.mean(0)
+        due = left + stack
+        for worker, matrix in enumerate(due):
+            second = start
+            for _ in range(2):
+                first = torch.linalg.qr(matrix @ second).Q
+                second = matrix.T @ first
+            left[worker] = matrix - first @ second.T
+        return (due - left).mean(0)
+
+    codec = PowerSGD(rank=3, iterations=2)
+    found = trained(module(), workers, exchange={"name": "gradient", "compress": codec})
+    reference = followed(products, workers)
+    assert all(
+        torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in zip(found, reference, strict=True)
+    )
+
+
+class ByHand(Regression):
+    """Steps its optimizer itself."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("module", [Regression, ByHand])
+@pytest.mark.parametrize("policy", ["hybrid", {"name": "backup", "k": 1}, "ssp", "async"])
+def test_encoded_as_they_are_gradients_train_as_without(
+    policy: Any, module: type[Regression]
+) -> None:
+    """One worker, so that every policy repeats to the bit; all elements travel, none is rounded."""
+    both = []
+    for exchange in ("gradient", AS_IT_IS):
+        torch.manual_seed(1)
+        made = module(lambda p: torch.optim.Adam(p, lr=0.01))
+        trainer = make_trainer(HybridStrategy(policy, exchange=exchange), 1, max_epochs=2)
+        trainer.fit(made, DataLoader(regression_data(), 8))
+        both.append(list(made.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_two_workers_with_clipping_and_accumulation_train_as_without(
+    clip: float | None, accumulate: int
+) -> None:
+    both = []
+    for exchange in ("gradient", AS_IT_IS):
+        torch.manual_seed(1)
+        made = Regression(lambda p: torch.optim.Adam(p, lr=0.01))
+        options = {"gradient_clip_val": clip, "accumulate_grad_batches": accumulate}
+        trainer = make_trainer(HybridStrategy(exchange=exchange), 2, max_epochs=2, **options)
+        trainer.fit(made, DataLoader(regression_data(50), 8))
+        both.append(list(made.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(*both, strict=True))
+
+
+@pytest.mark.parametrize("compress", ["int8", "int4", "topk"])
+@pytest.mark.parametrize("policy", ["hybrid", "async", "ssp"])
+def test_a_gradient_that_is_not_finite_is_seen_before_it_is_encoded(
+    compress: str, policy: str
+) -> None:
+    exchange = {"name": "gradient", "compress": compress}
+    with pytest.raises(UserError, match=r"worker 0 .* has a gradient that is not finite: matrix"):
+        trained(Given(garbage=float("nan")), 2, policy=policy, exchange=exchange)
+
+
+def test_a_quarter_of_the_bytes_is_counted() -> None:
+    made = make_trainer(HybridStrategy(exchange={"name": "gradient", "compress": "int8"}), 2)
+    made.fit(Given(), DataLoader(TensorDataset(torch.zeros(2 * STEPS, 1)), 1))
+    found = made.strategy.run_stats()["handed_over"]  # type: ignore[attr-defined]
+    whole = 4 * (ROWS * COLUMNS + 5) * 2 * STEPS * 3
+    assert found["sent_bytes"] + found["saved_bytes"] == whole
+    assert found["sent_bytes"] < 0.26 * whole
+
+
+# ---- merge rules --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [Given, Looking])
+@pytest.mark.parametrize("garbage", [1.0, 1e9])
+def test_a_median_bears_a_worker_that_sends_garbage(module: type[Given], garbage: float) -> None:
+    def median(_: int, stack: torch.Tensor) -> torch.Tensor:
+        stack = stack.clone()
+        stack[0] *= garbage
+        return stack.median(0).values
+
+    found = trained(module(garbage), 5, update="median")
+    reference = followed(median, 5)
+    assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
+    assert max(float(parameter.abs().max()) for parameter in found) < STEPS * RATE * 3
+
+
+def test_a_trimmed_mean_leaves_out_both_ends() -> None:
+    found = trained(Given(garbage=1e9), 4, update={"name": "trimmed_mean", "trim": 0.25})
+
+    def trimmed(_: int, stack: torch.Tensor) -> torch.Tensor:
+        stack = stack.clone()
+        stack[0] *= 1e9
+        return stack.sort(0).values[1:3].mean(0)
+
+    reference = followed(trimmed, 4)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, reference, strict=True))
+
+
+class Weighted:
+    """The mean again, written by a user."""
+
+    least: ClassVar[int] = 1
+
+    def merge(self, parts: Sequence[WorkerGradients]) -> list[torch.Tensor | None]:
+        assert sum(part.weight for part in parts) == pytest.approx(1)
+        assert all(part.staleness == 0 for part in parts)
+        columns = zip(*(part.gradients for part in parts), strict=True)
+        weights = [part.weight for part in parts]
+        return [sum(w * g for w, g in zip(weights, each, strict=True)) for each in columns]  # type: ignore[misc]
+
+
+def test_a_rule_of_ones_own_sees_weights_and_separate_gradients() -> None:
+    found = trained(Given(), 3, update=Weighted())
+    reference = followed(lambda _, stack: stack.mean(0), 3)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, reference, strict=True))
+
+
+class Wrong(Weighted):
+    """Returns other shapes."""
+
+    def merge(self, parts: Sequence[WorkerGradients]) -> list[torch.Tensor | None]:
+        return [torch.zeros(3), torch.zeros(5)]
+
+
+class Short(Weighted):
+    """Returns too few."""
+
+    def merge(self, parts: Sequence[WorkerGradients]) -> list[torch.Tensor | None]:
+        return []
+
+
+@pytest.mark.parametrize(
+    ("workers", "strategy", "said"),
+    [
+        (2, {"update": "median"}, "update=Median .* 2 contributions .* at least 3"),
+        (3, {"update": "median", "policy": "async"}, "update=Median .* 1 contributions"),
+        (3, {"update": "median", "policy": {"name": "softsync"}}, "update=Median"),
+        (3, {"update": {"name": "trimmed_mean", "trim": 0.5}}, "update.trim=0.5 .* below 0.5"),
+        (2, {"update": "median", "exchange": "movement"}, "update=Median.* exchange=Movement"),
+        (2, {"update": object()}, "neither a name nor a merge rule"),
+        (2, {"update": Wrong()}, r"merge\(\) returned .*3.* for parameter 0, .* \(80, 60\)"),
+        (2, {"update": Short()}, r"merge\(\) returned 0 gradients for 2 parameters"),
+        (
+            2,
+            {"policy": "hogwild", "exchange": {"name": "in_place", "compress": "int8"}},
+            "exchange.compress was given.*in_place takes optimizer_state",
+        ),
+        (2, {"exchange": {"name": "gradient", "compress": "int3"}}, "did you mean int"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(workers: int, strategy: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said) as error:
+        trained(Given(), workers, **strategy)
+    assert "\n" not in str(error.value)
+
+
+def test_an_optimizer_that_compares_losses_takes_no_rounded_gradients() -> None:
+    module = Regression(lambda p: torch.optim.LBFGS(p))
+    trainer = make_trainer(HybridStrategy(exchange={"name": "gradient", "compress": "int8"}), 2)
+    with pytest.raises(UserError, match=r"LBFGS.* leave it out"):
+        trainer.fit(module, DataLoader(regression_data(), 8))
+
+
+def test_rules_of_the_paper() -> None:
+    parts = [
+        WorkerGradients(w, 0.2, 0, [torch.tensor([float(v)]), None])
+        for w, v in enumerate((5, 1, 100, 2, 3))
+    ]
+    assert Median().merge(parts) == [torch.tensor([3.0]), None]
+    assert Median().merge(parts[:4])[0] == torch.tensor([3.5])
+    assert TrimmedMean(0.2).merge(parts)[0] == torch.tensor([10 / 3])
+    assert TrimmedMean(0.01).merge(parts)[0] == torch.tensor([10 / 3])
+    assert TrimmedMean(0.4).merge(parts)[0] == torch.tensor([3.0])
+    assert make_exchange("gradient").update == "user"
