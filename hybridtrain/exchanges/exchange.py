@@ -119,10 +119,12 @@ class Exchange(Protocol):
     (``"shared"``), that is all there is to say. ``update``: how the masters move, unless the user
     says (``strategy.update``): the user's own optimizer (``"user"``), which gets the mean of the
     gradients or what a merge rule makes of them; or the mean of what was handed over is subtracted
-    (``"mean"``).
+    (``"mean"``). ``keeps``: workers continue from parameters of their own where all have handed
+    over (else from the masters).
     """
 
     parameters: ClassVar[Parameters]
+    keeps: ClassVar[bool]
 
     @property
     def update(self) -> str | MergeRule:
@@ -134,6 +136,10 @@ class Exchange(Protocol):
         """A worker's own steps behind what it hands over, as a rule."""
         ...
 
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
+        ...
+
     def worker_steps(self, ways: Ways) -> Any:
         """Choose how workers step."""
         ...
@@ -143,21 +149,14 @@ class Exchange(Protocol):
 class LocalExchange(Exchange, Protocol):
     """What a worker with parameters of its own (``"own"``) does at the steps of one optimizer.
 
-    Each worker has a copy for each optimizer, and that remembers what it needs. ``keeps``: workers
-    go on from parameters of their own where all have handed over; else from the masters. One that
-    cannot do with any number of parameters may have ``check_tensors(n_tensors)``, which raises
+    Each worker has a copy for each optimizer, which remembers what it needs. One that cannot do
+    with any number of parameters may have ``check_tensors(n_tensors)``, which raises
     ``UserError``.
     """
-
-    keeps: ClassVar[bool]
 
     @property
     def owes(self) -> bool:
         """Whether steps have been made that nothing has been handed over of."""
-        ...
-
-    def check(self, n_workers: int, whole_rounds: bool) -> None:
-        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
         ...
 
     def step(self, local: Local) -> Leaving:

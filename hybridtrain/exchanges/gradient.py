@@ -12,13 +12,22 @@ from hybridtrain.options.exchange_options import GradientOptions, InPlaceOptions
 from hybridtrain.util.named_choice import BriefRepr
 
 
+class EveryStep:
+    """Of an exchange: each step of a worker is an exchange."""
+
+    keeps: ClassVar[bool] = False
+    steps: ClassVar[int] = 1
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """It fits any number of workers, and any policy that :func:`combine` admits."""
+
+
 @dataclass(repr=False)
-class Gradient(GradientOptions, BriefRepr):
+class Gradient(EveryStep, GradientOptions, BriefRepr):
     """Every step's gradient is handed over, and the newest masters are taken back."""
 
     parameters: ClassVar[Parameters] = "read"
     update: ClassVar[str | MergeRule] = "user"
-    steps: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -29,12 +38,11 @@ class Gradient(GradientOptions, BriefRepr):
 
 
 @dataclass(frozen=True)
-class InPlace(InPlaceOptions):
+class InPlace(EveryStep, InPlaceOptions):
     """Workers step the masters themselves (Hogwild!)."""
 
     parameters: ClassVar[Parameters] = "shared"
     update: ClassVar[str] = "user"
-    steps: ClassVar[int] = 1
 
     def worker_steps(self, ways: Ways) -> Any:
         return ways.write_to_masters(self.optimizer_state == "private")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.exchange import Exchange, LocalExchange
-from hybridtrain.policies import LockFree, Needs, Policy
+from hybridtrain.exchanges.exchange import Exchange
+from hybridtrain.policies import Needs, Policy
 
 Place = Literal["masters", "copy", "own", "shared"]
 Data = Literal["shares", "queue", "dealt"]
@@ -117,8 +117,7 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
             "hybridtrain.policies.Needs, such as Needs(whole_rounds=True)"
         )
     _check(policy, needs, exchange)
-    if isinstance(exchange, LocalExchange):
-        exchange.check(n_workers, needs.whole_rounds)
+    exchange.check(n_workers, needs.whole_rounds)
     place: Place = "masters" if needs.whole_rounds else "copy"
     free: Data = "dealt" if needs.turns else "queue"
     later, steps = needs.later, exchange.steps
@@ -142,7 +141,7 @@ def combine(policy: Policy, exchange: Exchange, n_workers: int) -> Requirements:
 def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
     """Workers that step parameters themselves need a policy that lets them."""
     shared = exchange.parameters == "shared"
-    if isinstance(policy, LockFree) and not shared:
+    if getattr(policy, "exchange", None) == "in_place" and not shared:
         raise UserError(
             f"exchange={exchange} was given with policy={policy}, but there workers write to the "
             "masters and hand nothing over; use policy=async, or exchange=in_place"
@@ -153,7 +152,7 @@ def _check(policy: Policy, needs: Needs, exchange: Exchange) -> None:
         reason = "workers that write to the masters cannot wait for one another's updates"
     elif shared and needs.holds:
         reason = "nothing is handed over that could be put aside"
-    elif isinstance(exchange, LocalExchange) and exchange.keeps and needs.holds:
+    elif exchange.keeps and needs.holds:
         reason = "what is put aside is averaged, and here it adds up"
     elif needs.turns:
         reason = "one worker computes at a time there"

@@ -23,6 +23,7 @@ import torch
 
 from hybridtrain.memory import Packed, Store, open_window, pack
 from hybridtrain.protocol.messages import Writes
+from hybridtrain.worker.device import Streams
 from hybridtrain.worker.row_encoder import RowEncoder
 
 LARGE = 128 * 1024  # elements: below that, one pass over many tensors costs less than this
@@ -76,6 +77,7 @@ class Replica(Protocol):
     adding: bool = False  # what backward makes only adds up: nothing is to leave yet
     finite: frozenset[int] = frozenset()  # of the others: those that are known to be finite
     encoder: RowEncoder | None = None  # of gradients
+    streams: Streams | None = None  # of the device
     encoded: int | None = None  # bytes at the row's front that stand for all collected last
     _sparse: Collection[int] = frozenset()  # whose sparse gradients stay sparse
     _parameters: Sequence[torch.nn.Parameter]

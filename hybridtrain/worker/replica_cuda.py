@@ -68,6 +68,8 @@ class CudaReplica(Replica):
         encoder: encodes gradients on the device; then none is sent eagerly.
     """
 
+    streams: Streams
+
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],

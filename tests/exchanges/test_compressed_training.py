@@ -148,8 +148,8 @@ def test_who_takes_the_place_of_a_worker_that_died_is_owed_nothing() -> None:
     made = world(movement("topk"), conditions=Conditions(script=script))
     made.run(until_s=7.0)
     replicas: Any = made._replicas
-    assert len(replicas._workers[1].exchange.state()["residuals"]) == 2
+    assert len(replicas._workers[1].steps.exchange.state()["residuals"]) == 2
     made.run(until_s=8.0)
-    assert not replicas._workers[1].exchange.state()["residuals"]
+    assert not replicas._workers[1].steps.exchange.state()["residuals"]
     made.run(until_s=20.0)
-    assert len(replicas._workers[1].exchange.state()["residuals"]) == 2
+    assert len(replicas._workers[1].steps.exchange.state()["residuals"]) == 2

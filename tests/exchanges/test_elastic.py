@@ -98,7 +98,7 @@ def test_without_a_force_the_centre_stays_and_each_is_alone() -> None:
         for worker in range(2):
             alone.step(worker, alone.forces(worker))
     for worker in range(2):
-        found = made._replicas._workers[worker].parameters
+        found = made._replicas._workers[worker].steps.parameters
         assert all(map(torch.equal, found, alone.own[worker]))
 
 
@@ -112,12 +112,12 @@ def test_forces_only_move_workers_and_centre_towards_each_other() -> None:
     assert made._replicas is not None
     workers = made._replicas._workers
     for number, worker in enumerate(workers):
-        worker.parameters[0].add_(number + 1.0)
-    before = sum(worker.parameters[0] for worker in workers) + made.parameters()[0]
+        worker.steps.parameters[0].add_(number + 1.0)
+    before = sum(worker.steps.parameters[0] for worker in workers) + made.parameters()[0]
     made.run(until_s=7.5)
-    after = sum(worker.parameters[0] for worker in workers) + made.parameters()[0]
+    after = sum(worker.steps.parameters[0] for worker in workers) + made.parameters()[0]
     torch.testing.assert_close(after, before, rtol=0, atol=1e-13)
-    assert float((workers[2].parameters[0] - workers[0].parameters[0]).abs().max()) < 1
+    assert float((workers[2].steps.parameters[0] - workers[0].steps.parameters[0]).abs().max()) < 1
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_who_takes_the_place_of_a_worker_that_died_begins_at_the_centre() -> Non
     made.run(until_s=30.6)
     assert made._replicas is not None
     joined = made._replicas._workers[1]
-    assert all(map(torch.equal, joined.parameters, made.parameters()))
+    assert all(map(torch.equal, joined.steps.parameters, made.parameters()))
     assert not joined.optimizer.state
     made.run(until_s=40.5)
     assert joined.optimizer.state

@@ -23,7 +23,6 @@ from hybridtrain.lightning.hooks.loop_hooks import training_fetcher
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.device import Lane, Streams
 from hybridtrain.worker.replica import Replica
-from hybridtrain.worker.replica_cuda import CudaReplica
 
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
@@ -109,7 +108,7 @@ def _is_plain(leaf: Any) -> bool:
 
 def ahead(exchange: Replica, trainer: Any) -> Ahead | None:
     """Prefetching for a worker on a device; ``None`` on the host."""
-    return Ahead(exchange.streams, trainer) if isinstance(exchange, CudaReplica) else None
+    return None if exchange.streams is None else Ahead(exchange.streams, trainer)
 
 
 def leaves_transfer_alone(trainer: Any) -> bool:

@@ -14,7 +14,7 @@ from hybridtrain.exchanges import LocalExchange
 from hybridtrain.exchanges.compression import Codec
 from hybridtrain.lightning.step.gradient_step import GradientStep
 from hybridtrain.lightning.step.in_place import in_place_step
-from hybridtrain.lightning.step.local_steps import LocalStep
+from hybridtrain.lightning.step.local_step import LocalStep
 from hybridtrain.lightning.step.worker_step import StepParts, WorkerStep
 from hybridtrain.memory import Store
 from hybridtrain.updates.optimizer_traits import calls_closure

@@ -4,7 +4,7 @@ A worker's step replaces the ``step`` of one of the user's optimizers, which sta
 monitors and hooks expect it. What it does is the exchange's choice: hand the gradient over
 (:mod:`hybridtrain.lightning.step.gradient_step`), write to the shared masters
 (:mod:`hybridtrain.lightning.step.in_place`), or step parameters of the worker's own
-(:mod:`hybridtrain.lightning.step.local_steps`).
+(:mod:`hybridtrain.lightning.step.local_step`).
 """
 
 from __future__ import annotations

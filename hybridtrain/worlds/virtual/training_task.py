@@ -6,22 +6,21 @@ Legend: P elements of one dtype's buffer, W workers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from hybridtrain.exchanges import Await, Exchange, Leaving, LocalExchange
-from hybridtrain.exchanges.compression import Compressor, codec_of
+from hybridtrain.exchanges.compression import Compressor
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
 from hybridtrain.updates.groups import Groups
-from hybridtrain.updates.kernels.own_step import own_step
 from hybridtrain.updates.named import NamedUpdate, update_of
 from hybridtrain.updates.per_tensor import clip_gradients
+from hybridtrain.worker.local_steps import LocalSteps
 from hybridtrain.worlds.virtual.sharding import shards_of
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -92,35 +91,31 @@ class SimulatedWorker:
         exchange: LocalExchange,
         fresh: bool,
     ) -> None:
-        self.worker, self.workers, self.fresh = worker, workers, fresh
-        self.ends = True  # workers meet at ends of epochs only
         self._all = [torch.nn.Parameter(master.clone()) for master in masters]
         self.values = [parameter.data for parameter in self._all]  # in the order of the task
         self.optimizer = make_optimizer(self._all)
         number_of = {id(parameter): number for number, parameter in enumerate(self._all)}
-        self._trained = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self.numbers = tuple([number_of[id(parameter)] for parameter in self._trained])
-        self.parameters = [self.values[number] for number in self.numbers]
-        self.masters = [masters[number] for number in self.numbers]
-        self.exchange = deepcopy(exchange)
-        self.samples = 0.0
+        trained = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.numbers = tuple([number_of[id(parameter)] for parameter in trained])
+        self._masters = masters
+        self.steps = LocalSteps(
+            self.optimizer, self.numbers, self, exchange, fresh, worker, workers
+        )
         self.covers: tuple[DrawnBatch, ...] = ()  # not handed over yet
         self.fetches = True  # with the last push
 
-    @property
-    def gradients(self) -> list[torch.Tensor | None]:
-        return [parameter.grad for parameter in self._trained]
+    def parameters(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        return [self.values[number] for number in numbers]
 
-    @property
-    def rate(self) -> float:
-        return max(float(group["lr"]) for group in self.optimizer.param_groups)
+    def masters(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        return [self._masters[number] for number in numbers]
 
-    def step(self) -> None:
-        own_step(self.optimizer)
+    def moved(self, numbers: Sequence[int]) -> list[torch.Tensor]:
+        return [self._masters[number] - self.values[number] for number in numbers]
 
-    def moved(self, places: Sequence[int] | None = None) -> list[torch.Tensor]:
-        chosen = range(len(self.parameters)) if places is None else places
-        return [self.masters[place] - self.parameters[place] for place in chosen]
+    def begin(self) -> None:
+        """Begin with the masters as they were read last."""
+        torch._foreach_copy_(self.parameters(self.numbers), self.masters(self.numbers))
 
     def advance(
         self, gradients: Sequence[torch.Tensor | None], samples: float, clip: Clip | None
@@ -129,14 +124,12 @@ class SimulatedWorker:
         for parameter, gradient in zip(self._all, gradients, strict=True):
             parameter.grad = None if gradient is None else gradient.clone()
         with torch.no_grad():
-            clip_gradients([each for each in self.gradients if each is not None], clip)
-        self.samples = samples
-        with torch.no_grad():
-            return self.exchange.step(self)
+            clip_gradients([p.grad for p in self._all if p.grad is not None], clip)
+        return self.steps.advance(samples)
 
     def take(self) -> Leaving:
         """The worker has been released; perhaps it pushes again."""
-        return self.exchange.take(self, self.masters) if self.fetches else None
+        return self.steps.take() if self.fetches else None
 
 
 class SimulatedReplicas:
@@ -177,10 +170,28 @@ class SimulatedReplicas:
         self._copies = [
             [store.parameter(worker, slot) for store, slot in self._places] for worker in workers
         ]
-        self._make = partial(_worker, self._copies, make_optimizer, exchange, fresh)
-        alone, codec = isinstance(exchange, LocalExchange), codec_of(exchange)
-        self._workers = [self._make(worker) for worker in workers if alone]
-        self._compressors = [Compressor(codec) for _ in workers if codec and not alone]
+        self._make_optimizer, self._fresh = make_optimizer, fresh
+        self._workers: list[SimulatedWorker] = []
+        self._compressors: list[Compressor] = []
+        exchange.worker_steps(self)
+
+    # ---- ways to step, from which the exchange chooses ------------------------------------------
+
+    def hand_over_gradients(self, codec: Any) -> None:
+        """Each worker's gradients are encoded, if there is a codec."""
+        self._compressors = [Compressor(codec) for _ in self._copies if codec is not None]
+
+    def write_to_masters(self, private_state: bool) -> None:
+        """Nothing: here each gradient is an update of its own."""
+
+    def step_own_parameters(self, exchange: LocalExchange) -> None:
+        """Each worker has parameters of its own."""
+        self._make = partial(self._worker, exchange)
+        self._workers = [self._make(worker) for worker in range(len(self._copies))]
+
+    def _worker(self, exchange: LocalExchange, worker: int) -> SimulatedWorker:
+        masters, make = self._copies[worker], self._make_optimizer
+        return SimulatedWorker(worker, len(self._copies), masters, make, exchange, self._fresh)
 
     @property
     def shares(self) -> list[float]:
@@ -240,8 +251,7 @@ class SimulatedReplicas:
         if not self._workers:
             return None
         own = self._workers[worker]
-        with torch.no_grad():
-            return self._offered(worker, own, own.exchange.flush(own))
+        return self._offered(worker, own, own.steps.flush(ends=True))
 
     def lose(self, worker: int) -> None:
         """The worker has died: reset it."""
@@ -256,15 +266,14 @@ class SimulatedReplicas:
             store.refresh(worker)
         if self._workers:
             own = self._workers[worker]
-            torch._foreach_copy_(own.parameters, own.masters)
+            own.begin()
 
     def take(self, worker: int) -> Push | Await | None:
         """The server has released the worker; returns its next push, if it follows at once."""
         if not self._workers:
             return None
         own = self._workers[worker]
-        with torch.no_grad():
-            return self._offered(worker, own, own.take())
+        return self._offered(worker, own, own.take())
 
     def tell(self, groups: Groups) -> Groups | None:
         """Set the workers' hyper-parameters; returns the changes for the server."""
@@ -320,15 +329,3 @@ class SimulatedReplicas:
 
 def _absent(numbers: Sequence[int], values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
     return tuple(n for n, value in zip(numbers, values, strict=True) if value is None)
-
-
-def _worker(
-    masters: Sequence[Sequence[torch.Tensor]],  # each worker's copy
-    make_optimizer: MakeOptimizer,
-    exchange: Exchange,
-    fresh: bool,
-    worker: int,
-) -> SimulatedWorker:
-    assert isinstance(exchange, LocalExchange), "workers have their own parameters"
-    args = worker, len(masters), masters[worker]
-    return SimulatedWorker(*args, make_optimizer, exchange, fresh)
