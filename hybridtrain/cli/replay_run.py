@@ -20,8 +20,12 @@ from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.run import Parts, build, hash_of_checkpoint
 from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.replay.rehearse_fit import rehearse_fit
-from hybridtrain.lightning.replay.replay_fit import changed_code, changed_versions, replay_fit
+from hybridtrain.lightning.replay.replay_fit import (
+    changed_code,
+    changed_versions,
+    rehearse_fit,
+    replay_fit,
+)
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.recording import Record

@@ -179,7 +179,7 @@ def shortage(error: BaseException, strategy: Any) -> Shortage | None:
     try:
         free, total = module.mem_get_info(device)
         held = module.memory_allocated(device)
-    except (RuntimeError, AttributeError):  # a device that has failed tells nothing
+    except (RuntimeError, AttributeError):  # a failed device gives no figures
         return None
     asked = _ASKED.search(str(error))
     more = round(float(asked[2]) * _UNITS[asked[3]]) if asked else 0

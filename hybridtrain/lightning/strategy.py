@@ -33,7 +33,7 @@ from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
 from hybridtrain.lightning.data.prefetch import ahead
 from hybridtrain.lightning.device_memory import DeviceMemory
-from hybridtrain.lightning.failover.failure_handling import FailureHandling
+from hybridtrain.lightning.failover.lost_samples import LostSampleRedistribution, prepare_for_losses
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
@@ -126,7 +126,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
     _session: Session | None = None
     _snapshot: list[dict[str, Any]] | None = None
     _count: UpdateCount | None = None  # where workers run freely
-    _losses: FailureHandling | None = None  # once training has begun
+    _losses: LostSampleRedistribution | None = None  # once training has begun
     interrupted_by: int | None = None  # the signal that ended the last run
     callbacks_at_home: list[pl.Callback] | None = None  # of workers
     _abstains = False
@@ -230,7 +230,8 @@ class HybridStrategy(SingleHost, ParallelStrategy):
                 self.client.joins = self.client.solo = False
                 self._count.join(self._session.pull())
             self.step_rollback = StepRollback(self._session, self.client, self._loaders)
-            self._losses = FailureHandling(self, self._session.trainer, self._loaders, self._back)
+            trainer = self._session.trainer
+            self._losses = prepare_for_losses(self, trainer, self._loaders, self._back)
             self._absence.begin(self._session)
 
     def teardown(self) -> None:

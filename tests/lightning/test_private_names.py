@@ -193,6 +193,7 @@ NOT_LIGHTNINGS = {
     ("lightning/preflight/spawn_checks.py", "_fabric"): "a list of attributes that are no parts",
     ("lightning/preflight/spawn_checks.py", "_modules"): "of torch",
     ("lightning/preflight/spawn_checks.py", "_trainer"): "a list of attributes that are no parts",
+    ("lightning/step/in_place.py", "_step"): "of our in-place step",
     ("lightning/step/remote_state.py", "_version"): "of torch",
     ("lightning/step_profiler.py", "_step"): "of our in-place step",
     ("tasks/speech/batching.py", "_cache"): "of that class",

@@ -1,6 +1,6 @@
-r"""Where in an epoch a worker is: states, and what changes them.
+r"""A worker's position in an epoch: states, events, and the table of transitions.
 
-    a checkpoint of its middle, of a hook behind a mini-batch, or of its end
+    a checkpoint of its middle, of the hook after a mini-batch, or of its end
         │
         ▼                  first mini-batch
     RESUMED ───────────────────────┐
@@ -12,11 +12,11 @@ r"""Where in an epoch a worker is: states, and what changes them.
         │                   lost samples are left│    │last one            │
         │                                        ▼    │                    │
         │                                       MADE_UP                    │
-        └──────── the callbacks of all workers may hear of its end ────────┘
+        └──────── closes: callbacks of the epoch's end may follow ─────────┘
 
-:data:`TABLE` is the same as data. :mod:`hybridtrain.lightning.checkpointing.epoch_position` applies
-it. Lightning has no such state. It has four counters of epochs and four of mini-batches; what they
-say about a moment is said here, too.
+:data:`TABLE` is the same as data; :mod:`hybridtrain.lightning.checkpointing.epoch_position` applies
+it. Lightning has no such state, but four counters of epochs and four of mini-batches, which the
+functions below read.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from enum import StrEnum
 
 
 class EpochState(StrEnum):
-    """Of one worker."""
+    """The state of one worker."""
 
-    BETWEEN = "between"  # none is under way: the next one begins with its first mini-batch
-    RESUMED = "resumed"  # a checkpoint was written in its middle; nothing of it was done here
+    BETWEEN = "between"  # no epoch has begun: the next one begins with its first mini-batch
+    RESUMED = "resumed"  # from a checkpoint of its middle; nothing has been trained here
     RESUMED_IN_HOOK = "resumed in hook"  # likewise, before the validation that may be due
-    RESUMED_AT_END = "resumed at end"  # likewise, behind all of its mini-batches
+    RESUMED_AT_END = "resumed at end"  # likewise, after its last mini-batch
     UNDER_WAY = "under way"
-    AT_END = "at end"  # this worker has had its last mini-batch, which others may not have
-    MADE_UP = "made up"  # the loaders are iterated over once more, for what lost workers have left
-    OVER = "over"  # all have met behind their last mini-batch
+    AT_END = "at end"  # this worker has done its last mini-batch; others may not have
+    MADE_UP = "made up"  # the loaders iterate once more, over the samples of lost workers
+    OVER = "over"  # all workers have met after their last mini-batch
 
 
 class EpochEvent(StrEnum):
-    """What happens to it."""
+    """An event of the epoch."""
 
     RESUMES = "resumes"
     RESUMES_IN_HOOK = "resumes in hook"
@@ -47,15 +47,15 @@ class EpochEvent(StrEnum):
     BEGINS = "begins"  # from its first mini-batch
     GOES_ON = "goes on"  # from where the checkpoint was written
     REACHES_END = "reaches its end"
-    IS_CONTINUED = "is continued"  # something was left that can be made up for
+    IS_CONTINUED = "is continued"  # lost workers have left samples that can be trained on
     ALL_MEET = "all meet"
-    CLOSES = "closes"  # all workers have come to its end, and callbacks hear of it
+    CLOSES = "closes"  # all workers have reached its end; callbacks follow
 
 
 S, E = EpochState, EpochEvent
 RESUMED = (S.RESUMED, S.RESUMED_IN_HOOK, S.RESUMED_AT_END)
 
-# What is not listed has no effect. A search for a learning rate trains, and restores, before.
+# Other events have no effect. A search for a learning rate trains and restores before.
 TABLE: dict[tuple[EpochState, EpochEvent], EpochState] = {
     **{(state, E.RESUMES): S.RESUMED for state in S},
     **{(state, E.RESUMES_IN_HOOK): S.RESUMED_IN_HOOK for state in S},
@@ -74,10 +74,10 @@ TABLE: dict[tuple[EpochState, EpochEvent], EpochState] = {
 
 
 def is_settled(counts: Mapping[str, int]) -> bool:
-    """Whether no epoch (or mini-batch) is under way, but perhaps callbacks hear of its end."""
+    """Whether no epoch (or mini-batch) is under way, except for the callbacks of its end."""
     return counts["ready"] == counts["started"] == counts["processed"]
 
 
 def is_in_end_hook(counts: Mapping[str, int]) -> bool:
-    """Whether callbacks hear of the end of an epoch (or mini-batch)."""
+    """Whether the callbacks of an epoch's (or mini-batch's) end run."""
     return is_settled(counts) and counts["processed"] == counts["completed"] + 1

@@ -274,12 +274,12 @@ class EpochSampler(Sampler[int]):
 
 
 class ShareSampler(EpochSampler):
-    """This worker's fixed share of every global mini-batch, as long as nobody is lost.
+    """This worker's fixed share of every global mini-batch, until a worker is lost.
 
-    A global mini-batch of G = sum(sizes) positions is dealt out in one pattern, as evenly as the
-    sizes allow: with equal sizes every W-th sample. The last, smaller one is its beginning, so that
-    it is shared in proportion. What a worker that is gone has not done is shared out anew, to be
-    done at the end of the epoch.
+    A global mini-batch of G = sum(sizes) positions is dealt in one pattern, as evenly as the sizes
+    allow: with equal sizes every W-th sample. The last, smaller one follows the beginning of the
+    pattern, so that it is shared in proportion. At the end of the epoch the remaining workers share
+    the rest of a lost worker's.
     """
 
     _positions: Sequence[int] = ()  # of this iteration

@@ -11,43 +11,59 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState
-from hybridtrain.lightning.data.samplers import EpochSampler
+from hybridtrain.lightning.data.loaders import Loaders
+from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_the_loggers
+from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState
 from hybridtrain.lightning.hooks.loop_hooks import is_at_last_batch, remeasure, training_fetcher
 from hybridtrain.lightning.hooks.points import Point, before
+from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.protocol.spans import Spans, total
-from hybridtrain.worker.client import Client
+
+
+def prepare_for_losses(
+    strategy: WorkerContext, trainer: Any, loaders: Loaders, back: Rejoin | None
+) -> LostSampleRedistribution | None:
+    """Prepare this worker, at the start of training, for the loss of others.
+
+    Args:
+        strategy: of this worker; its ``on_failure`` says which parts are needed.
+        trainer: of this worker.
+        loaders: of this worker.
+        back: if this worker has been restarted.
+    """
+    choice, whole_rounds = strategy.on_failure.choice, strategy.requirements.whole_rounds
+    if choice == "stop":
+        return None
+    if back is None:
+        know_the_loggers(trainer, strategy.collectives)
+    LeaderFailover(trainer, strategy.client)
+    continues = choice == "continue"
+    loaders.remembers = continues and whole_rounds
+    state = RejoinState(trainer, loaders, strategy.rng_mailbox, back, asked=not continues)
+    if whole_rounds and not continues:  # a restarted worker keeps its place
+        return None
+    return LostSampleRedistribution(strategy, trainer, loaders, state.keep)
 
 
 class LostSampleRedistribution:
     """Continues an epoch that lost workers left unfinished.
 
     Args:
+        strategy: of this worker.
         trainer: of this worker.
-        client: to the server.
-        samplers: of the training loaders.
-        position: of this worker.
-        align: brings all workers to the same parameters, and calls ``meet``.
+        loaders: of this worker.
         keep: sends the parent the state of training after the last update.
     """
 
     def __init__(
-        self,
-        trainer: pl.Trainer,
-        client: Client,
-        samplers: Callable[[], list[EpochSampler]],
-        position: EpochPosition,
-        align: Callable[[], None],
-        keep: Callable[[], None],
+        self, strategy: WorkerContext, trainer: Any, loaders: Loaders, keep: Callable[[], None]
     ) -> None:
-        self._trainer: Any = trainer
-        self._client, self._samplers, self._align = client, samplers, align
-        self._keep = keep
-        self._position = position
+        self._strategy, self._trainer, self._loaders = strategy, trainer, loaders
+        self._client, self._position, self._keep = strategy.client, loaders.position, keep
+        self._whole_rounds = strategy.requirements.whole_rounds
         before(Point.SCHEDULERS, trainer.fit_loop.epoch_loop, self.look)
 
     def look(self) -> None:
@@ -58,13 +74,20 @@ class LostSampleRedistribution:
     def end(self) -> None:
         """This worker has done its last mini-batch: meet the others, once."""
         if self._position.on(EpochEvent.REACHES_END):
-            self._align()
+            self._strategy.meet()
+            # The hooks of this mini-batch follow, which not every worker has.
+            self._strategy.collectives.local = not self._whole_rounds
+
+    def end_epoch(self) -> None:
+        """Before all workers meet: one that stopped early has not met them at its end yet."""
+        if not self._whole_rounds:
+            self.end()
 
     def meet(self) -> None:
         """All workers meet, anywhere in the epoch; after its end this does nothing."""
         if self._position.state is EpochState.OVER:
             return
-        client, samplers = self._client, self._samplers()
+        client, samplers = self._client, self._loaders.samplers
         client.gather("who is there", None)
         left = [sampler.left_by(client.gone) for sampler in samplers]
         if client.left or any(left):
@@ -95,7 +118,7 @@ class LostSampleRedistribution:
 
     def _go_on(self, left: list[Spans]) -> None:
         loop, fetcher = self._trainer.fit_loop.epoch_loop, training_fetcher(self._trainer)
-        for sampler, spans in zip(self._samplers(), left, strict=True):
+        for sampler, spans in zip(self._loaders.samplers, left, strict=True):
             sampler.go_on(self._client.there, spans)
         self._position.change_lengths()
         self._position.on(EpochEvent.IS_CONTINUED)
