@@ -68,6 +68,8 @@ from hybridtrain.worker.client import Client
 class HybridStrategy(SingleHost, ParallelStrategy):
     """Train one module with several workers and one set of parameters in host memory.
 
+    Options of Lightning's ``ParallelStrategy`` are taken as well.
+
     Args:
         policy: when a gradient counts: the name of one of ``hybridtrain.policies.POLICIES``
             (``"hybrid"``: wait for all, apply their mean), a mapping with its name and parameters
@@ -77,8 +79,9 @@ class HybridStrategy(SingleHost, ParallelStrategy):
             object; ``None``: gradients, or what goes with the policy.
         update: how the masters move: ``"user"`` (the module's own optimizer), ``"mean"``, a name of
             ``torch.optim`` or of :mod:`hybridtrain.updates.delay_tolerant`, or a mapping with its
-            name and arguments (``{"name": "adagrad", "lr": 0.1}``); ``None``: what goes with the
-            exchange.
+            name and arguments (``{"name": "adagrad", "lr": 0.1}``); ``"median"`` or another that
+            merges gradients, or an object of :class:`hybridtrain.exchanges.MergeRule`; ``None``:
+            what goes with the exchange.
         correction: what is done about late gradients: nothing, or one of
             ``hybridtrain.updates.staleness.CORRECTIONS``, given like a policy.
         workers_per_device: how many workers share one device.
@@ -114,7 +117,6 @@ class HybridStrategy(SingleHost, ParallelStrategy):
             :class:`hybridtrain.testing.faults.Fault`.
         record: a file or directory to write the order of events to, for ``hybridtrain.replay``.
         checkpoint: ``"blocking"``, or ``"background"``: ``ModelCheckpoint``'s files come later.
-        **options: those above, and what Lightning's ``ParallelStrategy`` takes.
 
     Raises:
         UserError: if an option is unknown, has a value that is not allowed, or contradicts another.

@@ -84,7 +84,7 @@ def _listen_to_rounds(tap: Tap) -> None:
         before = self._statistics.version
         if tap.keeps and not tap.states:
             tap.states.append(state_of(self))
-        pushes = {worker: self._pushes[worker] for worker in workers}
+        pushes = {worker: self.pushed[worker] for worker in workers}
         parts = [tap.part(w, p.weight, before) for w, p in pushes.items() if p.weight > 0]
         apply(self, workers)
         if self._statistics.version > before:
@@ -92,7 +92,7 @@ def _listen_to_rounds(tap: Tap) -> None:
             tap.take([*held, *parts], self)
 
     def holding(self: Any, worker: int) -> None:
-        push = self._pushes[worker]
+        push = self.pushed[worker]
         if push.weight > 0:
             tap.held.append(tap.part(worker, push.weight, self._statistics.version))
         hold(self, worker)

@@ -190,12 +190,12 @@ def test_the_installed_lightning_can_import_it(name: str) -> None:
 # Private names that others have, too, or that are no use of what they name.
 NOT_LIGHTNINGS = {
     ("lightning/fault_injection/in_parent.py", "_step"): "of our rounds",
+    ("lightning/step/in_place.py", "_step"): "of our in-place step",
+    ("lightning/step_profiler.py", "_step"): "of updates that workers make",
     ("lightning/preflight/spawn_checks.py", "_fabric"): "a list of attributes that are no parts",
     ("lightning/preflight/spawn_checks.py", "_modules"): "of torch",
     ("lightning/preflight/spawn_checks.py", "_trainer"): "a list of attributes that are no parts",
-    ("lightning/step/in_place.py", "_step"): "of our in-place step",
     ("lightning/step/remote_state.py", "_version"): "of torch",
-    ("lightning/step_profiler.py", "_step"): "of our in-place step",
     ("tasks/speech/batching.py", "_cache"): "of that class",
     ("worker/device/cuda.py", "_is_in_bad_fork"): "of torch",
     ("worker/replica_cuda.py", "_version"): "of torch",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridtrain.exchanges import Requirements
-from hybridtrain.lightning.step.in_place import in_place
+from hybridtrain.lightning.step.in_place import InPlace
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Draw, DrawnBatch, Install, LoaderPass, Push, Shared
 from hybridtrain.updates.serialize import dump
@@ -67,7 +67,9 @@ class Life:
         client.meet(self.store, lambda: [(self.optimizer, (0,))])
         payload = (dump(self.optimizer, {id(self.own): 0}),) if mortal.number == 0 else ()
         client.install(Install(() if joins else payload, version))
-        self.steps = in_place(self.optimizer, client, needs, False, True)
+        self.steps = InPlace(self.optimizer, client) if needs.in_place else None
+        if self.steps is not None and needs.steps_unasked:
+            self.steps.step_unasked()
         self.lock_step = needs.whole_rounds
 
     def _optimizer(self, needs: Requirements) -> torch.optim.Optimizer:

@@ -322,9 +322,9 @@ def test_what_is_stepped_comes_while_the_rest_is_and_changes_no_bit(
     plain, _ = fit("hybrid", 2, 6, Early, **once)
     refresh, ended = CudaReplica.refresh, ChunkProgress.ended
 
-    def counting(self: CudaReplica) -> None:
+    def counting(self: CudaReplica, keep: bool = False) -> None:
         CAME.append(len(self._taken))
-        refresh(self)
+        refresh(self, keep)
 
     def slow(self: ChunkProgress, chunk: int) -> None:
         ended(self, chunk)
