@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -217,19 +217,6 @@ def test_state_begins_with_the_learning_rate_of_a_parameters_first_step() -> Non
         assert_same_state(pair)
 
 
-# ---- without torch's private engines ------------------------------------------------------------
-
-
-@pytest.fixture
-def no_engines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"):
-        monkeypatch.delattr(torch, name)
-    yield
-
-
-ENGINES = ["SGD momentum", "SGD nesterov", "SGD", "Adam amsgrad", "AdamW", "Adagrad decay"]
-
-
 def engine_chosen(pair: Pair, name: str, fused: bool | None) -> Kernel | None:
     """Serve the pair with this engine, whatever the optimizer that it is compared with has."""
     slots = pair.store.layout.slots
@@ -241,35 +228,10 @@ def engine_chosen(pair: Pair, name: str, fused: bool | None) -> Kernel | None:
     return kernel_for(served)
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_without_them_the_public_class_steps_the_chunks(name: str, no_engines: None) -> None:
-    pair, generator = pair_of(name), torch.Generator().manual_seed(0)
-    fused = True if name.startswith("Adagrad") else None
-    assert isinstance(engine_chosen(pair, name, fused), PublicClass)
-    for step in range(6):
-        pair.step(holed(pair, generator, step))
-    pair.assert_equal()
-    assert_same_state(pair)
-
-
 def test_fused_sgd_is_sgd_also_where_a_gradient_comes_late() -> None:
     """Torch's own raises then; here only the parameter's first step is one."""
     pair, generator = pair_of("SGD nesterov"), torch.Generator().manual_seed(0)
     assert isinstance(engine_chosen(pair, "SGD nesterov", fused=True), FusedSgd)
-    for step in range(6):
-        pair.step(holed(pair, generator, step))
-    pair.assert_equal()
-    assert_same_state(pair)
-
-
-def test_the_public_class_uses_its_own_engine_where_it_has_one() -> None:
-    def make(groups: Groups) -> OPTIM.Optimizer:
-        return grouped(groups, KINDS["Adam fused"])
-
-    pair = make_pair(make, WHOLE, THIRDS)
-    assert isinstance(pair.update, FlatUpdate)
-    pair.update._kernel = PublicClass(FusedAdam(), OPTIM.Adam, fused=True)
-    generator = torch.Generator().manual_seed(0)
     for step in range(6):
         pair.step(holed(pair, generator, step))
     pair.assert_equal()

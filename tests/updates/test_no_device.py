@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 
-from hybridtrain.updates.kernels.public_class import PublicClass
 from tests.support.rows import make_pair
 
 Groups = list[list[torch.nn.Parameter]]
@@ -50,8 +49,3 @@ def test_a_step_in_the_server_asks_for_no_device(
     with pytest.raises(AskedForADevice):  # torch's own, which comes behind the server's
         pair.step(pair.gradients(torch.Generator().manual_seed(0)))
     assert all(not torch.equal(old, new) for old, new in zip(before, pair.masters(), strict=True))
-
-
-def test_nor_does_a_look_whether_there_is_a_fused_engine(no_device: None) -> None:
-    like = type("Like", (), {"figures": ()})
-    assert PublicClass(like, OPTIM.AdamW, fused=True)._engine["fused"]  # type: ignore[arg-type]

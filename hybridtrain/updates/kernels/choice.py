@@ -12,10 +12,10 @@ from hybridtrain.updates.kernels.public_class import KeptState, PublicClass
 from hybridtrain.updates.kernels.unfused import PlainAdagrad, PlainAdam, RmsProp
 
 _OPTIM = torch.optim
-_ENGINES: Mapping[type, tuple[type[Kernel], tuple[str, ...]]] = {
-    _OPTIM.Adam: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
-    _OPTIM.AdamW: (FusedAdam, ("_fused_adam_", "_fused_adamw_")),
-    _OPTIM.SGD: (FusedSgd, ("_fused_sgd_",)),
+_FUSED: Mapping[type, type[Kernel]] = {
+    _OPTIM.Adam: FusedAdam,
+    _OPTIM.AdamW: FusedAdam,
+    _OPTIM.SGD: FusedSgd,
 }
 _PLAIN: Mapping[type, type[Kernel]] = {
     _OPTIM.Adam: PlainAdam,
@@ -46,7 +46,9 @@ def kernel_for(optimizer: torch.optim.Optimizer) -> Kernel | None:
     if not groups or not all(map(_is_plain, groups)) or len(engines) != 1:
         return None
     if may_be_fused(kind, fused := engines.pop()) or fused:
-        return _fused(kind)
+        if kind is _OPTIM.Adagrad:
+            return PublicClass(PlainAdagrad(), kind, fused=True)
+        return _FUSED[kind]() if kind in _FUSED else None
     if kind in _RARE:
         return PublicClass(_RARE[kind], kind)
     return _PLAIN[kind]() if kind in _PLAIN else None
@@ -62,14 +64,3 @@ def _is_plain(group: dict[str, object]) -> bool:
     parameters = group["params"]
     assert isinstance(parameters, list)
     return not special and all(p.dtype == torch.float32 for p in parameters)
-
-
-def _fused(kind: type[torch.optim.Optimizer]) -> Kernel | None:
-    if kind is _OPTIM.Adagrad:
-        return PublicClass(PlainAdagrad(), kind, fused=True)
-    if kind not in _ENGINES:
-        return None
-    kernel, functions = _ENGINES[kind]
-    if all(hasattr(torch, function) for function in functions):
-        return kernel()
-    return PublicClass(kernel(), kind, fused=True)

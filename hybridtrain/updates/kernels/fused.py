@@ -1,7 +1,7 @@
 """Adam and SGD with torch's fused engines.
 
-``torch._fused_adam_`` and the like implement ``fused=True``. They are private; where one is missing
-:mod:`hybridtrain.updates.kernels.public_class` replaces it.
+``torch._fused_adam_`` and the like implement ``fused=True``. They are private, but all supported
+versions of torch have them.
 """
 
 from __future__ import annotations

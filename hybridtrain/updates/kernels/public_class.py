@@ -1,7 +1,4 @@
-"""Any elementwise optimizer through its public class.
-
-For rarely used optimizers, and if torch's private engines are missing.
-"""
+"""Rarely used elementwise optimizers through their public class."""
 
 from __future__ import annotations
 
@@ -61,18 +58,7 @@ class PublicClass(Kernel):
     def __init__(self, like: Kept, kind: type[torch.optim.Optimizer], fused: bool = False) -> None:
         self._like, self._kind = like, kind
         self.figures = like.figures
-        self._engine = {"fused": fused and self._has_engine(), "foreach": False}
-
-    def _has_engine(self) -> bool:
-        alone = torch.nn.Parameter(torch.zeros(1))
-        alone.grad = torch.zeros(1)
-        try:
-            optimizer = self._kind([alone], fused=True)  # type: ignore[call-arg]
-            look_for_no_device(optimizer)
-            optimizer.step()
-        except (AttributeError, RuntimeError, TypeError):
-            return False
-        return True
+        self._engine = {"fused": fused, "foreach": False}
 
     def names(self, group: Group) -> tuple[str, ...]:
         return self._like.names(group)
@@ -80,23 +66,20 @@ class PublicClass(Kernel):
     def start(self, group: Group) -> dict[str, float]:
         return self._like.start(group)
 
-    def keeps(self, group: Group) -> bool:
-        return self._like.keeps(group)
-
     def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
         before = {name: figure.clone() for name, figure in figures.items()}
         names, group = self.names(group), group | self._engine  # copied: its rate may be temporary
         nothing = [torch.zeros(1) for _ in range(2 + len(names))]
-        self._step(group, nothing, figures, names, first)  # counts
+        self._step(group, nothing, figures, names)  # counts
 
         def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
             own = {name: figure.clone() for name, figure in before.items()}
-            self._step(group, [p, g, *state], own, names, first)
+            self._step(group, [p, g, *state], own, names)
 
         return step
 
     def _step(
-        self, group: Group, tensors: Tensors, figures: Figures, names: tuple[str, ...], first: bool
+        self, group: Group, tensors: Tensors, figures: Figures, names: tuple[str, ...]
     ) -> None:
         parameter = torch.nn.Parameter(tensors[0])
         parameter.grad = tensors[1]
@@ -104,9 +87,7 @@ class PublicClass(Kernel):
         look_for_no_device(optimizer)
         optimizer.param_groups[0].update(group)
         kept: dict[str, Any] = dict(zip(names, tensors[2:], strict=True))
-        optimizer.state[parameter] = (
-            {} if first and not figures else dict(figures) | kept  # SGD begins without state
-        )
+        optimizer.state[parameter] = dict(figures) | kept
         optimizer.step()
         for name, flat in kept.items():
             made = optimizer.state[parameter][name]
