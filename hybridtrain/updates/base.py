@@ -67,6 +67,16 @@ class Saved:
     own: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """What a step is made of; ``rate``: factor of its learning rates."""
+
+    contributions: Sequence[Contribution]
+    clip: Clip | None = None
+    evaluation: Evaluation = Evaluation()
+    rate: float = 1.0
+
+
 class Update(Protocol):
     """One optimizer on the master parameters.
 
@@ -92,17 +102,8 @@ class Update(Protocol):
         """The worker reads the masters now, and computes its next gradient there."""
         return
 
-    def step(
-        self,
-        contributions: Sequence[Contribution],
-        clip: Clip | None,
-        evaluation: Evaluation | None = None,
-        rate: float = 1.0,
-    ) -> Again | None:
-        """Merge the rows, clip the result, step the masters; or ask for one more evaluation.
-
-        ``rate``: factor of this step's learning rates.
-        """
+    def step(self, given: StepInput) -> Again | None:
+        """Merge the rows, clip the result, step the masters; or ask for one more evaluation."""
         ...
 
     def set_groups(self, groups: Groups) -> None:

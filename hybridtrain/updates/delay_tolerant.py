@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from hybridtrain.memory import Store
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.base import Again, Contribution, Evaluation
+from hybridtrain.updates.base import Again, StepInput
 from hybridtrain.updates.groups import slowed, with_gradients
 from hybridtrain.updates.optimizer_traits import evaluated
 from hybridtrain.updates.per_tensor import PerTensorUpdate, clip_gradients
@@ -206,18 +205,12 @@ class DelayTolerantUpdate(PerTensorUpdate):
         with torch.no_grad():
             self._delay_tolerant.read(worker)
 
-    def step(
-        self,
-        contributions: Sequence[Contribution],
-        clip: Clip | None,
-        evaluation: Evaluation | None = None,
-        rate: float = 1.0,
-    ) -> Again | None:
-        for each in contributions:
+    def step(self, given: StepInput) -> Again | None:
+        for each in given.contributions:
             for index, parameter in enumerate(self._parameters):
                 parameter.grad = self._mean(index, [each])
-            clip_gradients([p.grad for p in self._parameters if p.grad is not None], clip)
-            with slowed(self._optimizer.param_groups, rate):
+            clip_gradients([p.grad for p in self._parameters if p.grad is not None], given.clip)
+            with slowed(self._optimizer.param_groups, given.rate):
                 worker = None if each.worker == self._held else each.worker
                 self._delay_tolerant.step_late(worker, each.staleness)
         return None

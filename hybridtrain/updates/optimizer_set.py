@@ -16,7 +16,7 @@ from hybridtrain.memory.lending import SharedState
 from hybridtrain.memory.scratch_file import fill
 from hybridtrain.protocol.messages import Push, StepNumber
 from hybridtrain.updates.accumulator import Accumulator, check_held
-from hybridtrain.updates.base import Again, Contribution, Evaluation, Update
+from hybridtrain.updates.base import Again, Contribution, Evaluation, StepInput, Update
 from hybridtrain.updates.factory import build_update, for_sparse
 from hybridtrain.updates.groups import Groups, Members, numbers_of
 from hybridtrain.updates.shared_state import SharedStateOptimizer
@@ -147,7 +147,8 @@ class Optimizers:
             if self._place is not None:
                 update = self._updates[number] = for_sparse(update, contributions, *self._place)
             with self.late.watch(contributions, update.members):
-                again = update.step(contributions, clip, evaluation_of(counted), rate)
+                given = StepInput(contributions, clip, evaluation_of(counted), rate)
+                again = update.step(given)
             self._note_moves(update)
         turn = (
             StepNumber(update.lent.generation) if isinstance(update, SharedStateOptimizer) else None

@@ -10,7 +10,15 @@ import torch
 from hybridtrain.exchanges.merge import MergeRule, WorkerGradients, merged
 from hybridtrain.memory import Rows, Store, unpack
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.base import Again, Contribution, Evaluation, Saved, Update, clip_factor
+from hybridtrain.updates.base import (
+    Again,
+    Contribution,
+    Evaluation,
+    Saved,
+    StepInput,
+    Update,
+    clip_factor,
+)
 from hybridtrain.updates.flat.reduce import merge_mixed
 from hybridtrain.updates.groups import Groups, differences, members_of, plain, slowed
 from hybridtrain.updates.optimizer_traits import is_torchs, puts_off, steps_rows
@@ -51,21 +59,15 @@ class PerTensorUpdate(Update):
         self._steps_rows = steps_rows(optimizer)
         self.puts_off = puts_off(optimizer)
 
-    def step(
-        self,
-        contributions: Sequence[Contribution],
-        clip: Clip | None,
-        evaluation: Evaluation | None = None,
-        rate: float = 1.0,
-    ) -> Again | None:
+    def step(self, given: StepInput) -> Again | None:
         for parameter, gradient in zip(
-            self._parameters, self._gradients(contributions), strict=True
+            self._parameters, self._gradients(given.contributions), strict=True
         ):
             parameter.grad = gradient
-        clip_gradients([p.grad for p in self._parameters if p.grad is not None], clip)
+        clip_gradients([p.grad for p in self._parameters if p.grad is not None], given.clip)
         before = plain(self._optimizer) if self._keeps_figures_in_groups else ()
-        with slowed(self._optimizer.param_groups, rate):
-            again = self._advance(evaluation or Evaluation())
+        with slowed(self._optimizer.param_groups, given.rate):
+            again = self._advance(given.evaluation)
         if self._steps_rows:
             self.moved = self._touched()
         if not self._keeps_figures_in_groups:

@@ -19,8 +19,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.memory.lending import Place, SharedState
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.base import Again, Contribution, Evaluation
+from hybridtrain.updates.base import Again, StepInput
 from hybridtrain.updates.per_tensor import PerTensorUpdate
 
 STEP = "step"  # torch's name for the number of steps of a parameter
@@ -52,22 +51,16 @@ class SharedStateOptimizer(PerTensorUpdate):
         self.lent = SharedState()
         self._lend()
 
-    def step(
-        self,
-        contributions: Sequence[Contribution],
-        clip: Clip | None,
-        evaluation: Evaluation | None = None,
-        rate: float = 1.0,
-    ) -> Again | None:
+    def step(self, given: StepInput) -> Again | None:
         self.settle()
-        again = super().step(contributions, clip, evaluation, rate)
+        again = super().step(given)
         if self.news is not None:
             raise UserError(
                 f"{self._who} keeps figures in its parameter groups that it changes by itself "
                 f"({', '.join(sorted({k for group in self.news for k in group}))}); {_INSTEAD}"
             )
         self._made += 1
-        absent = [each.absent for each in contributions]
+        absent = [each.absent for each in given.contributions]
         self._begun |= set(self._numbers) - frozenset.intersection(*absent)
         self._lend()
         return again

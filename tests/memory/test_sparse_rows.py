@@ -12,7 +12,7 @@ from hybridtrain.memory import Layout, Store, pack, unpack
 from hybridtrain.policies import OnArrival
 from hybridtrain.protocol.messages import Average, Averaged, Clip, Push
 from hybridtrain.protocol.server_events import Received
-from hybridtrain.updates import Contribution, build_update
+from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.flat.reduce import merge_mixed
 from hybridtrain.updates.optimizer_traits import takes_sparse
@@ -257,7 +257,8 @@ def test_clipping_counts_what_is_not_there_as_zero(clip: Clip) -> None:
             place.copy_(given)
         contributions = [Contribution(0, 1.0, packed=packed)]
         with torch.no_grad():
-            for_sparse(update, contributions, store, Pool(1)).step(contributions, clip)
+            made = for_sparse(update, contributions, store, Pool(1))
+            made.step(StepInput(contributions, clip))
         results.append(master.detach().clone())
     torch.testing.assert_close(results[0], results[1])
     assert results[0].abs().max() > 0.4

@@ -9,7 +9,7 @@ import torch
 
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import Contribution, Update, build_update
+from hybridtrain.updates import Contribution, StepInput, Update, build_update
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.thread_pool import Pool
 
@@ -47,7 +47,7 @@ class Pair:
                 row.copy_(gradient) if gradient is not None else row.fill_(torch.nan)
             contributions.append(Contribution(worker, share, frozenset(absent)))
         with torch.no_grad():
-            self.update.step(contributions, clip, rate=rate)
+            self.update.step(StepInput(contributions, clip, rate=rate))
         for number, parameter in enumerate(self.alone):
             parameter.grad = self.mean([row[number] for row in gradients])
         if clip is not None and clip.algorithm == "norm":

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridtrain.memory import Layout, Store, pack
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import Contribution, build_update
+from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.sparse.by_row import ByRow
 from hybridtrain.updates.sparse.touched_rows import Merger, Touched
@@ -107,7 +107,7 @@ class Stepped:
             contributions.append(Contribution(worker, share, absent, packed))
         with torch.no_grad():
             self.update = for_sparse(self.update, contributions, self.store, self.pool)
-            self.update.step(contributions, clip)
+            self.update.step(StepInput(contributions, clip))
 
 
 def table(dtype: torch.dtype = torch.float32, rows: int = N) -> torch.Tensor:
@@ -300,7 +300,7 @@ def test_no_step_after_the_first_looks_at_the_whole_table(name: str) -> None:
     assert place.numel() == N * DIM
     both = [Contribution(w, 0.5, frozenset(), packed[w]) for w in (0, 1)]
     with torch.no_grad(), NothingLarge():
-        ours.update.step(both, Clip("norm", 1.0))
+        ours.update.step(StepInput(both, Clip("norm", 1.0)))
 
 
 def test_torchs_subclasses_keep_their_own_step() -> None:

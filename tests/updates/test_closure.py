@@ -10,7 +10,7 @@ import torch
 from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import ReadStats, Released, Snapshot, Stats
 from hybridtrain.protocol.server_events import Received
-from hybridtrain.updates import Again, Contribution, Evaluation, build_update
+from hybridtrain.updates import Again, Contribution, Evaluation, StepInput, build_update
 from hybridtrain.updates.closure import ClosureOptimizer
 from hybridtrain.updates.optimizer_traits import calls_closure, is_torchs, needs_closure
 from hybridtrain.updates.thread_pool import Pool
@@ -160,11 +160,12 @@ def test_who_moves_first_is_given_the_gradient_from_there() -> None:
     update = build_update(Moving([master]), [0], store, Pool(1))
     assert isinstance(update, ClosureOptimizer)
     store.gradients[0][torch.float32].fill_(5.0)
-    first = update.step([Contribution(0, 1.0)], None, Evaluation(1.0, repeatable=True))
+    own = [Contribution(0, 1.0)]
+    first = update.step(StepInput(own, evaluation=Evaluation(1.0, repeatable=True)))
     assert first == Again(cleared=True)
     assert master.tolist() == [1.0] * 3
     store.gradients[0][torch.float32].fill_(2.0)
-    assert update.step([Contribution(0, 1.0)], None, Evaluation(0.5, repeatable=True)) is None
+    assert update.step(StepInput(own, evaluation=Evaluation(0.5, repeatable=True))) is None
     assert master.tolist() == [-1.0] * 3
     update.close()
 

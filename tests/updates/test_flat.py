@@ -12,7 +12,7 @@ import torch
 from hybridtrain.memory import Layout, Store
 from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import Contribution, build_update
+from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.flat import flat_update
 from hybridtrain.updates.flat.chunks import cut
 from hybridtrain.updates.flat.flat_update import FlatUpdate
@@ -224,7 +224,7 @@ def test_a_step_makes_no_plan_anew_whoever_contributes() -> None:
     with torch.no_grad():
         for contributors in ((0,), (2, 1), (1, 2, 0)):
             shares = [Contribution(worker, 1 / len(contributors)) for worker in contributors]
-            pair.update.step(shares, None)
+            pair.update.step(StepInput(shares))
     assert len(before) == 2, "neighbours of one group are joined, across parameters"
     assert all(a is b for a, b in zip(before, planned(pair), strict=True))
 
@@ -314,7 +314,7 @@ def test_clipping_no_gradient_at_all_is_no_error(algorithm: str) -> None:
     before = pair.masters()
     with torch.no_grad():
         nothing = [Contribution(worker, 0.5, frozenset(range(6))) for worker in range(2)]
-        pair.update.step(nothing, Clip(algorithm, 1.0))
+        pair.update.step(StepInput(nothing, Clip(algorithm, 1.0)))
     assert all(map(torch.equal, pair.masters(), before))
 
 
@@ -327,7 +327,7 @@ def test_a_frozen_parameter_between_two_groups_stays_what_it_is() -> None:
     used = [torch.nn.Parameter(store.master(store.layout.slots[n])) for n in (0, 2)]
     update = build_update(torch.optim.Adam(used, lr=0.1), [0, 2], store, Pool(1))
     with torch.no_grad():
-        update.step([Contribution(0, 1.0)], None)
+        update.step(StepInput([Contribution(0, 1.0)]))
     assert torch.equal(store.master(store.layout.slots[1]), tensors[1])
     assert not torch.equal(store.master(store.layout.slots[2]), tensors[2])
     assert not isinstance(update, PerTensorUpdate)

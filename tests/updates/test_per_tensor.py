@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates import Contribution
+from hybridtrain.updates import Contribution, StepInput
 from hybridtrain.updates.base import clip_factor
 from hybridtrain.updates.flat.reduce import merge
 from hybridtrain.updates.per_tensor import PerTensorUpdate
@@ -109,7 +109,7 @@ def test_clipping_no_gradient_at_all_is_no_error(algorithm: str, name: str) -> N
     before = pair.masters()
     nothing = Contribution(0, 1.0, frozenset(range(4)))
     with torch.no_grad():
-        pair.update.step([nothing], Clip(algorithm, 1.0))
+        pair.update.step(StepInput([nothing], Clip(algorithm, 1.0)))
     assert all(map(torch.equal, pair.masters(), before))
 
 
@@ -169,4 +169,4 @@ def test_no_optimizer_here_asks_for_a_device(name: str, monkeypatch: pytest.Monk
     for look in looks:
         monkeypatch.setattr(torch.optim.Optimizer, look, asked, raising=False)
     with torch.no_grad():
-        pair.update.step([Contribution(worker, 0.5) for worker in range(2)], None)
+        pair.update.step(StepInput([Contribution(worker, 0.5) for worker in range(2)]))

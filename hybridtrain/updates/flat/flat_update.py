@@ -31,7 +31,7 @@ from hybridtrain.memory.arena import align
 from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.memory.limits import available_bytes
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.base import Contribution, Evaluation, Saved, Update, clip_factor
+from hybridtrain.updates.base import Saved, StepInput, Update, clip_factor
 from hybridtrain.updates.flat.chunks import Absent, Chunk, ChunkPlan, make_plan, present_in
 from hybridtrain.updates.flat.norms import NormPiece, pieces, total
 from hybridtrain.updates.flat.reduce import merge
@@ -163,20 +163,15 @@ class FlatUpdate(Update):
 
     # ---- one update -----------------------------------------------------------------------------
 
-    def step(
-        self,
-        contributions: Sequence[Contribution],
-        clip: Clip | None,
-        evaluation: Evaluation | None = None,
-        rate: float = 1.0,
-    ) -> None:
+    def step(self, given: StepInput) -> None:
+        contributions = given.contributions
         assert not any(c.packed for c in contributions), "sparse gradients need another update"
         plan = self._plan([each.absent for each in contributions])
         if not plan.chunks:
             return
         mean = _Mean([c.worker for c in contributions], [c.share for c in contributions])
-        transform = self._clipping(plan, mean, clip)
-        with slowed(self._groups, rate) if rate != 1.0 else nullcontext():
+        transform = self._clipping(plan, mean, given.clip)
+        with slowed(self._groups, given.rate) if given.rate != 1.0 else nullcontext():
             steps = [self._begin(count_group) for count_group in plan.count_groups]
         watched = self._store.progress.watched
         told = ChunkProgress(self._store.progress, plan.stops) if watched else None

@@ -21,8 +21,7 @@ import torch
 from hybridtrain.memory import Rows, Store, Table
 from hybridtrain.memory.sparse_rows import rows_of
 from hybridtrain.memory.table import Block, is_table, zeros_like
-from hybridtrain.protocol.messages import Clip
-from hybridtrain.updates.base import Again, Contribution, Evaluation
+from hybridtrain.updates.base import Again, Contribution, StepInput
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.per_tensor import PerTensorUpdate, clip_gradients
 from hybridtrain.updates.sparse.lazy_momentum import LazyMomentum, Scratch
@@ -73,17 +72,12 @@ class ByRow(PerTensorUpdate):
         self._lazy: dict[int, LazyMomentum] = {}
         self._scratch: list[dict[Any, Scratch]] = [{} for _ in range(pool.size)]
 
-    def step(
-        self,
-        contributions: Sequence[Contribution],
-        clip: Clip | None,
-        evaluation: Evaluation | None = None,
-        rate: float = 1.0,
-    ) -> Again | None:
+    def step(self, given: StepInput) -> Again | None:
+        contributions, clip = given.contributions, given.clip
         brought = self._brought(contributions)
         self.moved = moved = {self._numbers[index]: _NONE for index in self._mergers}
         if not self._mergers:
-            return super().step(contributions, clip, evaluation, rate)
+            return super().step(given)
         for index, parameter in enumerate(self._parameters):
             parameter.grad = None if index in brought else self._mean(index, contributions)
         dense = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
@@ -91,7 +85,7 @@ class ByRow(PerTensorUpdate):
             brought = {index: self._merged(index, each) for index, each in brought.items()}
             sparse = [each.parts[0].values for each in brought.values()]
             clip_gradients([*dense.values(), *sparse], clip)
-        with slowed(self._optimizer.param_groups, rate):
+        with slowed(self._optimizer.param_groups, given.rate):
             if dense:
                 for index in dense:
                     moved.pop(self._numbers[index], None)

@@ -13,7 +13,7 @@ import torch
 from hybridtrain.memory import Arena, Store
 from hybridtrain.memory.lending import LentState
 from hybridtrain.protocol.messages import Clip, Push
-from hybridtrain.updates.base import Contribution
+from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate, borrow
 from hybridtrain.updates.groups import Groups
 
@@ -77,7 +77,7 @@ class BorrowedUpdate:
         """Step as the server does, with denormal numbers."""
         torch.set_flush_denormal(False)
         try:
-            self.lent.update.step(contributions, clip)
+            self.lent.update.step(StepInput(contributions, clip))
         finally:
             torch.set_flush_denormal(True)
 
