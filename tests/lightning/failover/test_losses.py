@@ -309,7 +309,7 @@ def test_what_makes_no_sense_is_refused_before_a_process_starts(
     options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start: Callable[..., Any] = partial(pytest.fail, "a process was started")
-    monkeypatch.setattr("hybridtrain.worlds.local.process_spawner.ProcessSpawner.start", start)
+    monkeypatch.setattr("hybridtrain.worlds.local.start_workers.ProcessSpawner.start", start)
     with pytest.raises(UserError, match=message):
         trainer = make_trainer(HybridStrategy(**options), 2)
         trainer.fit(Regression(), DataLoader(Numbered(), SIZE))

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.failover.worker_end import advise
-from hybridtrain.worlds.local.process_spawner import ProcessSpawner
+from hybridtrain.worlds.local.start_workers import ProcessSpawner
 from tests.lightning.toys import Regression, fit, make_trainer, regression_data
 
 

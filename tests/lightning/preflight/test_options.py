@@ -32,7 +32,7 @@ from pytorch_lightning.tuner import Tuner
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.worlds.local.process_spawner import ProcessSpawner
+from hybridtrain.worlds.local.start_workers import ProcessSpawner
 from tests.lightning.toys import Regression, distance, fit, flat, make_trainer, regression_data
 from tests.picking import by_default
 
