@@ -248,7 +248,7 @@ class Optimizers:
 
     def _contribution(self, worker: int, push: Push, update: Update) -> Contribution:
         packed = {each.number: each for each in push.packed}
-        staleness = self.late.staleness(worker) if update.wants_staleness else 0
+        staleness = self.late.age(worker) if update.wants_staleness else 0
         return Contribution(worker, 1.0, self._absent(worker, push, update), packed, staleness)
 
     def _absent(self, worker: int, push: Push, update: Update) -> frozenset[int]:

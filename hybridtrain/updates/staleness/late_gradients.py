@@ -22,7 +22,7 @@ class LateGradients:
     def __init__(
         self, correction: Correction | None = None, age: Callable[[int], int] = lambda worker: 0
     ) -> None:
-        self._correction, self._age = correction, age
+        self._correction, self.age = correction, age
         self._store: Store | None = None
 
     def begun(self, store: Store | None) -> LateGradients:
@@ -32,27 +32,23 @@ class LateGradients:
             UserError: if these parameters cannot be corrected.
         """
         # Where all workers read the masters in place no gradient is stale.
-        late = self._correction is not None and store is not None and store.private_parameters
-        if late and store is not self._store:
-            assert self._correction is not None and store is not None
+        if self._correction is None or store is None or not store.private_parameters:
+            return self
+        if store is not self._store:
             self._correction.begin(store)
             self._store = store
         return self
 
-    def staleness(self, worker: int) -> int:
-        """Updates since the worker read the parameters."""
-        return self._age(worker)
-
     @property
     def active(self) -> bool:
         """Whether a correction is applied."""
-        return self._correction is not None and self._store is not None
+        return self._store is not None
 
     def correct(self, contribution: Contribution, members: Members) -> float:
         """Correct the gradient in its row; returns the factor of its weight."""
         if self._correction is None or self._store is None:
             return 1.0
-        age = self._age(contribution.worker)
+        age = self.age(contribution.worker)
         self._correction.correct(Late(contribution, age, numbers_of(members), self._store))
         return self._correction.factor(age)
 
