@@ -31,13 +31,12 @@ from hybridtrain.lightning.step.trained_parameters import (
 )
 from hybridtrain.lightning.step.ways import Stepping, StepWays
 from hybridtrain.lightning.step.worker_step import StepParts, WorkerStep
-from hybridtrain.memory import Layout
-from hybridtrain.protocol.messages import Average, Install
+from hybridtrain.memory import Layout, unpack
+from hybridtrain.protocol.messages import Average, Averaged, Install
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
-from hybridtrain.worker.gradient_means import take_means
 from hybridtrain.worker.own_updates.own_steps import OwnSteps
 
 
@@ -370,8 +369,22 @@ class Session:
         else:  # the server brings what is encoded to all the other places
             absent = tuple(n for n in range(len(slots)) if n not in trained or n in absent)
         request = Average(self.steps[0].weight, absent, packed, encoded)
-        averaged = self._client.average(request)
-        take_means(self.replica, trained, self._means, averaged)
+        self._take_means(trained, self._client.average(request))
+
+    def _take_means(self, trained: dict[int, torch.nn.Parameter], averaged: Averaged) -> None:
+        """Copy the server's means to every ``.grad``."""
+        sparse = {each.number: each for each in averaged.packed}
+        gradients, sources = [], []
+        for number in sorted(trained.keys() - set(averaged.absent)):
+            parameter, mean = trained[number], self._means[number]
+            if number in sparse:
+                parameter.grad = unpack(sparse[number], mean).to(parameter.device, copy=True)
+                continue
+            if parameter.grad is None or parameter.grad.is_sparse:
+                parameter.grad = torch.empty_like(parameter)
+            gradients.append(parameter.grad)
+            sources.append(mean)
+        self.replica.take_means(gradients, sources)
 
     def _abstain(self) -> None:
         """This mini-batch has no gradient (``training_step`` returned ``None``).
