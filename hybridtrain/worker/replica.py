@@ -107,7 +107,7 @@ class Replica(Protocol):
 
     def keep_sparse(self, numbers: Iterable[int]) -> None:
         """Sparse gradients of these, and of no others, stay sparse. At first, none does."""
-        ...
+        self._sparse = set(numbers)
 
     def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
         """Copy what the server has left in shared memory, which may change at the next push."""
@@ -284,9 +284,6 @@ class HostReplica(Replica):
             "sparse=False",
             stacklevel=2,
         )
-
-    def keep_sparse(self, numbers: Iterable[int]) -> None:
-        self._sparse = set(numbers)
 
     @torch.no_grad()
     def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:

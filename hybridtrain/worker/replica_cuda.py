@@ -25,8 +25,15 @@ from hybridtrain.exchanges.compression import Codec
 from hybridtrain.memory import Store, pack
 from hybridtrain.memory.layout import Slot
 from hybridtrain.protocol.messages import Writes
-from hybridtrain.worker.device import KINDS, Incoming, Lane, Outgoing, Streams, part_bytes
-from hybridtrain.worker.page_locking import PageLocked
+from hybridtrain.worker.device import (
+    KINDS,
+    Incoming,
+    Lane,
+    Outgoing,
+    PageLocked,
+    Streams,
+    part_bytes,
+)
 from hybridtrain.worker.replica import (
     HostReplica,
     Replica,
@@ -164,9 +171,6 @@ class CudaReplica(Replica):
         self.finite, self.packed = frozenset(self._known_finite.difference(absent)), tuple(packed)
         self._known_finite.clear()
         return absent
-
-    def keep_sparse(self, numbers: Iterable[int]) -> None:
-        self._sparse = set(numbers)
 
     def take_means(self, gradients: list[torch.Tensor], means: list[torch.Tensor]) -> None:
         self.streams.copy(Lane.COMPUTE, gradients, means)

@@ -12,8 +12,7 @@ import torch
 
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Writes
-from hybridtrain.worker.device import KINDS
-from hybridtrain.worker.page_locking import PageLocked
+from hybridtrain.worker.device import KINDS, PageLocked
 from hybridtrain.worker.replica import Replica
 
 

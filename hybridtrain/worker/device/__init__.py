@@ -10,9 +10,9 @@ import torch
 
 from hybridtrain.worker.device.cuda import CudaStreams
 from hybridtrain.worker.device.streams import Lane, Streams
-from hybridtrain.worker.device.transfers import Incoming, Outgoing, part_bytes
+from hybridtrain.worker.device.transfers import Incoming, Outgoing, PageLocked, part_bytes
 
-__all__ = ["KINDS", "Incoming", "Lane", "Outgoing", "Streams", "part_bytes"]
+__all__ = ["KINDS", "Incoming", "Lane", "Outgoing", "PageLocked", "Streams", "part_bytes"]
 
 # Device type, other than the host's -> its streams.
 KINDS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
