@@ -118,15 +118,13 @@ def rebuilt(
         raise UserError(
             f"{record.path}: the configuration in this record makes no run: {one_line(error)}"
         ) from error
-    load = context.load_checkpoint
 
-    def load_elsewhere(*args: Any, **options: Any) -> dict[str, Any]:
-        """Load the run's checkpoint; its callbacks, which delete old files, must not know them."""
-        checkpoint: dict[str, Any] = load(*args, **options)
+    def elsewhere(checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Callbacks delete old files: they must not know those of the run."""
         moved = placed(checkpoint.get("callbacks", {}), folder, told["run_dir"])
         return {**checkpoint, "callbacks": moved}
 
-    vars(context)["load_checkpoint"] = load_elsewhere
+    context.change_loaded(elsewhere)
     return parts
 
 

@@ -7,6 +7,7 @@ this class has these members.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, cast
 
@@ -128,6 +129,10 @@ class RunContext(Protocol):
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def optimizer_state(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    def change_loaded(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Let checkpoints pass through ``change`` when they are loaded, also in workers."""
+        ...
 
     def remember_stats(self, stats: dict[str, Any]) -> None:
         """Keep the server's statistics."""

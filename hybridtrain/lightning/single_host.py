@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class SingleHost:
     _final_stats: dict[str, Any] | None = None
     expected_updates: Expected | None = None  # in free-running workers, and after training
     _loaders: Loaders | None = None  # of a worker
+    _change: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of loaded checkpoints
     _back: Rejoin | None = None  # of a restarted worker
     _schedules: list[Any]
     _lacks_optimizers = False  # in the calling process, after training
@@ -87,12 +89,18 @@ class SingleHost:
         self._lacks_optimizers = True
         answer_for_all_workers()
 
+    def change_loaded(self, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Let checkpoints pass through ``change`` when they are loaded, also in workers."""
+        self._change = change
+
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in Lightning, with the position in the epoch; or the state of a restarted worker."""
         if self._back is not None:
             checkpoint = self._back.load()
         else:
             checkpoint = super().load_checkpoint(checkpoint_path, *args, **kwargs)  # type: ignore[misc]
+        if self._change is not None:
+            checkpoint = self._change(checkpoint)
         if self._loaders is None:
             return checkpoint
         return self._loaders.restore(checkpoint, f"ckpt_path={checkpoint_path}")
