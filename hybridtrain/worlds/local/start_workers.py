@@ -149,7 +149,6 @@ class ProcessSpawner:
                     processes.append(process)
                 done.set_result(None)
             except BaseException as error:
-                _kill(processes)
                 done.set_exception(error)
 
         if self._thread is None:
@@ -157,7 +156,11 @@ class ProcessSpawner:
             self._thread = threading.Thread(target=self._live, name=name, daemon=True)
             self._thread.start()
         self._orders.put(order)
-        done.result()
+        try:
+            done.result()
+        except BaseException:
+            _kill(processes)
+            raise
         return processes
 
     def _live(self) -> None:
