@@ -150,18 +150,11 @@ def _merge_by_rule(
     parts = []
     for worker, share in shares.items():
         packed = {each.number: each for each in asked[worker].packed}
-        places = {
-            n: store.gradient(worker, slot)
-            for n, slot in enumerate(slots)
-            if n not in asked[worker].absent
-        }
-        found = {
-            n: unpack(packed[n], p).to_dense() if n in packed else p for n, p in places.items()
-        }
-        gradients = [
-            found[n].to(slot.dtype, copy=True) if n in found else None
-            for n, slot in enumerate(slots)
-        ]
+        gradients: list[torch.Tensor | None] = [None] * len(slots)
+        for n in set(range(len(slots))).difference(asked[worker].absent):
+            place = store.gradient(worker, slots[n])
+            found = unpack(packed[n], place).to_dense() if n in packed else place
+            gradients[n] = found.to(slots[n].dtype, copy=True)
         parts.append(WorkerGradients(worker, share, 0, gradients))
     means = [store.mean(slot) for slot in slots]
     made = merged(rule, parts, means)

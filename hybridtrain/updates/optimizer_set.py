@@ -149,16 +149,12 @@ class Optimizers:
             with self.late.watch(contributions, update.members):
                 given = StepInput(contributions, clip, evaluation_of(counted), rate)
                 again = update.step(given)
-            self._note_moves(update)
+            if self._place is not None:  # for workers with their own copies
+                self._place[0].moves.note(numbers_of(update.members), update.moved)
         turn = (
             StepNumber(update.lent.generation) if isinstance(update, SharedStateOptimizer) else None
         )
         return Stepped(tuple(counted), again, update.news, turn)
-
-    def _note_moves(self, update: Update) -> None:
-        """Mark what the update has moved, for workers with their own copies."""
-        if self._place is not None:
-            self._place[0].moves.note(numbers_of(update.members), update.moved)
 
     def _ticket(self, worker: int, push: Push, update: Update) -> Stepped:
         """The worker makes the step itself; count it, and number it if the state is shared."""

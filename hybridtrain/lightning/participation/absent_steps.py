@@ -94,17 +94,12 @@ class Absence:
         self._has_had_some = False  # in this epoch
         self._sits_out = False
         self._to_come: list[str] = []  # meetings left in which workers wait that skip this step
-        self._passed = False  # no mini-batch counted
+        self.passed = False  # the last iteration had no mini-batch that counted
         self._loop = loop = self._trainer.fit_loop.epoch_loop
         around(Point.BATCH, loop, self.advance)
         around(Point.BATCH_END, loop, self.end_advance)
         before(Point.BATCHES, loop, self.begin_epoch)
         before(Point.STEP_MADE, loop.batch_progress, self.step_is_made)
-
-    @property
-    def passed(self) -> bool:
-        """Whether the last iteration had no mini-batch that counted."""
-        return self._passed
 
     def begin(self, session: Session) -> None:
         """Start of training."""
@@ -123,7 +118,7 @@ class Absence:
 
     def advance(self, proceed: Callable[[Any], None], fetcher: Any) -> None:
         """Lightning's, except for a mini-batch that is missing or does not count."""
-        self._passed = False
+        self.passed = False
         if self.uncounted is not None and not self._loaders.under_way:
             self.uncounted.keep()
         ready = self._loop.batch_progress.current.ready
@@ -151,7 +146,7 @@ class Absence:
         """Do not count the step of a mini-batch that does not count."""
         step = logged_step(self._trainer)
         proceed(fetcher)
-        if self._passed:
+        if self.passed:
             set_logged_step(self._trainer, step)
 
     def _has_nothing(self) -> bool:
@@ -264,13 +259,13 @@ class Absence:
 
     def _end_epoch(self) -> None:
         """End the epoch: this worker has no mini-batch."""
-        self._passed = True
+        self.passed = True
         self._loop.batch_progress.is_last_batch = True
         self._loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     def _leave_it(self) -> None:
         """Drop a mini-batch that was fetched, but not begun."""
-        self._passed = True
+        self.passed = True
         progress = self._loop.batch_progress
         progress.current.ready -= 1
         progress.total.ready -= 1
@@ -280,7 +275,7 @@ class Absence:
     def _pass_over(self) -> None:
         """Undo a mini-batch whose contribution came too late."""
         assert self.uncounted is not None, "it raised DoesNotCount"
-        self._passed = True
+        self.passed = True
         self.uncounted.put_back()
         forget_batch(self._trainer, and_its_size=True)
         self._loop.batch_progress.increment_processed()

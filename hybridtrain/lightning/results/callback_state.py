@@ -72,14 +72,6 @@ def _comes_home(name: str) -> bool:
     return name == HOW_IT_STEPS or (name[0] != "_" and name != "training")
 
 
-def give_to_callback(
-    callback: pl.Callback, module: pl.LightningModule, belongings: CallbackState
-) -> None:
-    """In the calling process."""
-    give_plain(callback, belongings.plain)
-    give_state(callback, module, belongings.state)
-
-
 def give_to_module(module: pl.LightningModule, belongings: CallbackState) -> None:
     """In the calling process."""
     if belongings.kind == _kind(module):

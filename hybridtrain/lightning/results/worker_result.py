@@ -25,7 +25,8 @@ from hybridtrain.lightning.hooks.trainer_hooks import attach_module_callbacks
 from hybridtrain.lightning.participation.logged_metrics import metrics_of
 from hybridtrain.lightning.results.callback_state import (
     CallbackState,
-    give_to_callback,
+    give_plain,
+    give_state,
     give_to_module,
     of_callback,
     of_module,
@@ -118,7 +119,8 @@ def unpack(
     if len(_all(trainer)) != len(home.callbacks):  # the module has some of its own
         attach_module_callbacks(trainer)
     for callback, belongings in pairs(_all(trainer), home.callbacks):
-        give_to_callback(callback, trainer.lightning_module, belongings)
+        give_plain(callback, belongings.plain)
+        give_state(callback, trainer.lightning_module, belongings.state)
     context_of(trainer).keeping.forget_lost(trainer)
     for logger, brought in zip(trainer.loggers, home.loggers, strict=True):
         give_to_logger(logger, brought)

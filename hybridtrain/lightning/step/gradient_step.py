@@ -54,7 +54,7 @@ class GradientStep(WorkerStep):
             return self._step_driven(closure)
         loss = run(closure) if closure is not None else None
         will_count = self._offer(self.weight)
-        waits = not (self._parts.goes_ahead and will_count and is_unwatched(self._optimizer))
+        waits = not (self._parts.goes_ahead and will_count and is_unwatched(self.optimizer))
         if waits and self._client.unsettled is not None:
             self._client.settle()
         return loss
@@ -69,14 +69,14 @@ class GradientStep(WorkerStep):
         a loss; else the first evaluation is made unasked, as nearly every optimizer begins with it.
         """
         first = None
-        if self._parts.manual and any(p.grad is not None for p in self._parameters):
+        if self._parts.manual and any(p.grad is not None for p in self.parameters):
             released = self._push(self.weight, repeatable=True)
         else:
             first = run(closure)
             released = self._push(self.weight, first, repeatable=True)
         while self.trying:
             if released.cleared:
-                for parameter in self._parameters:
+                for parameter in self.parameters:
                     parameter.grad = None
             loss = run(closure)
             first = loss if first is None else first
@@ -98,7 +98,7 @@ class GradientStep(WorkerStep):
 
         Returns whether the push will be counted as a step, whatever becomes of it.
         """
-        kept: Any = self._optimizer.state  # the user's, perhaps
+        kept: Any = self.optimizer.state  # the user's, perhaps
         if not self._parts.update.is_users:
             self._check_members()
         members, state = self._changed_members(), self._changed_state()
@@ -149,7 +149,7 @@ class GradientStep(WorkerStep):
 
     def _put_back(self, state: Any) -> None:
         """The step was broken off: the optimizer is as it was in it."""
-        self._optimizer.state = state
+        self.optimizer.state = state
         self.hyper_parameters.put_back()
 
     def _gathered(
@@ -176,14 +176,14 @@ class GradientStep(WorkerStep):
 
     def _changed_state(self) -> bytes | None:
         """What user code has made of the state since the last push; worker 0 speaks for all."""
-        own = self._optimizer.state
+        own = self.optimizer.state
         if (own is self.state and not self.state.changed) or self.trying:
             return None
-        self._optimizer.state = self.state
+        self.optimizer.state = self.state
         return self._told_state(own)
 
     def _told_state(self, own: Mapping[Any, Any]) -> bytes | None:
-        numbers = dict(zip(map(id, self._parameters), self.numbers, strict=True))
+        numbers = dict(zip(map(id, self.parameters), self.numbers, strict=True))
         states = {numbers.get(id(key), key): value for key, value in own.items()}
         if self._whole_rounds and self._client.worker != 0:
             return None
@@ -192,7 +192,7 @@ class GradientStep(WorkerStep):
     def _fetch_state(self) -> dict[Any, Any]:
         """The server's, with this worker's parameters as keys and on their devices."""
         saved = self._client.snapshot(refresh=False)[1][self.number]
-        parameters = dict(zip(self.numbers, self._parameters, strict=True))
+        parameters = dict(zip(self.numbers, self.parameters, strict=True))
         states = {
             parameters[number]: moved(state, parameters[number].device)
             for number, state in saved.parameters.items()
@@ -202,7 +202,7 @@ class GradientStep(WorkerStep):
 
     def _newest(self, here: dict[Any, Any], there: dict[Any, Any]) -> dict[Any, Any]:
         """The server's state, unless user code has made another one that it has not heard of."""
-        if self._optimizer.state is not self.state:
+        if self.optimizer.state is not self.state:
             return here
         return there | here if self.state.changed else here | there
 
@@ -211,12 +211,12 @@ class GradientStep(WorkerStep):
         those that were changed here since the last push that was heard.
         """
         if not self._parts.update.is_users:
-            own = without_fetching(self._optimizer) | {"state": {}}  # it has never stepped
+            own = without_fetching(self.optimizer) | {"state": {}}  # it has never stepped
             return own | self._of_masters(saved)
         with self.state.left_alone():
-            mine: dict[str, Any] = {**self._optimizer.state_dict(), **saved.own}
+            mine: dict[str, Any] = {**self.optimizer.state_dict(), **saved.own}
         if "state" in mine:
-            numbers = slot_numbers(self._optimizer, self._parts.number_of)
+            numbers = slot_numbers(self.optimizer, self._parts.number_of)
             states = {
                 index: saved.parameters[number]
                 for index, number in enumerate(numbers)

@@ -251,7 +251,7 @@ class InPlaceStep(GradientStep):
             self._stepper.ask()
 
     def _can_step(self) -> bool:
-        return self._stepper.can_step(self.numbers, self._parameters)
+        return self._stepper.can_step(self.numbers, self.parameters)
 
     def _gathered(
         self, weight: float, own: bool

@@ -100,19 +100,19 @@ class LocalStep(WorkerStep):
         self.hyper_parameters.confirm(None)
 
     def state_dict(self, saved: Saved) -> dict[str, Any]:
-        return without_fetching(self._optimizer) | self._of_masters(saved)
+        return without_fetching(self.optimizer) | self._of_masters(saved)
 
     def own_state(self) -> dict[str, Any]:
         return {
-            "state": without_fetching(self._optimizer)["state"],
+            "state": without_fetching(self.optimizer)["state"],
             "exchange": self._local.exchange.state(),
             "parameters": self._own.kept(self.numbers),
         }
 
     def load_own_state(self, saved: Mapping[str, Any]) -> None:
         if "state" in saved:
-            now = self._optimizer.state_dict()
-            self._optimizer.load_state_dict(now | {"state": saved["state"]})
+            now = self.optimizer.state_dict()
+            self.optimizer.load_state_dict(now | {"state": saved["state"]})
         self._local.exchange.load_state(saved["exchange"])
         if own := saved.get("parameters"):
             self._own.keep(self.numbers, own)

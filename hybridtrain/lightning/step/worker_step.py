@@ -106,9 +106,9 @@ class WorkerStep:
     trying = False  # the optimizer evaluates points that it may reject, where infinity is an answer
 
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, parts: StepParts) -> None:
-        self._optimizer, self.number, self._parts = optimizer, number, parts
+        self.optimizer, self.number, self._parts = optimizer, number, parts
         self._client, self._replica, self._guard = parts.client, parts.replica, parts.guard
-        self._parameters = parameters_of(optimizer)
+        self.parameters = parameters_of(optimizer)  # that the server knows of, group by group
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, parts.number_of)
         self.hyper_parameters = HyperParameters(optimizer)
@@ -119,16 +119,6 @@ class WorkerStep:
         self.version = 0  # of the last release
         self._clip: Clip | None = None
         self._loss: torch.Tensor | None = None  # of the last backward, if the policy watches it
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The user's."""
-        return self._optimizer
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """Those that the server knows of, group by group."""
-        return self._parameters
 
     def renumber(self, number: int, only: bool) -> None:
         """It is this one of the module's optimizers now; ``only``: it has no other."""
@@ -167,7 +157,7 @@ class WorkerStep:
 
     def __call__(self, closure: Closure | None = None) -> Any:
         """In place of ``optimizer.step``, with the optimizer's own step hooks."""
-        optimizer: Any = self._optimizer
+        optimizer: Any = self.optimizer
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (closure,), {})
         loss = self._step(closure)
@@ -190,7 +180,7 @@ class WorkerStep:
         """The step is counted, whatever becomes of it."""
         self.pushed, self._clip = True, None
         self.count += 1
-        vars(self._optimizer)["_opt_called"] = True  # or schedulers warn about the order
+        vars(self.optimizer)["_opt_called"] = True  # or schedulers warn about the order
 
     def catch_up(self, version: int) -> None:
         """Other workers have made updates that this one had no part in."""
@@ -201,7 +191,7 @@ class WorkerStep:
     def _told_groups(self, whole: bool) -> Groups | None:
         """Changed hyper-parameters that the update of the masters follows."""
         changed = self.hyper_parameters.changed(whole=whole)
-        return self._parts.update.told(self._optimizer, changed)
+        return self._parts.update.told(self.optimizer, changed)
 
     def state_dict(self, saved: Saved) -> dict[str, Any]:
         """What ``optimizer.state_dict()`` would be in one process; ``saved``: the server's part."""
@@ -221,7 +211,7 @@ class WorkerStep:
         """
         if self._changed_members() is not None:
             raise UserError(
-                f"{type(self._optimizer).__name__} was given other parameters in mid-training, but "
+                f"{type(self.optimizer).__name__} was given other parameters in mid-training, but "
                 f"update={self._parts.update.name} has an optimizer of its own in host memory, "
                 "over those that training began with; use update=user with exchange=gradient, or "
                 "give the optimizer all parameters from the start (frozen ones have no gradient)"
@@ -229,14 +219,14 @@ class WorkerStep:
 
     def _changed_members(self) -> Members | None:
         """The slot numbers of each group, if anything about them has changed."""
-        now = parameters_of(self._optimizer)
-        sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-        if sizes == self._sizes and all(map(is_, now, self._parameters)):
+        now = parameters_of(self.optimizer)
+        sizes = [len(group["params"]) for group in self.optimizer.param_groups]
+        if sizes == self._sizes and all(map(is_, now, self.parameters)):
             return None
-        self.numbers = slot_numbers(self._optimizer, self._parts.number_of)
-        self._parameters, self._sizes = now, sizes
-        self._replica.admit(self.numbers, takes_sparse(self._optimizer))
-        return members_of(self._optimizer, self.numbers)
+        self.numbers = slot_numbers(self.optimizer, self._parts.number_of)
+        self.parameters, self._sizes = now, sizes
+        self._replica.admit(self.numbers, takes_sparse(self.optimizer))
+        return members_of(self.optimizer, self.numbers)
 
     def own_state(self) -> dict[str, Any]:
         """What is this worker's alone, for a checkpoint; empty: nothing is."""
