@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from hybridtrain import HybridStrategy
@@ -279,3 +281,24 @@ def test_rules_of_the_paper() -> None:
     assert TrimmedMean(0.01).merge(parts)[0] == torch.tensor([10 / 3])
     assert TrimmedMean(0.4).merge(parts)[0] == torch.tensor([3.0])
     assert make_exchange("gradient").update == "user"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("stop", [1, 2])
+def test_a_resumed_run_goes_on_with_what_encoding_has_left_out(
+    tmp_path: Path, workers: int, stop: int
+) -> None:
+    def fit(epochs: int, ckpt: Any = None) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        module = Regression(lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9))
+        saving = ModelCheckpoint(tmp_path, filename=f"{epochs}", save_on_train_epoch_end=True)
+        options = {"callbacks": [saving], "enable_checkpointing": True, "max_epochs": epochs}
+        strategy = HybridStrategy(exchange={"name": "gradient", "compress": "int4"})
+        trainer = make_trainer(strategy, workers, **options)
+        trainer.fit(module, DataLoader(regression_data(), 8), ckpt_path=ckpt)
+        return list(module.parameters())
+
+    whole = fit(4)
+    fit(stop)
+    resumed = fit(4, tmp_path / f"{stop}.ckpt")
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed, strict=True))
