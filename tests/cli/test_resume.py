@@ -67,11 +67,13 @@ def test_a_run_killed_with_all_its_processes_goes_on_to_the_same_bits(
     arguments = [*RUN, *SLOW, f"strategy={strategy}"]
     killed(zygote, *arguments, "hydra.run.dir=here")
     assert not Path("here/summary.json").exists()
+    assert Path("here/.lock").exists()
     before = last("here")["global_step"]
     assert 0 < before < 6 * EPOCHS
     again = command("resume=here")
     assert again.code == 0, again.err
     assert "here goes on from" in again.out and "resumed" in again.out
+    assert not Path("here/.lock").exists() and not Path("here/.run_stats.json").exists()
     assert command(*arguments, "hydra.run.dir=whole").code == 0
     one, other = last("here"), last("whole")
     assert one["global_step"] == other["global_step"] == 6 * EPOCHS
