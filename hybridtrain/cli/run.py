@@ -45,7 +45,6 @@ from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher
 from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
-from hybridtrain.report.history import read_history
 from hybridtrain.util.files import short
 from hybridtrain.util.input_files import open_input
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
@@ -224,21 +223,12 @@ def _sum_up(
         result.take(stats)
     result.metrics, result.unsaved = parts.metrics, unsaved(trainer)
     result.resumed = None if cfg.get("resume") is None else str(cfg.ckpt or "")
-    if cfg.ckpt is not None and not cfg.test_only:
-        result.total = _total(trainer, directory if result.resumed else None)
     summary.write(result, directory)
     outcome = replace(outcome, exit=result.exit, error=result.error)
     if outcome.exit == BAD_INPUT and not result.updates:
         return outcome  # the error's line is enough
     tensorboard = any(isinstance(x, TensorBoardLogger) for x in parts.loggers)
     return printed("\n".join(summary.lines(result, directory, tensorboard)), outcome)
-
-
-def _total(trainer: pl.Trainer, directory: Path | None) -> dict[str, int]:
-    """Updates and samples including those before the checkpoint, as far as known."""
-    rows = {} if directory is None else read_history(directory).columns
-    known = {name: round(rows[name][-1]) for name in ("updates", "samples") if rows.get(name)}
-    return known or ({"updates": trainer.global_step} if trainer.global_step else {})
 
 
 def _checkpoint(cfg: DictConfig, trainer: pl.Trainer, outcome: CommandOutcome) -> str | None:

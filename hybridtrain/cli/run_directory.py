@@ -83,11 +83,11 @@ def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], step
     Lightning's ``CSVLogger`` would delete the whole file.
 
     Args:
-        step: updates made before the checkpoint.
+        step: ``global_step`` of the checkpoint.
     """
     for callback in callbacks:
         if isinstance(callback, RunMonitor):
-            callback.resumed_at = step
+            callback.resumes = True
     for logger in loggers:
         if isinstance(logger, TensorBoardLogger):
             purge_from(logger, step)  # hides what is logged again

@@ -233,6 +233,10 @@ class SingleHost:
             return self._client.stats() | self.device_memory.figures()
         return self._final_stats or {}
 
+    def saved_counts(self) -> dict[str, int]:
+        """Updates and samples of this run in the checkpoint being written."""
+        return self.client.snapshot_counts or self.run_stats()  # without an optimizer: no snapshot
+
     def remember_stats(self, stats: dict[str, Any]) -> None:
         """Keep the statistics of a run that has ended."""
         self._final_stats = stats

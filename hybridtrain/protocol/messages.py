@@ -404,11 +404,16 @@ class Ticket:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerState:
-    """The optimizers' states after update ``version``; ``unseen``: positions not trained on."""
+    """The optimizers' states after update ``version``; ``unseen``: positions not trained on.
+
+    ``updates``, ``samples``: of this run, counted until then.
+    """
 
     payload: bytes
     version: int
     unseen: dict[LoaderPass, Spans] = field(default_factory=dict)
+    updates: int = 0
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)

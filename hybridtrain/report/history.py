@@ -51,12 +51,12 @@ class History:
         """Whether to write a row: 0.1 s, and 1 % of the training time so far, after the last."""
         return train_s >= self._next_s
 
-    def resume_at(self, updates: int, counted: int) -> None:
-        """Resume: keep the rows up to the checkpoint, and continue counting from the last of them.
+    def resume_at(self, updates: int, samples: int) -> None:
+        """Resume: keep the rows up to the checkpoint, and continue counting from there.
 
         Args:
             updates: made before the checkpoint from which the run resumes.
-            counted: those of them that later rows count too.
+            samples: trained on before it.
         """
         curve = read_history(self.folder)
         values = zip(*curve.columns.values(), strict=True)
@@ -68,10 +68,8 @@ class History:
         self._widen(curve.columns)
         for row in kept:
             self._append(row)
-        per_update = last["samples"] / last["updates"] if last["updates"] else 0.0
-        samples = last["samples"] + (updates - last["updates"]) * per_update
         self._before = {"wall_s": last["wall_s"], "train_s": last["train_s"]}
-        self._before |= {"samples": samples, "updates": updates - counted}
+        self._before |= {"samples": samples, "updates": updates}
 
     def take_over(self) -> None:
         """Continue the file that another process of this run has written."""

@@ -324,7 +324,8 @@ class Server:
         state, store = optimizers.dump(request.place), self.store
         ahead = store.made.ahead if store is not None and store.made is not None else 0
         version = self.statistics.version + ahead  # the version of the optimizers' state
-        return [(worker, OptimizerState(state, version, self._queue.unseen()))]
+        counted = version - self.statistics.first_version, int(self.statistics.samples)
+        return [(worker, OptimizerState(state, version, self._queue.unseen(), *counted))]
 
     def _refuse(self, workers: Iterable[int], reason: str) -> Replies:
         """Refuse these and all waiting workers, for this reason."""

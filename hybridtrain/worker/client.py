@@ -126,6 +126,9 @@ class Client:
         self.meanwhile: Callable[[], float | None] | None = None
         # Data.
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
+        self.snapshot_counts: dict[
+            str, int
+        ] = {}  # updates and samples of this run, at the last snapshot
         self._tickets = Tickets(worker)
         self._covers: list[DrawnBatch] = []
         # Calls of learning-rate schedules.
@@ -345,6 +348,7 @@ class Client:
         try:
             reply, _ = self._ask(Snapshot(refresh, scratch.path), OptimizerState)
             self.unseen = reply.unseen
+            self.snapshot_counts = {"updates": reply.updates, "samples": reply.samples}
             if refresh and self.own is not None:
                 self.own.read(reply.version)
             saved = read(scratch.path, reply.payload)

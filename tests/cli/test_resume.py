@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from hybridtrain.cli import claim, resume
-from hybridtrain.cli.hydra_config import complete_overrides
+from hybridtrain.cli.hydra_config import complete_overrides, conf_dir
 from hybridtrain.cli.resume import expanded
 from hybridtrain.util import files
 from tests.cli.conftest import Command, in_use, summary
 from tests.cli.test_interrupt import _none_left
-from tests.cli.tiny import TINY
+from tests.cli.tiny import TINY, N
 from tests.cli.zygote import Zygote, wait_for
 from tests.lightning.checkpointing.test_resume import same
 from tests.picking import by_default
@@ -91,6 +91,25 @@ def test_a_run_killed_with_all_its_processes_goes_on_to_the_same_bits(
     assert float(table("here/history.csv")[-1]["samples"]) == EPOCHS * 24
     assert summary("here")["total"] == {"updates": 6 * EPOCHS, "samples": EPOCHS * 24}
     assert summary("here")["updates"] < 6 * EPOCHS and summary("whole")["total"] == {}
+
+
+STRATEGIES = sorted(path.stem for path in (conf_dir() / "strategy").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("strategy", by_default(STRATEGIES, "local_sgd"))
+def test_the_total_is_what_all_parts_have_counted(command: Command, strategy: str) -> None:
+    """Whatever ``global_step`` counts under this strategy."""
+    counted = {"updates": 0, "samples": 0}
+    options = [*RUN, "test=false", "hydra.run.dir=here", f"strategy={strategy}"]
+    for epochs in (1, 2, 4):
+        assert command(*options, f"trainer.max_epochs={epochs}").code == 0
+        part = summary("here")
+        counted = {name: n + part[name] for name, n in counted.items()}
+        assert part["total"] == ({} if epochs == 1 else counted)
+        last_row = table("here/history.csv")[-1]
+        assert {name: int(float(last_row[name])) for name in counted} == counted
+        options = ["resume=here", "resume_override=true"]
+    assert counted["samples"] == 4 * N
 
 
 def rows(found: list[dict[str, str]]) -> list[tuple[tuple[str, str], ...]]:

@@ -27,7 +27,7 @@ from hybridtrain.report.history import History
 
 STATS_FILE = ".run_stats.json"
 VALIDATED = "validated"  # key in checkpoints: metrics of the last validation before it
-
+TOTAL = "total"  # key in checkpoints: updates and samples since training began
 
 MOST_BINS = 60  # of a histogram; staleness is wide where many workers run freely
 
@@ -43,7 +43,8 @@ class RunStats:
     or of an aborted step. ``lead``: mini-batches that a worker is (``now``) or was at most
     (``max``) ahead of the slowest. ``effective_batch``: samples per update. ``handed_over``:
     ``sent_bytes`` of all workers, and ``saved_bytes`` by compression. ``device_memory``: by worker,
-    the peak ``needed_bytes`` (0: not measured) of its device's ``total_bytes``.
+    the peak ``needed_bytes`` (0: not measured) of its device's ``total_bytes``. ``total``: updates
+    and samples of a resumed run since training began; empty: of another run, or unknown.
     """
 
     updates: int = 0
@@ -61,6 +62,7 @@ class RunStats:
     effective_batch: float | None = None
     handed_over: dict[str, int] = field(default_factory=dict)
     device_memory: dict[str, list[int]] = field(default_factory=dict)
+    total: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ages: dict[Any, int] = self.staleness.get("histogram", {})  # JSON has keys of text
@@ -101,7 +103,9 @@ def up_to_date(stats: RunStats | None, trainer: Any) -> RunStats | None:
     known: Any = getattr(strategy_of(trainer), "run_stats", dict)()
     if not known.get("updates") or (stats is not None and stats.updates == known["updates"]):
         return stats
-    return RunStats.of(known, workers=trainer.world_size, train_s=known["training_s"])
+    then = {} if stats is None else stats.total
+    now = {name: n + round(known[name] - getattr(stats, name)) for name, n in then.items()}
+    return RunStats.of(known, workers=trainer.world_size, train_s=known["training_s"], total=now)
 
 
 def loss_of(outputs: Any) -> torch.Tensor | None:
@@ -164,7 +168,8 @@ class RunMonitor(pl.Callback):
         self.directory = Path(directory) if directory is not None else None
         self.log_every_s = log_every_s
         self.hparams: dict[str, Any] | None = None  # set by the command line, logged at the start
-        self.resumed_at: int | None = None  # set by resume: updates before the checkpoint
+        self.resumes = False  # set by resume: continue the history in the directory
+        self._total: dict[str, int] = {}  # in the checkpoint it resumed from; empty: unknown
         self._samples = 0.0
         self._first = 0  # updates before the checkpoint
         self._counts = True  # the strategy does not count samples
@@ -205,9 +210,11 @@ class RunMonitor(pl.Callback):
         self._counts = getattr(strategy_of(trainer), "run_stats", None) is None
         self._first = trainer.global_step
         self._every = max(int(getattr(trainer, "log_every_n_steps", 1)), 1)
-        if self._history is not None and self.resumed_at is not None:
+        if not self._total and self._first == 0:
+            self._total = {"updates": 0, "samples": 0}
+        if self._history is not None and self.resumes and self._total:
             with self._disk():
-                self._history.resume_at(self.resumed_at, self.stats(trainer).updates)
+                self._history.resume_at(**self._total)
         self._began = time.perf_counter()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -269,11 +276,27 @@ class RunMonitor(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """The metrics of the last validation, for checkpoints."""
-        return {VALIDATED: dict(self._validated)}
+        return {VALIDATED: dict(self._validated), TOTAL: dict(self._total)}
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add what this run has counted to the total; not for a worker that will join this run."""
+        strategy: Any = strategy_of(trainer)
+        if not self._total or not trainer.is_global_zero or getattr(strategy, "tells", False):
+            return
+        counts = getattr(strategy, "saved_counts", None)
+        counted = self._counted(trainer) if counts is None else counts()
+        checkpoint["callbacks"][self.state_key][TOTAL] = self._since_beginning(counted)
+
+    def _since_beginning(self, counted: Mapping[str, float]) -> dict[str, int]:
+        return {name: n + round(counted[name]) for name, n in self._total.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the metrics from the checkpoint to resume from."""
         self._validated = dict(state_dict.get(VALIDATED, {}))
+        found = state_dict.get(TOTAL, {})
+        self._total = {name: int(found[name]) for name in ("updates", "samples") if found}
 
     def stats(self, trainer: pl.Trainer) -> RunStats:
         """The statistics so far, of the strategy or counted here."""
@@ -282,10 +305,14 @@ class RunMonitor(pl.Callback):
             self._train_s += max(0.0, known["training_s"] - self._elapsed_s())
             self._follows = False
         train_s = self._elapsed_s()
-        workers = trainer.world_size
-        updates, samples = trainer.global_step - self._first, self._samples * workers
-        counted = {"updates": updates, "samples": samples}
-        return RunStats.of(known, **counted, workers=workers, train_s=train_s)
+        counted = {**self._counted(trainer), **known}
+        total = self._since_beginning(counted) if any(self._total.values()) else {}
+        return RunStats.of(counted, workers=trainer.world_size, train_s=train_s, total=total)
+
+    def _counted(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Updates and samples, where the strategy counts none."""
+        updates = trainer.global_step - self._first
+        return {"updates": updates, "samples": self._samples * trainer.world_size}
 
     def _elapsed_s(self) -> float:
         now = 0.0 if self._began is None else time.perf_counter() - self._began

@@ -20,7 +20,7 @@ from hybridtrain.util.input_files import check_input
 
 
 def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = True) -> int:
-    """Check the checkpoint; returns the number of updates before it, 0: unknown.
+    """Check the checkpoint; returns its ``global_step``, 0: unknown.
 
     Args:
         resumes: training resumes from it, which needs more than weights.
