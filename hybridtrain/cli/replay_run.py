@@ -30,7 +30,7 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.recording import Record
 from hybridtrain.recording.replayer import Replayed
-from hybridtrain.report.runs import CONFIG_FILE, read_run
+from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
 
@@ -51,7 +51,7 @@ def replay(record: Record, anyway: bool) -> Replayed:
 def fitting(record: Record, parts: Parts) -> dict[str, Any]:
     """The arguments of ``fit`` besides the module."""
     options: dict[str, Any] = {} if parts.data is None else {"datamodule": parts.data}
-    if ckpt := about(record)["config"]["ckpt"]:
+    if ckpt := _checkpoint(about(record)):
         options |= {"ckpt_path": ckpt, "weights_only": True}
     return options
 
@@ -106,7 +106,7 @@ def rebuilt(
     mute = {"_target_": f"{__name__}.Mute", "save_dir": str(folder)}
     try:
         cfg: DictConfig = OmegaConf.create(with_present_targets(placed(content, folder)))
-        cfg.trainer.enable_progress_bar = False
+        cfg.trainer.enable_progress_bar, cfg.ckpt = False, _checkpoint(told)
         cfg.strategy.record, cfg.profile = None, False
         cfg.logger = {name: mute for name, node in (cfg.logger or {}).items() if node is not None}
         change(cfg)
@@ -188,10 +188,18 @@ def _changed_inputs(told: Mapping[str, Any]) -> Iterator[str]:
     if (edited := _edited(told)) is not None:
         for key, before, now in changed_keys(told["config"], edited):
             yield f"configuration: {key}={now} in .hydra/config.yaml, {before} in the run"
-    if ckpt := told["config"]["ckpt"]:
+    if ckpt := _checkpoint(told):
         now = hash_of_checkpoint(Path(ckpt))
         if now != told.get("ckpt"):
             yield f"checkpoint: {ckpt} {'has changed' if now else 'is not there'}"
+
+
+def _checkpoint(told: Mapping[str, Any]) -> str | None:
+    """The checkpoint that the run resumed from: the one it has kept, else the one it was given."""
+    given: str | None = told["config"]["ckpt"]
+    kept = Path(told["run_dir"]) / RESUMED_FROM
+    is_same = given and kept.is_file() and hash_of_checkpoint(kept) == told.get("ckpt")
+    return str(kept) if is_same else given
 
 
 def _edited(told: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from hybridtrain.lightning.hooks.callback_hooks import purge_from
 from hybridtrain.lightning.results.logger_state import keep_rows
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.monitoring.watchdog import to_stderr
-from hybridtrain.report.runs import SUMMARY_FILE
+from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
 from hybridtrain.util.files import write_whole
 
 
@@ -42,6 +43,23 @@ def begin(cfg: DictConfig) -> None:
             f"the run directory {directory} cannot be written ({error.strerror}); choose another "
             "with hydra.run.dir=DIR"
         ) from None
+    if cfg.ckpt is not None and not cfg.test_only and cfg.strategy.get("record") is not None:
+        _keep(Path(cfg.ckpt).resolve(), directory.resolve())
+
+
+def _keep(checkpoint: Path, directory: Path) -> None:
+    """Keep for a replay the checkpoint to resume from, if the run may overwrite or delete it."""
+    kept = directory / RESUMED_FROM
+    if directory not in checkpoint.parents or (kept.exists() and kept.samefile(checkpoint)):
+        return
+    try:
+        kept.unlink(missing_ok=True)
+        try:
+            kept.hardlink_to(checkpoint)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(checkpoint, kept)
+    except OSError as error:
+        to_stderr(f"{kept}: not written ({error.strerror}); no replay without {checkpoint}")
 
 
 @contextmanager

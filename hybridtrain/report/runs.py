@@ -25,6 +25,7 @@ from hybridtrain.util.input_files import read_text
 from hybridtrain.util.option_types import is_number
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"
+RESUMED_FROM = "resumed_from.ckpt"
 CONFIG_FILE, OVERRIDES_FILE = ".hydra/config.yaml", ".hydra/overrides.yaml"
 DEPTH = 4  # of the search for runs below a folder
 ABSENT = "–"

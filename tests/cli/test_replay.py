@@ -56,19 +56,29 @@ def test_a_run_is_replayed_from_its_directory_which_stays_as_it_is(
     assert contents(Path("run")) == before
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("how", by_default(["resume", "ckpt"], "resume"))
 def test_a_run_that_went_on_in_its_own_directory_is_replayed_and_loses_no_file(
-    command: Command, replay: Replay
+    command: Command, replay: Replay, how: str
 ) -> None:
-    many = [*TWO, "trainer.max_epochs=3", "callbacks.checkpoint.monitor=train/loss"]
-    assert command(*many, "strategy=async").code == 0
-    more = [x.replace("max_epochs=3", "max_epochs=6") for x in many]
-    assert command(*more, "strategy=async", "ckpt=run/checkpoints/last.ckpt").code == 0
-    assert {"record.bin", "record-2.bin"} <= {path.name for path in Path("run").iterdir()}
+    """It has overwritten last.ckpt, from which it went on."""
+    many = [*TWO, "strategy=async", "callbacks.checkpoint.monitor=train/loss"]
+    more = ["resume=run", "resume_override=true"]
+    if how == "ckpt":
+        more = [*many, "ckpt=run/checkpoints/last.ckpt"]
+    kept = Path("run/resumed_from.ckpt")
+    assert command(*many).code == 0 and not kept.exists()
+    for epochs in (4, 6):  # the second replaces what the first has kept
+        begun_from = Path("run/checkpoints/last.ckpt").read_bytes()
+        assert command(*more, f"trainer.max_epochs={epochs}").code == 0
+        assert kept.read_bytes() == begun_from
+        assert Path("run/checkpoints/last.ckpt").read_bytes() != begun_from
     before = contents(Path("run"))
-    # The second run has written another last.ckpt since; what it began with is gone.
-    assert "checkpoint: run/checkpoints/last.ckpt has changed" in replay("run=run").complaint
+    result = replay("run=run")
+    assert (result.code, result.err) == (0, "")
+    assert "equal to the bit" in result.out
     assert contents(Path("run")) == before
+    kept.unlink()
+    assert "last.ckpt has changed" in replay("run=run").complaint
 
 
 def test_a_run_that_went_on_from_a_kept_checkpoint_is_replayed(
@@ -79,6 +89,7 @@ def test_a_run_that_went_on_from_a_kept_checkpoint_is_replayed(
     Path("run/checkpoints/last.ckpt").rename("kept.ckpt")
     assert command(*many, "trainer.max_epochs=6", "ckpt=kept.ckpt").code == 0
     before = contents(Path("run"))
+    assert not Path("run/resumed_from.ckpt").exists(), "no run overwrites a file outside its folder"
     result = replay("run=run")
     assert (result.code, result.err) == (0, "")
     assert "equal to the bit" in result.out

@@ -180,7 +180,7 @@ def test_auto_leaves_alone_what_is_another_configuration_or_at_work(ended: Comma
 
 
 @pytest.mark.slow
-def test_the_checksums_of_a_checkpoint_are_compared_once(
+def test_the_checksums_of_a_checkpoint_are_compared_once_until_it_is_kept(
     ended: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tested, test = [], zipfile.ZipFile.testzip
@@ -192,7 +192,8 @@ def test_the_checksums_of_a_checkpoint_are_compared_once(
     monkeypatch.setattr(zipfile.ZipFile, "testzip", count)
     monkeypatch.setattr(files, "SETTLED_S", -1.0)
     assert ended("resume=old").code == 0
-    assert tested == [str(Path("old/checkpoints/last.ckpt").resolve())]
+    newest = str(Path("old/checkpoints/last.ckpt").resolve())
+    assert tested == [newest] * 2, "and again where the run is begun, once it is kept for a replay"
 
 
 def test_a_run_that_left_no_checkpoint_begins_again_in_its_directory(ended: Command) -> None:
