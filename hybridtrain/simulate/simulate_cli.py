@@ -70,8 +70,8 @@ What is trained (default: nothing, only time passes):
 
 What to write:
   json=FILE           the figures
-  plot=FILE           drawings (PNG, SVG or PDF; needs matplotlib, extra `report`)
-  html=FILE           a page with all of it, for a browser, that needs nothing else (the same)
+  html=FILE           a page with all of it and drawings, for a browser, that needs nothing else
+                      (needs matplotlib, extra `report`)
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ from rich.console import Console
 
 from hybridtrain.report.page import write
 from hybridtrain.simulate.simulate_options import parse
-from hybridtrain.simulate.simulate_output import draw, page_of, table
+from hybridtrain.simulate.simulate_output import page_of, table
 from hybridtrain.simulate.simulations import simulate
 from hybridtrain.util.arguments import command
 
@@ -105,8 +105,6 @@ def run(arguments: Sequence[str]) -> None:
     if "json" in files:
         text = json.dumps([asdict(row) for row in rows], indent=2)
         write(files["json"], text + "\n", "json")
-    if "plot" in files:
-        draw(rows, files["plot"])
     if "html" in files:
         write(files["html"], page_of(rows, arguments), "html")
 

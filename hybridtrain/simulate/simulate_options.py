@@ -25,7 +25,7 @@ from hybridtrain.worlds.virtual.script import Script, read_script
 from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes, Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
-FILES = ("json", "plot", "html")
+FILES = ("json", "html")
 BANDWIDTHS = ("network.bandwidth", "network.server_bandwidth")
 OPTIONS = [
     *("strategy", "workers", "batch_size", "mini_batches", "seconds", "seed"),
@@ -40,7 +40,7 @@ Given = Mapping[str, str]
 
 
 def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
-    """The plan, and the paths of the files to write: ``json``, ``plot`` and ``html``.
+    """The plan, and the paths of the files to write: ``json`` and ``html``.
 
     Raises:
         UserError: naming the option, its valid values, and the closest one.

@@ -1,14 +1,11 @@
-"""Show simulations: as a table, drawings, a page."""
+"""Show simulations: as a table, and as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from hybridtrain.errors import UserError
 from hybridtrain.report import charts, page
 from hybridtrain.report.charts import Series
 from hybridtrain.report.page import Part
@@ -65,56 +62,14 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-# ---- drawings -----------------------------------------------------------------------------------
+# ---- curves -------------------------------------------------------------------------------------
 
 PANELS: list[tuple[str, Value]] = [
     ("share of the ideal speed", lambda row: row.efficiency),
     ("share of time spent waiting", lambda row: row.waiting_share),
     ("mean staleness in updates", lambda row: row.staleness_mean),
 ]
-
-
 HANDED_OVER = "megabytes handed over by all workers"
-
-
-def draw(rows: Sequence[SimulationRow], path: Path) -> None:
-    """Efficiency, waiting and staleness against the number of workers; loss against time.
-
-    Raises:
-        UserError: if there is no matplotlib, or it cannot write such a file.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, no global state
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"plot={path} was given, but matplotlib is not installed; pip install matplotlib, or "
-            "use json=FILE"
-        ) from error
-    curves, bytes_ = losses(rows), losses_over_bytes(rows)
-    count = len(PANELS) + bool(curves) + bool(bytes_)
-    figure = Figure(figsize=(3.7 * count, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    places = figure.subplots(1, count)
-    for axes, (label, value) in zip(places, PANELS, strict=False):
-        _plot(axes, against_workers(rows, value), "o-")
-        axes.set(xlabel="workers", ylabel=label, xscale="log", ylim=(0, None))
-    if curves:
-        _plot(places[len(PANELS)], curves, "-")
-        places[len(PANELS)].set(xlabel="virtual seconds", ylabel="loss")
-    if bytes_:
-        _plot(places[-1], bytes_, "-")
-        places[-1].set(xlabel=HANDED_OVER, ylabel="loss", xscale="log")
-    places[len(PANELS) - 1].legend(frameon=False)
-    try:
-        figure.savefig(path, dpi=120)
-    except (ValueError, OSError) as error:
-        raise UserError(f"plot={path} could not be written: {error}") from error
-
-
-def _plot(axes: Any, lines: Sequence[Series], style: str) -> None:
-    for line in lines:
-        axes.plot(line.x, line.y, style, label=line.label)
 
 
 def against_workers(rows: Sequence[SimulationRow], value: Value) -> list[Series]:

@@ -40,13 +40,6 @@ def test_strategies_and_numbers_of_workers_are_compared_and_written(
         assert one | {"events_per_s": 0} == other | {"events_per_s": 0}, "same seed, same figures"
 
 
-def test_the_figures_can_be_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
-    picture = tmp_path / "figures.png"
-    assert main(["workers=2,3", "mini_batches=100", f"plot={picture}"]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_page_has_it_all(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="drawing needs the extra `report`")
     page = tmp_path / "page.html"
@@ -108,7 +101,7 @@ def test_ten_thousand_workers_are_no_trouble() -> None:
         (["slower.9=2", "workers=4"], "slower.9 was given, but 4 workers have the numbers 0 to 3"),
         (["slower.x=2"], "slower.W=x was given"),
         (["hello"], "'hello' was given"),
-        (["plot=figures.tiff9", "mini_batches=10"], "plot=figures.tiff9 could not be written"),
+        (["plot=figures.png"], "'plot=figures.png' was given"),
     ],
 )
 def test_bad_input_is_one_line_on_standard_error(
