@@ -82,7 +82,7 @@ def _hydra_main(argv: list[str]) -> CommandOutcome:
     def task(cfg: DictConfig) -> CommandOutcome:
         # Without Hydra's callbacks the directory is not claimed yet.
         claim.claim_or_refuse(Path(str(cfg.run_dir)), "hydra.run.dir")
-        overrides = [str(x) for x in HydraConfig.get().overrides.task]
+        overrides = hydra_config.overrides_of(HydraConfig.get())
         results.append(guarded(lambda: _run(cfg, overrides), overrides))
         return results[-1]
 

@@ -60,6 +60,12 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(overrides))
 
 
+def overrides_of(job: Any) -> list[str]:
+    """The overrides of a job (Hydra's node), in whose texts OmegaConf sees interpolations."""
+    content: Any = OmegaConf.to_container(job.overrides.task, resolve=False)
+    return [str(text) for text in content]
+
+
 def groups() -> dict[str, list[str]]:
     """The choices of each group: the files in its folder."""
     folders = sorted(x for x in conf_dir().iterdir() if x.is_dir() and x.name != "hydra")

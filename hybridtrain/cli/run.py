@@ -29,7 +29,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from hybridtrain.cli.best_checkpoint import best_checkpoint, has_validated, logged, metrics_of
 from hybridtrain.cli.ending import mapping_signals, no_process_left, terminating
 from hybridtrain.cli.exit_status import BAD_INPUT, FAILED, CommandOutcome, guarded, printed
-from hybridtrain.cli.hydra_config import portable
+from hybridtrain.cli.hydra_config import overrides_of, portable
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.cli.resume import newest
 from hybridtrain.cli.run_directory import begin, continue_logs, keeping_whole, unsaved, writable
@@ -68,7 +68,7 @@ def execute(cfg: DictConfig) -> CommandOutcome:
     bind_loaders()
     hush_lightning()
     began = time.perf_counter()
-    overrides = [str(x) for x in HydraConfig.get().overrides.task]
+    overrides = overrides_of(HydraConfig.get())
     box: list[Parts] = []
 
     def body() -> CommandOutcome:

@@ -23,9 +23,12 @@ from hybridtrain.util.option_types import (
     Positive,
     Range,
     Several,
+    Workers,
     check,
     hints,
 )
+
+Threads = Annotated[int, Range(1, 1024)]  # beyond, OpenMP ends the process
 
 
 class Shards(TypedDict):
@@ -51,9 +54,9 @@ class StrategyArguments(LightningArguments, total=False):
     exchange: Named | None
     update: Named | None
     correction: Named | None
-    workers_per_device: Positive
+    workers_per_device: Workers
     start_method: Literal["auto", "fork", "spawn", "forkserver"]
-    threads_per_worker: Positive | Literal["auto"]
+    threads_per_worker: Threads | Literal["auto"]
     stop_grace_s: NotNegative
     device_memory_fraction: Annotated[float, Range(0, 1, "(")] | None
     transport_dtype: Literal["bf16"] | None
@@ -65,7 +68,7 @@ class StrategyArguments(LightningArguments, total=False):
     on_nonfinite: Literal["auto", "raise", "drop", "skip_step"]
     on_oom: Literal["raise", "drop", "skip_step"]
     on_failure: Literal["stop", "continue", "restart"]
-    min_workers: Positive
+    min_workers: Workers
     max_restarts: Natural | None
     hang_timeout_s: Above0 | Literal["auto"] | None
     faults: Sequence[Any] | None

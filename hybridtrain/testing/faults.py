@@ -25,7 +25,7 @@ from typing import Annotated, Any
 from hybridtrain.errors import UserError
 from hybridtrain.util.anonymous_files import SharedBytes
 from hybridtrain.util.named_choice import hint
-from hybridtrain.util.option_types import Natural, Positive, Range, check_fields
+from hybridtrain.util.option_types import Natural, Positive, Range, check_fields, shown
 
 PHASES = ("compute", "push", "update", "pull", "validation", "checkpoint", "teardown")
 _IN_WORKERS = tuple(phase for phase in PHASES if phase != "update")
@@ -137,7 +137,7 @@ def read_faults(given: Any) -> tuple[Fault, ...]:
         return ()
     if isinstance(given, str | Mapping) or not isinstance(given, Sequence):
         raise UserError(
-            f"faults={given!r} was given; it must be a list, as in "
+            f"faults={shown(given)} was given; it must be a list, as in "
             "faults=[{worker: 1, step: 20, kind: kill}]"
         )
     return tuple(each if isinstance(each, Fault) else _read(each) for each in given)
@@ -147,8 +147,8 @@ def _read(given: Any) -> Fault:
     known = [f.name for f in fields(Fault)]
     if not isinstance(given, Mapping) or "kind" not in given:
         raise UserError(
-            f"faults: {given!r} was given; a fault is a mapping with a kind ({', '.join(KINDS)}), "
-            "as in {worker: 1, step: 20, kind: kill}"
+            f"faults: {shown(given)} was given; a fault is a mapping with a kind "
+            f"({', '.join(KINDS)}), as in {{worker: 1, step: 20, kind: kill}}"
         )
     for key in given:
         if key not in known:

@@ -16,6 +16,7 @@ from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.outer import DelayedNesterov, Sum
 from hybridtrain.updates.robust import MERGE_RULES
 from hybridtrain.util.named_choice import checked_choice, choose, hint
+from hybridtrain.util.option_types import shown
 
 UpdateSpec = str | Mapping[str, Any] | MergeRule | None  # a name, {"name": ..., arguments}, a rule
 
@@ -155,14 +156,14 @@ def make_update(given: UpdateSpec) -> NamedUpdate | None:
     known = {USER, *_SUBTRACT, *MERGE_RULES, *KNOWN}
     if name == "lbfgs":
         raise UserError(
-            f"update={given!r} was given; LBFGS evaluates the loss several times in a step, and "
-            "there is nothing to evaluate where what was handed over is applied; let the module's "
-            "own optimizer be LBFGS, with strategy=hybrid and exchange=gradient"
+            f"update={shown(given)} was given; LBFGS evaluates the loss several times in a step, "
+            "and there is nothing to evaluate where what was handed over is applied; let the "
+            "module's own optimizer be LBFGS, with strategy=hybrid and exchange=gradient"
         )
     if name not in known:
         raise UserError(
-            f"update={given!r} was given{hint(name, known)}; known are {USER} (the module's own "
-            f"optimizer), {', '.join([*_SUBTRACT, *MERGE_RULES, *OURS])}, and of torch.optim "
+            f"update={shown(given)} was given{hint(name, known)}; known are {USER} (the module's "
+            f"own optimizer), {', '.join([*_SUBTRACT, *MERGE_RULES, *OURS])}, and of torch.optim "
             f"{', '.join(sorted(KNOWN.keys() - OURS))}"
         )
     checked_choice("update", {"name": name, **options}, {name: KNOWN.get(name, lambda: None)})
@@ -173,7 +174,7 @@ def _checked_rule(given: object) -> MergeRule:
     if isinstance(given, MergeRule):
         return given
     raise UserError(
-        f"update={given!r} was given, which is neither a name nor a merge rule; a rule has "
+        f"update={shown(given)} was given, which is neither a name nor a merge rule; a rule has "
         "merge(parts), which returns one gradient for each parameter, and the least number of "
         "contributions that it merges (hybridtrain.exchanges.MergeRule)"
     )

@@ -45,7 +45,7 @@ def checked_choice(
         lacks = " without a name" * isinstance(given, Mapping)
         raise UserError(f"{what}={shown(given, plain)} was given{lacks}; {_known(known)}")
     if name not in known:
-        raise UserError(f"{what}={name!r} was given{hint(name, known)}; {_known(known)}")
+        raise UserError(f"{what}={shown(name)} was given{hint(name, known)}; {_known(known)}")
     options = {str(k): v for k, v in given.items() if k != "name"} if given != name else {}
     takes = list(inspect.signature(known[name]).parameters)
     for option in options:

@@ -81,6 +81,7 @@ _PLAIN = (str, int, float, Sequence, Mapping, NoneType)
 Natural = Annotated[int, Range(0)]
 Count = Annotated[int, Range(0, 2**62)]  # that fits in 64 bits
 Positive = Annotated[int, Range(1)]
+Workers = Annotated[int, Range(1, 4096)]  # or devices
 NotNegative = Annotated[float, Range(0)]
 Above0 = Annotated[float, Range(0, open="(")]
 Share = Annotated[float, Range(0, 1)]
@@ -111,7 +112,8 @@ def refusal(name: str, value: Any, kind: Any, plain: bool = True) -> UserError:
     allowed = words(kind).replace(", an object", "") if plain else words(kind)
     close = get_close_matches(value, list(_each(kind)), n=1) if isinstance(value, str) else ()
     hint = f" (did you mean {close[0]}?)" if close else ""
-    return UserError(f"{name}={shown(value, plain)} was given{hint}; it must be {allowed}")
+    huge = ", of 64 bits" if type(value) is int and not _SIMPLE[int](value) else ""
+    return UserError(f"{name}={shown(value, plain)} was given{hint}; it must be {allowed}{huge}")
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
@@ -260,12 +262,13 @@ def _fits(value: Mapping[Any, Any], kind: Any, plain: bool) -> bool:
     )
 
 
+_INT64 = 2**63  # torch and the system take no larger ones
 _ENDS = (math.inf, -math.inf)
 _SIMPLE: dict[Any, Callable[[Any], bool]] = {
     Any: lambda value: True,
     object: lambda value: True,
     bool: lambda value: isinstance(value, bool),
-    int: lambda value: type(value) is int,
+    int: lambda value: type(value) is int and -_INT64 <= value < _INT64,
     float: lambda value: is_number(value) and (abs(value) <= sys.float_info.max or value in _ENDS),
     str: lambda value: isinstance(value, str),
     Path: lambda value: isinstance(value, str | Path),

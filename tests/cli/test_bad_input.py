@@ -15,6 +15,14 @@ from tests.cli.tiny import TINY, TinyModule
 from tests.picking import by_default
 
 CASES = [
+    ("seed='${seed}'", ["seed='${seed}' was given", "cannot be resolved", "Recursive"]),
+    ("seed='${oc.env:NOPE}'", ["seed='${oc.env:NOPE}' was given", "cannot be resolved", "'NOPE'"]),
+    ("trainer.devices='${nope}'", ["trainer.devices=", "cannot be resolved", "'nope' not found"]),
+    *(
+        (f"{option}={10**21}", [f"{option}={10**21} was given", "a whole number from"])
+        for option in ("trainer.devices", "trainer.max_steps", "strategy.workers_per_device")
+    ),
+    ("strategy.threads_per_worker=3000000000", ["a whole number from 1 to 1024, or auto"]),
     ("strategy=backup strategy.policy.k=3 trainer.devices=2", ["k=3", "2 workers", "1 to 2"]),
     ("strategy=backup strategy.policy.k=0", ["k=0", "from 1"]),
     ("strategy=backup strategy.policy.k=some", ["k=some", "auto"]),
@@ -59,12 +67,12 @@ CASES = [
         ["optimizer=adam takes no momentum", "nesterov, rmsprop, sgd, sparse_momentum do"],
     ),
     ("trainer.strategy=ddp", ["write strategy="]),
-    ("trainer.devices=0", ["trainer.devices=0", "from 1 on", "auto"]),
-    ("trainer.devices=-1", ["trainer.devices=-1", "from 1 on", "all GPUs is auto"]),
-    ("trainer.devices=eight", ["trainer.devices=eight", "from 1 on"]),
+    ("trainer.devices=0", ["trainer.devices=0", "from 1 to 4096", "auto"]),
+    ("trainer.devices=-1", ["trainer.devices=-1", "from 1 to 4096", "all GPUs is auto"]),
+    ("trainer.devices=eight", ["trainer.devices=eight", "from 1 to 4096"]),
     ("trainer.devices=MIG-1f2e", ["trainer.devices=MIG-1f2e", "CUDA_VISIBLE_DEVICES names"]),
     ("trainer.devices=[GPU-89ab]", ["trainer.devices=['GPU-89ab']", "CUDA_VISIBLE_DEVICES"]),
-    ("trainer.devices=1.5", ["trainer.devices=1.5", "from 1 on"]),
+    ("trainer.devices=1.5", ["trainer.devices=1.5", "from 1 to 4096"]),
     ("trainer.devices=[0,1]", ["a list chooses GPUs"]),
     ("trainer.devices", ["cannot read 'trainer.devices'", "key=value"]),
     ("trainer.max_epochs=many", ["trainer.max_epochs=many", "whole number"]),
@@ -98,7 +106,8 @@ BY_DEFAULT = [
     "trainer.devices=MIG-1f2e",
     *("trainer.max_epochs=many", "trainer.precision=33", "optimizer.lr=-1", "seed=lucky"),
     *("model._target_=nowhere.Module", "model._target_=torch.nn.Linear", "ckpt=nowhere.ckpt"),
-    *("strategy.workers_per_device=0", "--frobnicate"),
+    *("strategy.workers_per_device=0", "--frobnicate", "seed='${seed}'"),
+    "strategy.threads_per_worker=3000000000",
 ]
 
 

@@ -27,6 +27,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from hybridtrain.cli.exit_status import CommandOutcome
+from hybridtrain.cli.hydra_config import overrides_of
 from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.validation.config_checks import check_config
 from hybridtrain.cli.validation.host_checks import check_directory, check_machine
@@ -36,7 +37,6 @@ from hybridtrain.report.comparison import PAGE, compare
 from hybridtrain.report.page import write
 from hybridtrain.report.runs import JOBS_FILE, as_json
 from hybridtrain.util.files import short
-from hybridtrain.util.option_types import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ProcessLauncher(Launcher):
         start_method: ``auto``, ``fork`` or ``popen``.
     """
 
-    @typed("hydra.launcher.")
+    @overrides_of("hydra.launcher.")
     def __init__(self, start_method: Literal["auto", "fork", "popen"] = "auto") -> None:
         self.start_method = start_method
 
@@ -84,7 +84,7 @@ class ProcessLauncher(Launcher):
         ]
         for job in jobs:
             cfg = _without_hydra(job)
-            check_config(cfg, list(job.hydra.overrides.task))
+            check_config(cfg, overrides_of(job.hydra))
             check_machine(cfg)
         check_directory(Path(str(self.config.hydra.sweep.dir)))
         return [self._run(job, len(jobs) + initial_job_idx) for job in jobs]
@@ -98,7 +98,7 @@ class ProcessLauncher(Launcher):
 
     def _run(self, job: DictConfig, total: int) -> JobReturn:
         number = int(job.hydra.job.num)
-        overrides = list(filter_overrides(job.hydra.overrides.task))
+        overrides = list(filter_overrides(overrides_of(job.hydra)))
         print(f"--- job {number + 1} of {total}: {' '.join(overrides)}", flush=True)
         if self._forks():
             decide_by_configuration(job)
@@ -131,7 +131,7 @@ def _without_hydra(config: DictConfig) -> DictConfig:
 def _job_return(job: DictConfig, outcome: CommandOutcome) -> JobReturn:
     """The job's result for the sweeper; the metric of a failed job is nan, so sweeps continue."""
     result = JobReturn()
-    result.overrides = list(job.hydra.overrides.task)
+    result.overrides = overrides_of(job.hydra)
     result.cfg = _without_hydra(job)
     result.working_dir = str(Path.cwd())
     result.task_name = str(job.hydra.job.name)

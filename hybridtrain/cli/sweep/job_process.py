@@ -26,6 +26,7 @@ from omegaconf import DictConfig
 
 from hybridtrain.cli.claim import claim_new, release_all
 from hybridtrain.cli.exit_status import FAILED, CommandOutcome, guarded, interrupted
+from hybridtrain.cli.hydra_config import overrides_of
 from hybridtrain.cli.quiet import hush
 from hybridtrain.util.anonymous_files import anonymous_descriptor
 from hybridtrain.worlds.local.signals import ending_signals
@@ -80,7 +81,7 @@ def _forked_main(
     os.environ.clear()
     os.environ.update(ENVIRONMENT)
     hush()
-    overrides = list(config.hydra.overrides.task)
+    overrides = overrides_of(config.hydra)
     sys.argv = [sys.argv[0], *overrides]
     outcome = guarded(lambda: _hydra_job(context, task, config), overrides)
     release_all()
@@ -140,7 +141,7 @@ def _command(config: DictConfig, directory: Path) -> list[str]:
     where = json.dumps(str(directory), ensure_ascii=False)
     number = int(config.hydra.job.num)
     return [
-        *(sys.executable, "-m", "hybridtrain", *FLAGS, *config.hydra.overrides.task, *kept),
+        *(sys.executable, "-m", "hybridtrain", *FLAGS, *overrides_of(config.hydra), *kept),
         *("hydra.mode=RUN", f"hydra.run.dir={where}", f"hydra.job.num={number}"),
     ]
 

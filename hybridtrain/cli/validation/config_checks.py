@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.explain import STRATEGY, base_config, closest
@@ -50,17 +51,27 @@ def check_complete(cfg: DictConfig) -> None:
         )
 
 
-def _plain(node: Any) -> Any:
+def _plain(node: Any, prefix: str = "") -> Any:
     """The node as plain values, without those known only in the running job."""
-    if OmegaConf.is_list(node):
-        return OmegaConf.to_container(node, resolve=True)
     if not OmegaConf.is_dict(node):
         return node
-    found = {}
-    for name in node:
-        if not OmegaConf.is_missing(node, name) and not _of_job(node, name):
-            found[str(name)] = _plain(node[name])
-    return found
+    return {
+        str(name): _plain(_resolved(node, name, f"{prefix}{name}"), f"{prefix}{name}.")
+        for name in node
+        if not OmegaConf.is_missing(node, name) and not _of_job(node, name)
+    }
+
+
+def _resolved(node: DictConfig, name: Any, key: str) -> Any:
+    try:
+        value = node[name]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_list(value) else value
+    except OmegaConfBaseException as error:
+        given: Any = OmegaConf.to_container(node, resolve=False)
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{key}={shown(given[name])} was given, which cannot be resolved: {reason}"
+        ) from error
 
 
 def _of_job(node: DictConfig, name: Any) -> bool:

@@ -10,7 +10,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from hybridtrain.util.option_types import Natural, NotNegative, Part, Positive, Range, Share
+from hybridtrain.util.option_types import (
+    Natural,
+    NotNegative,
+    Part,
+    Positive,
+    Range,
+    Share,
+    Workers,
+)
 
 Group = Mapping[str, Any]
 Parts = Mapping[str, Mapping[str, Any] | None]  # by name; null removes one
@@ -83,8 +91,8 @@ class TrainerOptions:
     """Of Lightning's ``Trainer``, in the order of ``conf/trainer/default.yaml``."""
 
     accelerator: Literal["auto", "cpu", "gpu", "cuda"]
-    devices: Annotated[Positive | Literal["auto"] | Sequence[Natural], _DEVICES]
-    num_nodes: Positive
+    devices: Annotated[Workers | Literal["auto"] | Sequence[Natural], _DEVICES]
+    num_nodes: Workers
     precision: (
         Literal["32-true", "16-mixed", "bf16-mixed", "64-true", "bf16-true", "16-true"]
         | Literal["32", "16", "64", "bf16", 32, 16, 64]
