@@ -28,7 +28,7 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from hybridtrain.cli.validation.host_checks import check_directory
+from hybridtrain.cli.validation.host_checks import check_directory, check_files
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import to_stderr
 
@@ -246,5 +246,6 @@ def claim_new(directory: Path, key: str) -> None:
         UserError: if it cannot be made or written, or another run uses it.
     """
     check_directory(directory)
+    check_files(directory)
     asked = f"{key}={directory}"
     claim(directory, asked, "end that run first, wait, or choose another directory")

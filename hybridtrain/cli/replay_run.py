@@ -30,7 +30,7 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import own_name, with_present_targets
 from hybridtrain.recording import Record
 from hybridtrain.recording.replayer import Replayed
-from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run
+from hybridtrain.report.runs import CONFIG_FILE, RESUMED_FROM, read_run, read_yaml
 from hybridtrain.worlds.local.cleanup import vanishing_directory
 
 
@@ -209,9 +209,7 @@ def _edited(told: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     check_owner(path, "replay")
     try:
-        cfg = OmegaConf.load(path)
-        assert isinstance(cfg, DictConfig), "it is a mapping"
-        return portable(cfg)
+        return portable(OmegaConf.create(read_yaml(path)))
     except Exception as error:  # YAML's, OmegaConf's
         raise UserError(f"configuration: {path} cannot be read ({type(error).__name__})") from error
 

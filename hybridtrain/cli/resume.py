@@ -16,17 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 import hybridtrain
 from hybridtrain.cli import hydra_config
 from hybridtrain.cli.claim import attempt, claim, release, started_by_a_run
 from hybridtrain.cli.hydra_config import changed_keys, placed, portable, quoted
-from hybridtrain.cli.validation.host_checks import check_owner
+from hybridtrain.cli.validation.host_checks import check_files, check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import to_stderr
-from hybridtrain.report.runs import CONFIG_FILE, OVERRIDES_FILE, SUMMARY_FILE
-from hybridtrain.util.files import fault_of, interrupted_in
+from hybridtrain.report.runs import CONFIG_FILE, OVERRIDES_FILE, SUMMARY_FILE, read_yaml
+from hybridtrain.util.files import fault_of, interrupted_in, write_whole
 from hybridtrain.util.input_files import read_text
 
 AUTO, LAST = "auto", "last"
@@ -34,6 +34,7 @@ AUTO, LAST = "auto", "last"
 _ASIDE = ("resume", "resume_override", "ckpt", "faults", "strategy.faults", "run_dir")
 _SHOWN = 5  # differences in an error message
 RUN_FILE = "run.json"
+_GROUPS = ("model", "data", "optimizer", "strategy", "trainer", "callbacks", "task")
 FORMAT = 1  # of the files in a run's directory
 
 
@@ -123,7 +124,7 @@ def _last(typed: dict[str, str], values: dict[str, Any]) -> Path:
     plain = [text for key, text in typed.items() if key != "ckpt" and not key.startswith("hydra.")]
     model = portable(hydra_config.compose_config(plain))["model"].get("_target_")
     for directory in runs_below(root):
-        if configuration(directory).model.get("_target_") != model:
+        if configuration(directory)["model"].get("_target_") != model:
             continue
         if (path := newest_of_run(directory)) is not None:
             print(f"ckpt=last: {path}", flush=True)
@@ -169,8 +170,13 @@ def _resumed(directory: Path, typed: dict[str, str], override: bool) -> list[str
 
 def _merged(directory: Path, typed: dict[str, str]) -> list[str]:
     """The overrides that the run was started with, updated by those typed now."""
-    content: Any = OmegaConf.to_container(OmegaConf.load(directory / OVERRIDES_FILE))
-    former = {hydra_config.parse([text])[0].key_or_group: text for text in content}
+    path = directory / OVERRIDES_FILE
+    content = read_yaml(path)
+    try:
+        assert isinstance(content, list), "it is empty, or a mapping"
+        former = {hydra_config.parse([text])[0].key_or_group: text for text in content}
+    except Exception as error:  # no list, no texts, Hydra's
+        raise UserError(f"{path} is damaged: it is no list of options") from error
     inside = str(directory.absolute())
     plain = {
         key: text
@@ -185,7 +191,7 @@ def _differences(
     directory: Path, typed: dict[str, str], overrides: Sequence[str]
 ) -> list[tuple[str, Any, Any]]:
     """Differences between the run's configuration and the one now; new options only if typed."""
-    then = portable(configuration(directory))
+    then = configuration(directory)
     now = portable(hydra_config.compose_config(overrides))
     keys = tuple(key.lstrip("+~") for key in typed)
     return [
@@ -210,7 +216,7 @@ def _shown(found: Sequence[tuple[str, Any, Any]]) -> str:
 def sign(directory: Path) -> None:
     """Write the version and format into a run's directory."""
     said = {"format": FORMAT, "hybridtrain": hybridtrain.__version__}
-    (directory / RUN_FILE).write_text(json.dumps(said) + "\n")
+    write_whole(directory / RUN_FILE, json.dumps(said).encode() + b"\n")
 
 
 def check_run(directory: Path) -> None:
@@ -219,17 +225,18 @@ def check_run(directory: Path) -> None:
     Raises:
         UserError: if it is not.
     """
-    if not (directory / CONFIG_FILE).is_file() or not (directory / OVERRIDES_FILE).is_file():
+    if not all(os.path.lexists(directory / name) for name in (CONFIG_FILE, OVERRIDES_FILE)):
         below = sorted(str(x) for x in runs_below(directory))[:3] if directory.is_dir() else []
         hint = f"; there are runs below it: {', '.join(below)}" if below else ""
         raise UserError(
             f"resume={directory}: this is not the directory of a run (it has no {CONFIG_FILE})"
             f"{hint}; give one that a run has written to, such as outputs/DATE/TIME-ID"
         )
+    check_files(directory)
     for name in (CONFIG_FILE, OVERRIDES_FILE):
         check_owner(directory / name, f"resume={directory}")
     made = _read(directory / RUN_FILE)
-    if made.get("format", FORMAT) > FORMAT:
+    if isinstance(made.get("format"), int) and made["format"] > FORMAT:
         raise UserError(
             f"resume={directory}: this run was made by hybridtrain {made.get('hybridtrain')} "
             f"(format {made['format']}), and this is {hybridtrain.__version__}, which reads up to "
@@ -261,22 +268,22 @@ def runs_below(root: Path) -> Iterator[Path]:
     return (path for _, path in sorted(found, reverse=True))
 
 
-def configuration(directory: Path) -> DictConfig:
-    """The run's configuration, unresolved.
+def configuration(directory: Path) -> dict[str, Any]:
+    """The run's configuration, as :func:`portable` has it.
 
     Raises:
-        UserError: if it cannot be read.
+        UserError: if it cannot be read, or lacks a group.
     """
     path = directory / CONFIG_FILE
+    content = read_yaml(path)
     try:
-        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        cfg = OmegaConf.create(plain)
-        assert isinstance(cfg, DictConfig), "it is a mapping"
-    except Exception as error:  # YAML's, OmegaConf's, the disk's
-        raise UserError(
-            f"{path}: the run's configuration cannot be read ({type(error).__name__})"
-        ) from error
-    return cfg
+        found = portable(OmegaConf.create(content))
+    except Exception as error:  # no mapping; OmegaConf's, of what cannot be resolved
+        raise UserError(f"{path} is damaged and cannot be read ({type(error).__name__})") from error
+    missing = [group for group in _GROUPS if not isinstance(found.get(group), dict)]
+    if missing:
+        raise UserError(f"{path} is damaged: it lacks {', '.join(missing)}")
+    return found
 
 
 # ---- checkpoints --------------------------------------------------------------------------------
@@ -284,7 +291,7 @@ def configuration(directory: Path) -> DictConfig:
 
 def newest_of_run(directory: Path) -> Path | None:
     """The newest whole checkpoint in the directories of the run's callbacks."""
-    nodes = placed(portable(configuration(directory)), directory.absolute()).get("callbacks") or {}
+    nodes = placed(configuration(directory), directory.absolute()).get("callbacks") or {}
     folders = {Path(x["dirpath"]) for x in nodes.values() if x and x.get("dirpath")}
     return newest({*folders, directory.absolute() / "checkpoints"})
 
@@ -292,7 +299,7 @@ def newest_of_run(directory: Path) -> Path | None:
 def newest(folders: Iterable[Path]) -> Path | None:
     """The newest whole checkpoint; newer ones that are damaged are named on standard error."""
     found = {
-        path.resolve()
+        Path(os.path.realpath(path))  # which raises nothing for a link to itself
         for folder in folders
         for path in (*folder.glob("*.ckpt"), interrupted_in(folder))
     }

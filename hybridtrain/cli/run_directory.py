@@ -28,6 +28,7 @@ from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
 from hybridtrain.util.files import write_whole
+from hybridtrain.util.input_files import read_text
 
 
 def begin(cfg: DictConfig) -> None:
@@ -117,10 +118,10 @@ def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], step
 def _cut(path: Path, step: int) -> None:
     """Keep the rows with steps 0 to ``step`` - 1."""
     try:
-        with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            rows, names = list(reader), reader.fieldnames or []
-    except OSError:
+        lines = io.StringIO(read_text(path, "the log", errors="replace"), newline="")
+        reader = csv.DictReader(lines)
+        rows, names = list(reader), reader.fieldnames or []
+    except (UserError, csv.Error):
         return
     kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < step]
     text = io.StringIO()

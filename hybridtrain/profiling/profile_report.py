@@ -16,7 +16,7 @@ from rich.text import Text
 
 from hybridtrain.profiling.phases import ENCLOSING, MEANINGS, Phase
 from hybridtrain.profiling.time_spans import Track, cost_of_span_ns
-from hybridtrain.util.files import short
+from hybridtrain.util.files import short, write_whole
 
 FIGURES, TIMELINE = "profile.json", "timeline.json"
 _EXCHANGE = (Phase.PUSH, Phase.WAIT, Phase.PULL)
@@ -243,14 +243,9 @@ def write_trace(
     tracks = [(0, n, "server", track) for n, track in enumerate(server)]
     tracks += [(1 + w, 0, f"worker {w}", track) for w, track in sorted(workers.items())]
     begin_ns = min((min(track.begun) for *_, track in tracks if track.begun), default=0)
-    unfinished = path.with_name(f".{path.name}.new")
-    with unfinished.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "otherData": ')
-        file.write(json.dumps(about) + ',\n"traceEvents": [\n')
-        for number, event in enumerate(_events(tracks, begin_ns)):
-            file.write((",\n" if number else "") + json.dumps(event, separators=(",", ":")))
-        file.write("\n]}\n")
-    unfinished.replace(path)
+    head = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(about)},\n"traceEvents": [\n'
+    events = (json.dumps(event, separators=(",", ":")) for event in _events(tracks, begin_ns))
+    write_whole(path, (head + ",\n".join(events) + "\n]}\n").encode())
 
 
 def _events(

@@ -23,9 +23,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from hybridtrain.errors import UserError
+from hybridtrain.util.files import write_whole
+from hybridtrain.util.input_files import read_text
 
 HISTORY_FILE = "history.csv"
 ALWAYS = ("wall_s", "train_s", "epoch", "updates", "samples", "train_loss")
@@ -96,10 +101,8 @@ class History:
         body = path.read_text().partition("\n")[2] if self._columns else ""
         new = [x for x in (*ALWAYS, *names) if x not in self._columns]
         self._columns += dict.fromkeys(new)
-        unfinished = path.with_name(f".{HISTORY_FILE}.new")
         filled = body.replace("\n", "," * len(new) + "\n")
-        unfinished.write_text(_line(self._columns) + filled, newline="")
-        unfinished.replace(path)
+        write_whole(path, (_line(self._columns) + filled).encode())
 
 
 def _whole(value: float) -> float:
@@ -143,10 +146,11 @@ def read_history(folder: Path) -> RunCurve:
     Rows that are cut short or not numeric are left out and counted: the run may have been killed,
     or be running.
     """
+    path = folder / HISTORY_FILE
     try:
-        text = (folder / HISTORY_FILE).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return RunCurve()
+        text = read_text(path, "the history", errors="replace")
+    except UserError:
+        return RunCurve(bad=int(os.path.lexists(path)))
     whole, _, cut = text.rpartition("\n")
     lines = list(csv.reader(io.StringIO(whole.replace("\0", "�"))))
     names = lines[0] if lines else []

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from pathlib import Path
 from re import split
 from typing import Any
@@ -187,12 +188,23 @@ def _ending(folder: Path) -> dict[str, Any]:
 
 def _yaml(path: Path, broken: list[str]) -> Any:
     try:
-        return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except FileNotFoundError:
-        return None
-    except Exception:  # PyYAML's, OmegaConf's, UnicodeDecodeError, OSError: all mean the same here
+        return read_yaml(path) if os.path.lexists(path) else None
+    except UserError:
         broken.append(f".hydra/{path.name}")
         return None
+
+
+def read_yaml(path: Path) -> Any:
+    """A file of ``.hydra`` as plain values, unresolved.
+
+    Raises:
+        UserError: if it cannot be read.
+    """
+    text = read_text(path, "the run's")
+    try:
+        return OmegaConf.to_container(OmegaConf.load(StringIO(text)), resolve=False)
+    except Exception as error:  # PyYAML's, OmegaConf's
+        raise UserError(f"{path} is damaged and cannot be read ({type(error).__name__})") from error
 
 
 def _overrides(path: Path, broken: list[str]) -> tuple[str, ...]:

@@ -54,15 +54,15 @@ def check_input(path: str | Path, what: str, most_bytes: int | None = None) -> N
     open_input(path, what, most_bytes).close()
 
 
-def read_text(path: str | Path, what: str, encoding: str = "utf-8") -> str:
-    """The whole text of a file.
+def read_text(path: str | Path, what: str, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """The whole text of a file; ``errors`` as ``bytes.decode`` has it.
 
     Raises:
         UserError: as :func:`open_input`, and if the file is no text.
     """
     with open_input(path, what, TEXT_BYTES) as file:
         try:
-            return file.read().decode(encoding)
+            return file.read().decode(encoding, errors)
         except (OSError, UnicodeDecodeError) as error:
             raise _refused(path, what, reason_of(error)) from error
 

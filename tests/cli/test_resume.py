@@ -317,3 +317,40 @@ def test_the_checkpoint_of_an_early_end_is_found_where_it_is_and_where_it_was(pl
         torch.save({"global_step": step}, path)
         os.utime(path, (step, step))
     assert resume.newest([Path("run/checkpoints")]) == (Path("run") / place).resolve()
+
+
+@pytest.mark.parametrize("name", ["config", "overrides", "hydra"])
+def test_a_fifo_in_the_directory_of_a_run_is_one_line(command: Command, name: str) -> None:
+    make_up_a_run("old")
+    fifo = Path(f"old/.hydra/{name}.yaml")
+    fifo.unlink(missing_ok=True)
+    os.mkfifo(fifo)
+    for asked in (["resume=old"], ["task=digits", "hydra.run.dir=old"]):
+        said = command(*asked)
+        assert said.code == 2 and f"{fifo} is a FIFO or a device" in said.complaint
+
+
+@pytest.mark.parametrize("text", ["[[[", "- 3", "- '[[['", "", "a: 3", "3", "- \udcff"])
+@pytest.mark.parametrize("name", ["config", "overrides"])
+def test_damaged_files_of_a_run_are_one_line_that_names_them(
+    command: Command, name: str, text: str
+) -> None:
+    make_up_a_run("old")
+    path = Path(f"old/.hydra/{name}.yaml")
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    said = command("resume=old")
+    assert said.code == 2 and str(path) in said.complaint
+
+
+def test_a_configuration_cut_short_is_named(command: Command) -> None:
+    make_up_a_run("old")
+    path = Path("old/.hydra/config.yaml")
+    path.write_text(path.read_text()[: path.stat().st_size // 2])
+    said = command("resume=old")
+    assert said.code == 2 and str(path) in said.complaint
+
+
+def test_a_checkpoint_that_links_to_itself_is_passed_over() -> None:
+    Path("run").mkdir()
+    Path("run/last.ckpt").symlink_to("last.ckpt")
+    assert resume.newest([Path("run")]) is None

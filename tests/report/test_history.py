@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -69,3 +70,20 @@ def test_what_cannot_be_read_is_left_out_and_counted(
 
 def test_no_history_is_an_empty_one(tmp_path: Path) -> None:
     assert read_history(tmp_path) == RunCurve()
+
+
+def test_a_history_that_cannot_be_written_leaves_no_other_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        History(tmp_path).add(row(0.5))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_history_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / HISTORY_FILE)
+    assert read_history(tmp_path) == RunCurve(bad=1)

@@ -24,6 +24,7 @@ from hybridtrain.lightning.hooks.loop_hooks import logged_step
 from hybridtrain.lightning.hooks.result_hooks import callback_metrics
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.report.history import History
+from hybridtrain.util.files import write_whole
 
 STATS_FILE = ".run_stats.json"
 VALIDATED = "validated"  # key in checkpoints: metrics of the last validation before it
@@ -338,9 +339,7 @@ class RunMonitor(pl.Callback):
     def _leave(self, trainer: pl.Trainer, stats: RunStats) -> None:
         if self.directory is not None and trainer.is_global_zero and self.directory.is_dir():
             with self._disk():
-                unfinished = self.directory / f"{STATS_FILE}.new"
-                unfinished.write_text(json.dumps(vars(stats)))
-                unfinished.replace(self.directory / STATS_FILE)
+                write_whole(self.directory / STATS_FILE, json.dumps(vars(stats)).encode())
 
     @contextmanager
     def _disk(self) -> Iterator[None]:

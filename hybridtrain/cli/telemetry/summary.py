@@ -16,6 +16,7 @@ from hybridtrain.monitoring.stragglers import Slow, slow_worker
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import SUMMARY_FILE, as_json
 from hybridtrain.util.files import short, write_whole
+from hybridtrain.util.input_files import read_text
 
 
 @dataclass(slots=True)
@@ -72,8 +73,8 @@ def left_stats(directory: Path) -> RunStats | None:
     """Read and remove the numbers that the monitor wrote to the run directory, if any."""
     path = directory / STATS_FILE
     try:
-        stats = RunStats(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        stats = RunStats(**json.loads(read_text(path, "the file")))
+    except (ValueError, TypeError, RecursionError):
         return None
     with suppress(OSError):  # read-only: the next write will report it
         path.unlink(missing_ok=True)

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from itertools import chain
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig
 
 from hybridtrain.errors import UserError
+
+_WRITTEN = (".yaml", ".json", ".csv", ".log")
 
 
 def check_machine(cfg: DictConfig) -> None:
@@ -66,6 +69,17 @@ def check_directory(directory: Path) -> None:
         )
 
 
+def check_files(directory: Path) -> None:
+    """Check that no name under which a run writes is a FIFO or a device, whose opening may wait.
+
+    Raises:
+        UserError: naming the file.
+    """
+    for path in chain(directory.glob("*"), directory.glob("*/*")):
+        if path.suffix in _WRITTEN and path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError(f"{path} is a FIFO or a device, and a run writes such files: remove it")
+
+
 def refusal_of(directory: Path) -> OSError | None:
     """Why a directory, or its nearest existing parent, cannot be written; None: it can."""
     while not directory.exists() and directory != directory.parent:
@@ -90,7 +104,10 @@ def check_owner(path: Path, purpose: str) -> None:
     Raises:
         UserError: if another user can write it.
     """
-    found = path.stat()
+    try:
+        found = path.stat()
+    except OSError as error:  # a link to itself
+        raise UserError(f"{purpose}: {path} cannot be read ({error.strerror})") from error
     if found.st_uid not in (os.geteuid(), 0):
         raise UserError(
             f"{purpose}: {path} belongs to another user (number {found.st_uid}), and names the "

@@ -90,7 +90,7 @@ class _Reopened(ExperimentWriter):
 def _columns(path: Path) -> list[str]:
     if not path.is_file():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
         return next(csv.reader(file), [])
 
 
