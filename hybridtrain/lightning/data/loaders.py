@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -46,7 +47,12 @@ from hybridtrain.lightning.hooks.loader_hooks import (
     inside,
     put_inside,
 )
-from hybridtrain.lightning.hooks.loop_hooks import remeasure, training_fetcher
+from hybridtrain.lightning.hooks.loop_hooks import (
+    combination_of,
+    combined_loader,
+    remeasure,
+    training_fetcher,
+)
 from hybridtrain.lightning.hooks.points import Point, around, before, instead
 from hybridtrain.lightning.participation.uneven_evaluation import UnevenEvaluation
 from hybridtrain.lightning.replay.run_record import data_teller
@@ -201,8 +207,8 @@ class Loaders:
         sizes, shards = self._options["batch_size_per_worker"], self._options["data_shards"]
         sizes = None if sizes is None else tuple(sizes)
         plan = plan_of(dataloader, order, sizes, self._client.n_workers, self._turn, self._fills)
-        if shards is not None:
-            plan = replace(plan, visits=Visits(shards["number"], shards["visit"]))
+        visits = None if shards is None else Visits(shards["number"], shards["visit"])
+        plan = replace(plan, visits=visits, last=self._last_step)
         goes_on = resumed is not None and not hasattr(dataloader, "load_state_dict")
         begun = resumed.begun(number, plan) if resumed and goes_on else None
         self._tell(number, dataloader.dataset)
@@ -215,8 +221,20 @@ class Loaders:
         return int(self._trainer.accumulate_grad_batches) if self._requirements.takes_turns else 0
 
     def _fills(self) -> bool:
-        """Whether a loader must not end early: beside another, or where the user's step fetches."""
-        return len(self.samplers) > 1 or step_fetches(self._trainer.lightning_module)
+        """Whether a loader must not end early: in a cycle, or where the user's step fetches."""
+        combined = combined_loader(self._trainer.fit_loop)
+        cycles = combination_of(combined) == "max_size_cycle" and len(combined.flattened) > 1
+        return cycles or step_fetches(self._trainer.lightning_module)
+
+    def _last_step(self, worker: int) -> float:
+        """The last step of the epoch that a worker takes part in, in lock-step."""
+        combined = combined_loader(self._trainer.fit_loop)
+        mode, module = combination_of(combined), self._trainer.lightning_module
+        beside = len(combined.flattened) > len(self.samplers)  # loaders of unknown length
+        if step_fetches(module) or (beside and mode == "max_size_cycle"):
+            return math.inf
+        steps = [s.last_step(worker) for s in self.samplers if isinstance(s, ShareSampler)]
+        return min(steps) if mode == "min_size" else max(steps)
 
     # ---- mini-batches ---------------------------------------------------------------------------
 
@@ -247,8 +265,8 @@ class Loaders:
     def pass_over(self) -> float | None:
         """This worker skips the step; return the samples of all workers, if known."""
         self._ends.begin_batch()
-        (portion,) = [sampler.next_portion() for sampler in self.samplers]
-        return None if portion is None else portion.together
+        portions = [sampler.next_portion() for sampler in self.samplers]
+        return portions[0].together if len(portions) == 1 and portions[0] else None
 
     def commit(self, owes: bool = False) -> None:
         """A step has been made with the mini-batches since the last one.

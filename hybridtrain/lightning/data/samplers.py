@@ -4,8 +4,9 @@ The order of an epoch is the same in every worker: a permutation seeded with ``s
 ``DistributedSampler``), or worker 0's draw from the user's own sampler. The union of the workers'
 mini-batches of one step is a slice of that order, for any number of workers and any batch sizes;
 no sample is repeated or left out. A worker without a sample in the last step skips it
-(:mod:`hybridtrain.lightning.participation.absent_steps`); if another loader has samples for it, it
-gets a filler of weight 0 instead.
+(:mod:`hybridtrain.lightning.participation.absent_steps`). Beside another loader that has samples
+for it, it goes by the ``mode`` of the ``CombinedLoader``: ``max_size`` gives it ``None``,
+``min_size`` ends its epoch, ``max_size_cycle`` repeats samples (a filler, of weight 0).
 
 A *lap* is one pass over the order; a short loader beside a longer one makes several laps in an
 epoch. A sampler counts the part of its lap that training has done, which a checkpoint in the middle
@@ -86,7 +87,8 @@ class EpochPlan:
 
     ``sizes``: samples in each worker's mini-batch; 1 where items are whole mini-batches. ``turn``:
     mini-batches of a worker's turn; 0: workers take no turns. ``fills``: whether a worker without
-    samples in a step gets a filler. ``visits``: shards to draw from.
+    samples in a step gets a filler, up to the ``last`` step that it takes part in (``None``: the
+    last with samples of this loader). ``visits``: shards to draw from.
     """
 
     order: Order
@@ -96,6 +98,7 @@ class EpochPlan:
     items_are_batches: bool = False
     turn: Callable[[], int] = lambda: 0
     fills: Callable[[], bool] = lambda: False
+    last: Callable[[int], float] | None = None
     visits: Visits | None = None
 
 
@@ -284,6 +287,7 @@ class ShareSampler(EpochSampler):
 
     _positions: Sequence[int] = ()  # of this iteration
     _before = 0  # mini-batches of the pass that were done before it
+    _left: int | None = None  # the epoch in which this worker sits out the last step
 
     @property
     def _sizes(self) -> tuple[int, ...]:
@@ -320,11 +324,20 @@ class ShareSampler(EpochSampler):
         begun = self._resumed()
         return (total(begun.spans), begun.batches) if begun else (self.plan.length, 0)
 
-    def _without(self, rest: int) -> tuple[int, ...]:
-        """Workers without a sample in a global mini-batch of only ``rest`` places."""
-        if rest >= sum(self._sizes) or self.plan.fills():
+    def last_step(self, worker: int) -> int:
+        """The worker's last step of the epoch with samples of the first lap."""
+        if (begun := self._resumed()) and begun.lap:
+            return 0
+        todo, before = self._todo()
+        full, rest = divmod(todo, sum(self._sizes))
+        return before + full + (not self.plan.drop_last and self._places(worker)[0] < rest)
+
+    def _without(self, step: int, rest: int) -> tuple[int, ...]:
+        """Workers that sit out a step, a global mini-batch of only ``rest`` places."""
+        if rest >= sum(self._sizes) or self._lap:
             return ()
-        return tuple(worker for worker in self._crew if self._places(worker)[0] >= rest)
+        last = self.plan.last or self.last_step
+        return tuple(worker for worker in self._crew if last(worker) < step)
 
     def __len__(self) -> int:
         """Indices of the epoch, as if every worker had a mini-batch in every step.
@@ -339,20 +352,25 @@ class ShareSampler(EpochSampler):
         return (before + full) * size + (last or (size if rest else 0))
 
     def __iter__(self) -> Iterator[int]:
+        if self._left == self.epoch:  # another loader is asked after this one
+            return
         order, spans, batches = self._begin()
         self._positions = todo = list(positions(spans))
         self._before = batches
-        whole = sum(self._sizes)
-        for number, places in enumerate(self._shares(len(todo), self._client.worker), 1):
+        whole, worker = sum(self._sizes), self._client.worker
+        for number, places in enumerate(self._shares(len(todo), worker), 1):
             done = min(number * whole, len(todo))
             together = done - (number - 1) * whole
-            without = self._without(together)
+            without = self._without(batches + number, together)
             self._plan_next(len(places), batches + number, done, None, together, without)
-            share = [order[todo[place]] for place in places]
-            yield from share or (filler(order, self.batch_size) if self.plan.fills() else ())
+            if worker in without:
+                self._left = self.epoch
+            elif not places and self.plan.fills():
+                yield from self._filler(order)
+            yield from (order[todo[place]] for place in places)
         self.ended = True
 
-
-def filler(order: Sequence[int], size: int) -> list[int]:
-    """A mini-batch for a worker without samples: an ordinary one, which any module can run."""
-    return list(order[:size])
+    def _filler(self, order: Sequence[int]) -> list[int]:
+        """The mini-batch with which this worker begins the next lap."""
+        places = dict.fromkeys(p % len(order) for p in self._places(self._client.worker))
+        return [order[place] for place in places]

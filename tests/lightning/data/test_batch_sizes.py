@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -37,7 +38,9 @@ def shares(
     for worker in range(len(sizes)):
         crew = tuple(range(len(sizes)))
         client = cast(Client, type("Line", (), {"worker": worker, "there": crew})())
-        plan = EpochPlan(Seeded(n, 3), n, sizes, drop_last, fills=lambda: True)
+        plan = EpochPlan(
+            Seeded(n, 3), n, sizes, drop_last, fills=lambda: True, last=lambda worker: math.inf
+        )
         sampler = ShareSampler(plan, 0, client, begun=begun)
         batches = list(BatchSampler(sampler, sizes[worker], drop_last))
         steps = -(-len(sampler) // sizes[worker])
