@@ -123,8 +123,16 @@ class UpdateCount:
     def _catch_up(self) -> None:
         if self._automatic and not self._own:
             now, limit = self._client.expected_version, self._expected.limit
-            step_schedulers(self._trainer, self._before, now if limit is None else min(now, limit))
+            to = now if limit is None else min(now, limit)
+            if self._trainer.lr_scheduler_configs:
+                step_schedulers(self._trainer, self._before, to, self._batches())
             self._before = now
+
+    def _batches(self) -> float:
+        """Mini-batches of all workers in this epoch; one alone has made its last when it steps."""
+        alone = self._client.n_workers == 1
+        loop = self._trainer.fit_loop.epoch_loop
+        return int(loop.batch_idx) + 1 if alone else self._expected.mini_batches()
 
     def _number_rows(self, least: int = 0) -> None:
         if self._numbers_rows:

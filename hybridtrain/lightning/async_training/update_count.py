@@ -21,14 +21,19 @@ Schedules = tuple[list[dict[str, Any]], list[Groups]]
 
 def set_global_step(trainer: pl.Trainer, completed: int) -> None:
     """Make ``completed`` updates the trainer's global step (before it counts the current one)."""
+    counts = _counts(trainer)
+    more = completed - counts.total.completed
+    for each in (counts.total, counts.current):
+        each.completed += more
+        each.ready += more
+
+
+def _counts(trainer: pl.Trainer) -> Any:
+    """Lightning's counts of updates: in ``total``, and ``current`` in this epoch."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
-        counts = loop.automatic_optimization.optim_progress.optimizer.step.total
-    else:
-        counts = loop.manual_optimization.optim_step_progress.total
-    ahead = counts.ready - counts.completed
-    counts.completed = completed
-    counts.ready = completed + ahead
+        return loop.automatic_optimization.optim_progress.optimizer.step
+    return loop.manual_optimization.optim_step_progress
 
 
 def last_version(trainer: Any) -> int | None:
@@ -37,15 +42,27 @@ def last_version(trainer: Any) -> int | None:
     return None if exact else int(trainer.max_steps)
 
 
-def step_schedulers(trainer: pl.Trainer, before: int, now: int) -> None:
-    """Step the schedulers with ``interval=step`` for the steps from ``before`` to ``now``."""
+def step_schedulers(trainer: pl.Trainer, before: int, now: int, most: float) -> None:
+    """Step the schedulers with ``interval=step`` for the updates from ``before`` to ``now``.
+
+    As in Lightning, ``frequency`` counts the epoch's mini-batches: of one device that has made as
+    many updates, and has ``most`` mini-batches in the epoch.
+    """
+    counts, accumulated = _counts(trainer), int(trainer.accumulate_grad_batches)
+    began = counts.total.completed - counts.current.completed
+    for update in range(before + 1, now + 1):
+        _step_after(trainer, min((update - began) * accumulated, most))
+
+
+def _step_after(trainer: pl.Trainer, batches: float) -> None:
+    """Step the schedulers that are due after so many of the epoch's mini-batches."""
     progress = trainer.fit_loop.epoch_loop.scheduler_progress
     for config in trainer.lr_scheduler_configs:
-        if config.interval == "step" and not config.reduce_on_plateau:
-            for _ in range(multiples(config.frequency, before, now)):
-                progress.increment_ready()
-                step_scheduler(trainer, config.scheduler)
-                progress.increment_completed()
+        due = config.interval == "step" and batches % config.frequency == 0
+        if due and not config.reduce_on_plateau:
+            progress.increment_ready()
+            step_scheduler(trainer, config.scheduler)
+            progress.increment_completed()
 
 
 def scheduled_steps(trainer: pl.Trainer) -> int:

@@ -203,7 +203,8 @@ class Rejoin:
         if self._trainer.is_global_zero:
             hand_over(self._trainer)
         if context_of(self._trainer).requirements.whole_rounds:
-            step_schedulers(self._trainer, self._checkpoint["global_step"], self._version)
+            before, epoch = self._checkpoint["global_step"], self._trainer.num_training_batches
+            step_schedulers(self._trainer, before, self._version, epoch)
             set_global_step(self._trainer, self._version)
 
     def _take_unsaved_buffers(self) -> None:
