@@ -24,7 +24,7 @@ from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.fault_injection.in_parent import Faults
 from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.replay.recording import Recording
-from hybridtrain.lightning.results.callback_state import CallbackState
+from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.monitoring.hang_detector import HangTimeout
 from hybridtrain.options.strategy_arguments import StrategyArguments
 from hybridtrain.policies import Policy
@@ -120,7 +120,7 @@ class RunContext(Protocol):
         """Lightning's."""
 
     @property
-    def before_configuring(self) -> CallbackState | None:
+    def before_configuring(self) -> ModuleState | None:
         """The module's attributes after ``setup``."""
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:

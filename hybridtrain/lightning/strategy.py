@@ -44,7 +44,7 @@ from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
 from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.replay.recording import Recording
-from hybridtrain.lightning.results.callback_state import CallbackState
+from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.training_at_home import before_configuring
 from hybridtrain.lightning.single_host import SingleHost
 from hybridtrain.lightning.step.gradient_guard import OnFault
@@ -134,7 +134,7 @@ class HybridStrategy(SingleHost, ParallelStrategy):
     _abstains = False
     saves_alone = False  # this worker writes a checkpoint that the others do not know of
     tells = False  # it sends the state of training, perhaps in the middle of a step
-    before_configuring: CallbackState | None = None  # the module's attributes after setup
+    before_configuring: ModuleState | None = None  # the module's attributes after setup
     _has_asked = False  # whether it may begin at all
     _absence: Absence
 

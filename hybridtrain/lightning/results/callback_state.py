@@ -47,11 +47,19 @@ class _NotPlain(Exception):
 
 @dataclass(frozen=True)
 class CallbackState:
-    """Plain attributes and ``state_dict`` of one callback or of the module."""
+    """Plain attributes and ``state_dict`` of one callback; of a layer only the former."""
 
     kind: str
     plain: dict[str, Any]
     state: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """By name: the module and its layers, and whether a parameter needs gradients."""
+
+    layers: dict[str, CallbackState]
+    needs_gradient: dict[str, bool]
 
 
 def of_callback(callback: pl.Callback, module: pl.LightningModule) -> CallbackState:
@@ -61,21 +69,30 @@ def of_callback(callback: pl.Callback, module: pl.LightningModule) -> CallbackSt
     return CallbackState(_kind(callback), plain, state_of(callback, module))
 
 
-def of_module(module: pl.LightningModule) -> CallbackState:
+def of_module(module: pl.LightningModule) -> ModuleState:
     """In worker 0. Weights and buffers are sent separately."""
-    plain = plain_attributes(module, _comes_home)
-    return CallbackState(_kind(module), plain, {})
+    return ModuleState(
+        {
+            name: CallbackState(_kind(layer), plain_attributes(layer, _comes_home), {})
+            for name, layer in module.named_modules()
+        },
+        {name: parameter.requires_grad for name, parameter in module.named_parameters()},
+    )
 
 
 def _comes_home(name: str) -> bool:
     """Public attributes, and the kind of optimization: ``setup`` may set it, and counts depend."""
-    return name == HOW_IT_STEPS or (name[0] != "_" and name != "training")
+    return name == HOW_IT_STEPS or name[0] != "_"
 
 
-def give_to_module(module: pl.LightningModule, belongings: CallbackState) -> None:
-    """In the calling process."""
-    if belongings.kind == _kind(module):
-        give_plain(module, belongings.plain)
+def give_to_module(module: pl.LightningModule, belongings: ModuleState) -> None:
+    """In the calling process, to the layers that are there, too."""
+    for name, layer in module.named_modules():
+        theirs = belongings.layers.get(name)
+        if theirs is not None and theirs.kind == _kind(layer):
+            give_plain(layer, theirs.plain)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(belongings.needs_gradient.get(name, parameter.requires_grad))
 
 
 def pairs(

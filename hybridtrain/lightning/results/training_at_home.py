@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch.nn.parameter import is_lazy
 
 from hybridtrain.lightning.hooks.loop_hooks import (
     combined_loader,
@@ -31,7 +33,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     source_of,
 )
 from hybridtrain.lightning.hooks.trainer_hooks import attach_data, configured_optimizers
-from hybridtrain.lightning.results.callback_state import CallbackState, give_to_module, of_module
+from hybridtrain.lightning.results.callback_state import ModuleState, give_to_module, of_module
 from hybridtrain.lightning.run_context import context_of
 
 
@@ -141,21 +143,25 @@ def made_or_none(make: Callable[[], Any], what: str) -> Any:
 _HOOKS = ("configure_sharded_model", "configure_model")  # Lightning's older name comes first
 
 
-def before_configuring(module: pl.LightningModule) -> CallbackState | None:
+def before_configuring(module: pl.LightningModule) -> ModuleState | None:
     """In a worker, after ``setup``: the module's attributes; ``None``: it has no such hook."""
     return of_module(module) if _hooks(module) else None
 
 
 def load_weights(
-    trainer: pl.Trainer, weights: dict[str, Any], before: CallbackState | None
+    trainer: pl.Trainer,
+    weights: dict[str, Any],
+    buffers: dict[str, torch.Tensor],
+    before: ModuleState | None,
 ) -> None:
-    """In the calling process: call the hook if a worker has, then load the weights.
+    """In the calling process: call the hook if a worker has, then load weights and buffers.
 
     Warns of weights that fit no parameter of the module.
     """
     module = trainer.lightning_module
     error = None if before is None else _configure(trainer, before)
     trainer.precision_plugin.convert_module(module)  # as the workers did
+    _take_buffers(module, buffers, weights)
     # Not strict: a worker may have made layers that this process has not. torch does not count as
     # unexpected what would belong to an attribute that is None here.
     module.load_state_dict(weights, strict=False)
@@ -171,7 +177,25 @@ def load_weights(
         )
 
 
-def _configure(trainer: pl.Trainer, before: CallbackState) -> Exception | None:
+@torch.no_grad()
+def _take_buffers(
+    module: torch.nn.Module, buffers: dict[str, torch.Tensor], weights: dict[str, Any]
+) -> None:
+    """Of those that ``load_state_dict`` fills, only what is new or of another shape."""
+    layers = dict(module.named_modules(remove_duplicate=False))
+    here = dict(module.named_buffers(remove_duplicate=False))
+    for path, theirs in buffers.items():
+        owner, _, name = path.rpartition(".")
+        mine = here.get(path)
+        if mine is not None and (is_lazy(mine) or mine.shape == theirs.shape):
+            if path not in weights:
+                mine.copy_(theirs)
+        elif owner in layers:
+            with suppress(KeyError):  # an attribute of that name is no buffer here
+                layers[owner].register_buffer(name, theirs.clone(), persistent=path in weights)
+
+
+def _configure(trainer: pl.Trainer, before: ModuleState) -> Exception | None:
     """Call the hook on the CPU; return its exception, which must not fail a finished training."""
     module: Any = trainer.lightning_module
     give_to_module(module, before)

@@ -25,6 +25,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import attach_module_callbacks
 from hybridtrain.lightning.participation.logged_metrics import metrics_of
 from hybridtrain.lightning.results.callback_state import (
     CallbackState,
+    ModuleState,
     give_plain,
     give_state,
     give_to_module,
@@ -53,8 +54,8 @@ class WorkerResult:
     trainer_state: Any
     progress: dict[str, dict[str, Any]]
     callbacks: list[CallbackState]
-    module: CallbackState
-    before_configuring: CallbackState | None
+    module: ModuleState
+    before_configuring: ModuleState | None
     loggers: list[dict[str, Any]]
     sizes: Sizes
     outputs: Outputs | None
@@ -67,19 +68,24 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
     """
     if trainer.state.fn == "fit":
         context_of(trainer).gather_states()
-    state_dict, outputs = trainer.lightning_module.state_dict(), collect(trainer)
+    module = trainer.lightning_module
+    weights, outputs = module.state_dict(), collect(trainer)
     if not trainer.is_global_zero:
         return outputs
-    trained = _trained(trainer) if trainer.state.fn == "fit" else None
+    heavy = {
+        "weights": weights,
+        "buffers": dict(module.named_buffers(remove_duplicate=False)),
+        "trained": _trained(trainer) if trainer.state.fn == "fit" else None,
+    }
     return WorkerResult(
         returned=None if outputs is not None else returned,
         outputs=outputs,
-        heavy=fill(room, {"weights": state_dict, "trained": trained}),
+        heavy=fill(room, heavy),
         tensors=as_bytes(metrics_of(trainer, collects=True)),
         trainer_state=trainer.state,
         progress=_progress(trainer),
-        callbacks=[of_callback(c, trainer.lightning_module) for c in _all(trainer)],
-        module=of_module(trainer.lightning_module),
+        callbacks=[of_callback(c, module) for c in _all(trainer)],
+        module=of_module(module),
         before_configuring=context_of(trainer).before_configuring,
         loggers=[of_logger(logger) for logger in trainer.loggers],
         sizes=Sizes.of(trainer),
@@ -107,7 +113,7 @@ def unpack(
         )
     others = [each for each in results if not isinstance(each, WorkerResult)]
     heavy = scratch.load() if scratch is not None and not home.heavy else _load(home.heavy)
-    load_weights(trainer, heavy["weights"], home.before_configuring)
+    load_weights(trainer, heavy["weights"], heavy["buffers"], home.before_configuring)
     reset_metrics(trainer)  # of the last call only, as in one process
     show_metrics(trainer, _load(home.tensors))
     trainer.state = home.trainer_state

@@ -48,12 +48,18 @@ class SharedBuffers:
 
         ``accumulating``: those before the mini-batches under way are to be put back, if any are.
         """
-        mine = tensors(self._named)
         if self._client.solo:
             return
-        values = self._client.gather("buffers", [b.cpu() for b in mine] if self._leads else None)[0]
-        for buffer, value in zip(mine, values, strict=True):
-            buffer.copy_(value)
+        mine = [buffers[name] for buffers, name in self._named]
+        sent = [None if b is None else b.cpu() for b in mine] if self._leads else None
+        for (buffers, name), value in zip(
+            self._named, self._client.gather("buffers", sent)[0], strict=True
+        ):
+            here = buffers[name]
+            if here is not None and value is not None and here.shape == value.shape:
+                here.copy_(value)
+            elif here is not None:
+                buffers[name] = None if value is None else value.to(here.device, copy=True)
         if not accumulating:
             self.keep(self._client.version)
 
@@ -90,17 +96,29 @@ class SharedBuffers:
 
     def _leave(self, turn: int) -> None:
         if self._staged is None:
-            torch._foreach_copy_(self._places[turn], tensors(self._named))
+            self._exchange(self._places[turn], out=True)
             return
-        torch._foreach_copy_(self._stages, tensors(self._named))
+        self._exchange(self._stages, out=True)
         self._turns[turn][_TAG_BYTES:].copy_(self._staged[_TAG_BYTES:])
 
     def _take(self, turn: int) -> None:
         if self._staged is None:
-            torch._foreach_copy_(tensors(self._named), self._places[turn])
+            self._exchange(self._places[turn], out=False)
             return
         self._staged.copy_(self._turns[turn])
-        torch._foreach_copy_(tensors(self._named), self._stages)
+        self._exchange(self._stages, out=False)
+
+    def _exchange(self, places: list[torch.Tensor], out: bool) -> None:
+        """Copy; a buffer that has become another shape in training is each worker's own."""
+        now = [buffers[name] for buffers, name in self._named]
+        both = [
+            (buffer, place)
+            for buffer, place in zip(now, places, strict=True)
+            if buffer is not None and buffer.shape == place.shape
+        ]
+        if both:
+            mine, theirs = zip(*both, strict=True)
+            torch._foreach_copy_(*((theirs, mine) if out else (mine, theirs)))
 
     @property
     def _leads(self) -> bool:
