@@ -37,6 +37,7 @@ from hybridtrain.report.comparison import PAGE, compare
 from hybridtrain.report.page import write
 from hybridtrain.report.runs import JOBS_FILE, as_json
 from hybridtrain.util.files import short
+from hybridtrain.util.option_types import typed
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class ProcessLauncher(Launcher):
         start_method: ``auto``, ``fork`` or ``popen``.
     """
 
-    @overrides_of("hydra.launcher.")
+    @typed("hydra.launcher.")
     def __init__(self, start_method: Literal["auto", "fork", "popen"] = "auto") -> None:
         self.start_method = start_method
 
