@@ -31,7 +31,7 @@ def test_every_option_has_a_type_a_default_and_a_text() -> None:
     assert all(allows(value, kinds[name]) for name, value in DEFAULTS.items())
     text = cleandoc(HybridStrategy.__doc__ or "").partition("Raises:")[0]
     told = re.findall(r"^    ([*\w]+): ", text, re.MULTILINE)
-    assert told == [*OPTIONS, "**options"]
+    assert told == [*OPTIONS]
 
 
 def test_the_signature_names_the_policy_and_the_types_of_all_others() -> None:
@@ -40,7 +40,7 @@ def test_the_signature_names_the_policy_and_the_types_of_all_others() -> None:
     )
     assert hints(HybridStrategy)["options"] == Unpack[StrategyArguments]
     page = pydoc.plain(pydoc.render_doc(HybridStrategy))
-    for name in (*OPTIONS, r"\*\*options"):
+    for name in OPTIONS:
         assert re.search(rf"^ \|      {name}: \S", page, re.MULTILINE), name
 
 
