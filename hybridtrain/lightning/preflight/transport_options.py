@@ -9,6 +9,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
+from hybridtrain.exchanges.compression import codec_of
 
 _DTYPES = {None: None, "bf16": torch.bfloat16}
 
@@ -34,6 +35,11 @@ class Transport:
             raise UserError(
                 f"transport_dtype=bf16 was given with correction={strategy.correction}, which "
                 "changes gradients where they lie and would round them once more; leave one out"
+            )
+        if self.dtype is not None and codec_of(strategy.exchange) is not None:
+            raise UserError(
+                f"transport_dtype=bf16 was given with exchange={strategy.exchange}, which encodes "
+                "what workers hand over, from the dtype that it has; leave one out"
             )
         if self.dtype is not None and requirements.in_place:
             raise UserError(

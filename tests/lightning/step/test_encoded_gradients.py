@@ -255,6 +255,11 @@ class Short(Weighted):
             "exchange.compress was given.*in_place takes optimizer_state",
         ),
         (2, {"exchange": {"name": "gradient", "compress": "int3"}}, "did you mean int"),
+        (
+            2,
+            {"exchange": {"name": "gradient", "compress": PowerSGD()}, "transport_dtype": "bf16"},
+            r"transport_dtype=bf16 was given with exchange=.*; leave one out",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_one_line(workers: int, strategy: dict[str, Any], said: str) -> None:
