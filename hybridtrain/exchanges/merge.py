@@ -6,7 +6,7 @@ it can take a coordinate-wise median, or leave out a worker whose gradients are 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -47,10 +47,21 @@ class MergeRule(Protocol):
         ...
 
 
+def by_parameter(
+    parts: Sequence[WorkerGradients], merge: Callable[[torch.Tensor], torch.Tensor]
+) -> list[torch.Tensor | None]:
+    """Merge each parameter by itself: ``merge`` gets the gradients of the workers that have one,
+    (W, *shape); a parameter without any stays as it is.
+    """
+    columns = zip(*(part.gradients for part in parts), strict=True)
+    present = ([each for each in column if each is not None] for column in columns)
+    return [merge(torch.stack(each)) if each else None for each in present]
+
+
 def merged(
     rule: MergeRule, parts: Sequence[WorkerGradients], parameters: Sequence[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """What the rule makes of them, one gradient for each of the ``parameters``.
+    """Apply the rule; returns one gradient for each of the ``parameters``.
 
     Raises:
         UserError: if there are fewer contributions than it needs, or it returns anything else than

@@ -16,7 +16,7 @@ import torch
 
 from hybridtrain.exchanges.compression.bit_packing import pack, packed_bytes, unpack
 from hybridtrain.exchanges.gradient import Gradient
-from hybridtrain.exchanges.merge import MergeRule, WorkerGradients
+from hybridtrain.exchanges.merge import MergeRule, WorkerGradients, by_parameter
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,7 @@ class Majority:
     least: ClassVar[int] = 1
 
     def merge(self, parts: Sequence[WorkerGradients]) -> list[torch.Tensor | None]:
-        columns = zip(*(part.gradients for part in parts), strict=True)
-        present = ([each.sign() for each in column if each is not None] for column in columns)
-        return [torch.stack(each).sum(0).sign_() if each else None for each in present]
+        return by_parameter(parts, lambda stack: stack.sign_().sum(0).sign_())
 
 
 @dataclass(repr=False)

@@ -13,17 +13,8 @@ from typing import Annotated, ClassVar
 
 import torch
 
-from hybridtrain.exchanges import MergeRule, WorkerGradients
+from hybridtrain.exchanges.merge import MergeRule, WorkerGradients, by_parameter
 from hybridtrain.util.option_types import Checked, Range
-
-
-def _each(
-    parts: Sequence[WorkerGradients], merge: Callable[[torch.Tensor], torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """Stack each parameter's gradients, (W, *shape), and merge them; without any, there is none."""
-    columns = zip(*(part.gradients for part in parts), strict=True)
-    present = ([each for each in column if each is not None] for column in columns)
-    return [merge(torch.stack(each)) if each else None for each in present]
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class Median:
 
     def merge(self, parts: Sequence[WorkerGradients]) -> list[torch.Tensor | None]:
         """It bears garbage of less than half of the workers."""
-        return _each(parts, lambda stack: _middle(stack, (len(stack) - 1) // 2))
+        return by_parameter(parts, lambda stack: _middle(stack, (len(stack) - 1) // 2))
 
 
 @dataclass(frozen=True)
@@ -57,7 +48,7 @@ class TrimmedMean(Checked):
             most = (len(stack) - 1) // 2
             return _middle(stack, min(max(1, int(self.trim * len(stack))), most))
 
-        return _each(parts, mean)
+        return by_parameter(parts, mean)
 
 
 def _middle(stack: torch.Tensor, trim: int) -> torch.Tensor:
