@@ -8,6 +8,7 @@ its update, as on one device, whichever worker has made it; and an update has at
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from hybridtrain.lightning.async_training.calls_by_hand import CallsByHand, Step
@@ -129,7 +130,12 @@ class UpdateCount:
             self._before = now
 
     def _batches(self) -> float:
-        """Mini-batches of all workers in this epoch; one alone has made its last when it steps."""
+        """Mini-batches of all workers in this epoch; one alone has made its last when it steps.
+
+        Infinite where every schedule steps behind each update, and the number makes no difference.
+        """
+        if all(config.frequency == 1 for config in self._trainer.lr_scheduler_configs):
+            return math.inf
         alone = self._client.n_workers == 1
         loop = self._trainer.fit_loop.epoch_loop
         return int(loop.batch_idx) + 1 if alone else self._expected.mini_batches()
