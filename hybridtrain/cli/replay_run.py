@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -189,7 +190,7 @@ def _changed_inputs(told: Mapping[str, Any]) -> Iterator[str]:
         for key, before, now in changed_keys(told["config"], edited):
             yield f"configuration: {key}={now} in .hydra/config.yaml, {before} in the run"
     if ckpt := _checkpoint(told):
-        now = hash_of_checkpoint(Path(ckpt))
+        now = _hash(Path(ckpt), _stamp(Path(ckpt)))
         if now != told.get("ckpt"):
             yield f"checkpoint: {ckpt} {'has changed' if now else 'is not there'}"
 
@@ -198,8 +199,23 @@ def _checkpoint(told: Mapping[str, Any]) -> str | None:
     """The checkpoint that the run resumed from: the one it has kept, else the one it was given."""
     given: str | None = told["config"]["ckpt"]
     kept = Path(told["run_dir"]) / RESUMED_FROM
-    is_same = given and kept.is_file() and hash_of_checkpoint(kept) == told.get("ckpt")
+    is_same = given and kept.is_file() and _hash(kept, _stamp(kept)) == told.get("ckpt")
     return str(kept) if is_same else given
+
+
+@cache
+def _hash(checkpoint: Path, stamp: tuple[int, ...]) -> str:
+    """Read a file once, however often it is asked for; ``stamp``: of this state of it."""
+    return hash_of_checkpoint(checkpoint)
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """Size and time of the last change; empty: there is no such file."""
+    try:
+        known = file.stat()
+    except OSError:
+        return ()
+    return known.st_size, known.st_mtime_ns
 
 
 def _edited(told: Mapping[str, Any]) -> dict[str, Any] | None:
