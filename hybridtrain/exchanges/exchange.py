@@ -179,7 +179,7 @@ class LocalExchange(Exchange, Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint is to keep of it for this worker, also between two exchanges.
+        """The worker's state for a checkpoint, also between two exchanges.
 
         What nobody else could go on with lies under the names of ``OWN``.
         """

@@ -13,7 +13,7 @@ from hybridtrain.util.named_choice import BriefRepr
 
 
 class EveryStep:
-    """Of an exchange: each step of a worker is an exchange."""
+    """An exchange at each step of a worker."""
 
     keeps: ClassVar[bool] = False
     steps: ClassVar[int] = 1

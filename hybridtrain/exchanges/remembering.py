@@ -1,4 +1,4 @@
-"""What an exchange knows of the steps since the last one: into checkpoints, and back."""
+"""Save and restore the attributes of an exchange that count steps since the last exchange."""
 
 from __future__ import annotations
 

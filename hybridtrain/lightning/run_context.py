@@ -164,7 +164,7 @@ class WorkerContext(RunContext, Protocol):
 
     @property
     def step_rollback(self) -> Rollback | None:
-        """Of the current training."""
+        """Undoes what was counted of a step that is broken off."""
 
     @property
     def expected_updates(self) -> Expected | None:

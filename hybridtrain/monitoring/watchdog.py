@@ -37,7 +37,7 @@ def to_stderr(text: str) -> None:
 
 
 class Watched(Protocol):
-    """What the watchdog needs of a worker process."""
+    """The interface of a worker process to the watchdog."""
 
     @property
     def number(self) -> int: ...

@@ -11,7 +11,7 @@ from hybridtrain.protocol.facts import Fact, Order
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a policy requires of workers and server.
+    """Requirements of a policy on workers and server.
 
     ``whole_rounds``: no worker computes while an update is applied, and all step equally often.
     ``turns``: one worker computes at a time, and sends ``Ready`` before each mini-batch; ``asks``:

@@ -128,7 +128,7 @@ def _indices(packed: Sequence[Packed]) -> list[tuple[int, int, int, int]]:
 
 
 def _state(content: bytes) -> str | int:
-    """Of the tensors: the bytes that ``torch.save`` writes depend on the process."""
+    """Checksum of the tensors: the bytes that ``torch.save`` writes depend on the process."""
     try:
         return checksum_of_state([torch.load(io.BytesIO(content), weights_only=True)])
     except Exception:  # it contains a user's own objects
@@ -143,7 +143,7 @@ def _writes(writes: Mapping[int, bytes]) -> list[tuple[int, int, int]]:
 
 
 def checksum_of_parameters(store: Store) -> str:
-    """Of all bits of the master parameters."""
+    """Checksum of all bits of the master parameters."""
     found = hashlib.blake2b(digest_size=16)
     for dtype in sorted(store.masters, key=str):
         found.update(str(dtype).encode())
@@ -152,7 +152,7 @@ def checksum_of_parameters(store: Store) -> str:
 
 
 def checksum_of_state(states: Sequence[Any]) -> str:
-    """Of all bits of optimizer states (nested tensors, numbers and texts)."""
+    """Checksum of all bits of optimizer states (nested tensors, numbers and texts)."""
     found = hashlib.blake2b(digest_size=16)
     _feed(found, list(states))
     return found.hexdigest()

@@ -37,7 +37,7 @@ class WorkerState(StrEnum):
 
 
 class LifecycleEvent(StrEnum):
-    """What changes the state of one worker."""
+    """An event that changes the state of one worker."""
 
     WAITS = "waits"  # in a step
     MEETS = "meets"

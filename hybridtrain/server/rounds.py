@@ -105,7 +105,7 @@ class Rounds:
         return self._averaging.waiting | self.pushed.keys() | self._ready
 
     def who_waits(self) -> list[tuple[str, Iterable[int]]]:
-        """What workers wait for, and which."""
+        """Waiting workers, by the thing that they wait for."""
         averages = ("the mean of all gradients", self._averaging.waiting)
         return [("their release", self.pushed), ("their turn", self._ready), averages]
 

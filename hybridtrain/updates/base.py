@@ -69,7 +69,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """What a step is made of; ``rate``: factor of its learning rates."""
+    """Input of one step; ``rate``: factor of its learning rates."""
 
     contributions: Sequence[Contribution]
     clip: Clip | None = None

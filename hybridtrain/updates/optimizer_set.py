@@ -233,7 +233,7 @@ class Optimizers:
     def _usual_contributions(
         self, pushes: Mapping[int, Push], update: Update
     ) -> list[Contribution]:
-        """Of plain gradients; those of the round before, if all weights are equal."""
+        """Contributions of plain gradients; reused from the last round if all weights are equal."""
         weights = {worker: push.weight for worker, push in pushes.items()}
         if (update, weights) != self._usual[:2]:
             total = sum(weights.values())

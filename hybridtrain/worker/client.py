@@ -126,9 +126,7 @@ class Client:
         self.meanwhile: Callable[[], float | None] | None = None
         # Data.
         self.unseen: dict[LoaderPass, Spans] = {}  # of the shared queue, at the last snapshot
-        self.snapshot_counts: dict[
-            str, int
-        ] = {}  # updates and samples of this run, at the last snapshot
+        self.snapshot_counts: dict[str, int] = {}  # updates, samples of this run at that moment
         self._tickets = Tickets(worker)
         self._covers: list[DrawnBatch] = []
         # Calls of learning-rate schedules.

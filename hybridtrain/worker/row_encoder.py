@@ -43,7 +43,7 @@ class RowEncoder:
         return len(encoded)
 
     def state(self, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        """What encoding has left out of these parameters so far, 1-D, by slot number."""
+        """Residuals of these parameters (values not sent so far), 1-D, by slot number."""
         return {n: left for n, left in self._compressor.state().items() if n in numbers}
 
     def load_state(self, state: Mapping[int, torch.Tensor]) -> None:

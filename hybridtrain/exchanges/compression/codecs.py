@@ -40,7 +40,7 @@ class Codec(Protocol):
         ...
 
     def n_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
-        """Of a parameter of this shape and dtype."""
+        """Bytes of an encoded parameter of this shape and dtype."""
         ...
 
     def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

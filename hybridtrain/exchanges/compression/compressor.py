@@ -117,7 +117,7 @@ def decode(
 
 
 def bytes_of(codec: Codec, shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Of a parameter, or of some that are encoded together, of this dtype."""
+    """Encoded bytes of one parameter, or of several of one dtype that are encoded together."""
     whole = _travels_whole(codec, shape, dtype)
     return prod(shape) * dtype.itemsize if whole else codec.n_bytes(shape, dtype)
 

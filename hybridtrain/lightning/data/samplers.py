@@ -150,7 +150,7 @@ class EpochSampler(Sampler[int]):
 
     @property
     def batch_size(self) -> int:
-        """Of this worker."""
+        """Batch size of this worker."""
         return self.plan.sizes[self._client.worker]
 
     def set_epoch(self, epoch: int) -> None:
@@ -256,7 +256,7 @@ class EpochSampler(Sampler[int]):
     def progress(
         self, unseen: dict[LoaderPass, Spans], owes: bool = False
     ) -> tuple[int, int, Spans]:
-        """Of the current epoch: the lap, its mini-batches done, and its positions left.
+        """Lap, mini-batches done and positions left of the current epoch.
 
         Args:
             unseen: spans of the server's queue that no update has used.

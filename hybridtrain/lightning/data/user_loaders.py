@@ -123,7 +123,7 @@ def makes_its_own(dataloader: Any, trainer: Any) -> bool:
 
 @dataclass(frozen=True)
 class Batches:
-    """What samplers need of a loader, with whole mini-batches as its items."""
+    """A loader whose items are whole mini-batches, as samplers see it."""
 
     dataset: Any
     sampler: Any
@@ -131,7 +131,7 @@ class Batches:
 
     @classmethod
     def of(cls, dataloader: DataLoader[Any]) -> Batches:
-        """Of the user's loader.
+        """Wrap the user's loader.
 
         Raises:
             UserError: if its batch sampler has no length.

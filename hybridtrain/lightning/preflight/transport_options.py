@@ -22,7 +22,7 @@ class Transport:
 
     @classmethod
     def of(cls, dtype: Any) -> Transport:
-        """Of the option's checked value."""
+        """Make it from the option's checked value."""
         return cls(_DTYPES[dtype])
 
     def check(self, strategy: Any, trainer: Any, requirements: Requirements) -> None:

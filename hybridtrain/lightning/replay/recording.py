@@ -31,7 +31,7 @@ class Recording:
 
     @classmethod
     def at(cls, place: Any) -> Recording | None:
-        """Of the user's option."""
+        """Make it from the user's option."""
         return None if place in (None, "") else cls(Path(place))
 
     def open(self) -> Writer:

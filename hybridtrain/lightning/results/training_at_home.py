@@ -181,7 +181,7 @@ def load_weights(
 def _take_buffers(
     module: torch.nn.Module, buffers: dict[str, torch.Tensor], weights: dict[str, Any]
 ) -> None:
-    """Of those that ``load_state_dict`` fills, only what is new or of another shape."""
+    """Take over buffers; ``load_state_dict`` fills those it knows, in their shape."""
     layers = dict(module.named_modules(remove_duplicate=False))
     here = dict(module.named_buffers(remove_duplicate=False))
     for path, theirs in buffers.items():

@@ -175,7 +175,7 @@ class GradientStep(WorkerStep):
     # ---- state ----------------------------------------------------------------------------------
 
     def _changed_state(self) -> bytes | None:
-        """What user code has made of the state since the last push; worker 0 speaks for all."""
+        """The optimizer state that user code changed since the last push; worker 0 sends it."""
         own = self.optimizer.state
         if (own is self.state and not self.state.changed) or self.trying:
             return None

@@ -99,13 +99,13 @@ def may_hold(sources: Iterable[object], module: torch.nn.Module) -> bool:
 
 
 def _is_opaque(part: object) -> bool:
-    """Whether it leads to no data: ours and Lightning's parts lead to the trainer, and so on."""
+    """Skip classes, modules and objects of Lightning or this package, which lead to the trainer."""
     made_in = part.__module__ if isinstance(part, FunctionType) else type(part).__module__
     return isinstance(part, _OPAQUE) or (made_in or "").partition(".")[0] in _FRAMEWORKS
 
 
 def _parts(each: object) -> Iterator[object]:
-    """Of a function: the values that it was made with, and the globals that it names."""
+    """Objects it refers to; a function's: closure, defaults, attributes, the globals it names."""
     if not isinstance(each, FunctionType):
         yield from gc.get_referents(each)
         return

@@ -174,7 +174,7 @@ class Session:
         self.catch_up()
 
     def end_saving(self, shows: bool) -> None:
-        """It is done; ``shows``: the module had the masters before."""
+        """The checkpoint is written: own parameters again, unless masters were shown before."""
         self.saved.forget()
         if not shows:
             self.put_back()
@@ -209,7 +209,7 @@ class Session:
     def _step_of(
         self, number: int, optimizer: torch.optim.Optimizer, parts: StepParts
     ) -> WorkerStep:
-        """What steps one optimizer; where only others were replaced, the one that it has."""
+        """The step of one optimizer: a new one, unless the optimizer has one of this session."""
         step = vars(optimizer).get("step")
         if not isinstance(step, WorkerStep) or step not in self.steps:
             step = self._stepping.make(optimizer, number, parts)

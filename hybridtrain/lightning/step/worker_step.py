@@ -59,7 +59,7 @@ def as_float(loss: Any) -> float | None:
 
 @dataclass(frozen=True)
 class StepParts:
-    """What the steps of all optimizers of one worker share.
+    """Collaborators that the steps of all optimizers of one worker share.
 
     Args:
         client: to the server.
@@ -194,7 +194,7 @@ class WorkerStep:
         return self._parts.update.told(self.optimizer, changed)
 
     def state_dict(self, saved: Saved) -> dict[str, Any]:
-        """What ``optimizer.state_dict()`` would be in one process; ``saved``: the server's part."""
+        """The ``optimizer.state_dict()`` of a single process; ``saved``: the server's part."""
         raise NotImplementedError
 
     def _of_masters(self, saved: Saved) -> dict[str, Any]:
@@ -229,7 +229,7 @@ class WorkerStep:
         return members_of(self.optimizer, self.numbers)
 
     def own_state(self) -> dict[str, Any]:
-        """What is this worker's alone, for a checkpoint; empty: nothing is."""
+        """State that only this worker has, for a checkpoint; may be empty."""
         return {}
 
     def load_own_state(self, saved: Mapping[str, Any]) -> None:
@@ -241,7 +241,7 @@ class WorkerStep:
         return False
 
     def timed(self) -> list[tuple[Phase, object, str, str]]:
-        """What a profile measures: phase, object, its method, and the name to show."""
+        """Methods that a profile times: phase, object, its method, and the name to show."""
         return []
 
     def close(self) -> None:

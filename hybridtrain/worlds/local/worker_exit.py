@@ -31,7 +31,7 @@ class Failed:
 
     @classmethod
     def of(cls, error: BaseException, where: str = "", waits: bool = False) -> Failed:
-        """Of an exception; ``where``: the worker's activity."""
+        """Describe an exception; ``where``: the worker's activity."""
         text = "".join(traceback.format_exception(error)).rstrip()
         try:
             payload = pickle.dumps(error)

@@ -45,7 +45,7 @@ class WorkerStart:
     def arguments(
         self, body: Body, pairs: Mapping[int, SocketPair], lines: Sequence[socket.socket] | None
     ) -> tuple[Any, ...]:
-        """Of ``run_worker``; ``lines``: other sockets that a fork inherits and must close."""
+        """Arguments of ``run_worker``; ``lines``: inherited sockets that it must close."""
         mine = pairs[self.worker][1]
         others = [each for pair in pairs.values() for each in pair if each is not mine]
         return self, mine, body, [] if lines is None else [*others, *lines]

@@ -54,7 +54,7 @@ class WorkerProcess:
 
     @classmethod
     def of(cls, number: int, channel: Channel, process: BaseProcess, place: str) -> WorkerProcess:
-        """Of a process that has just been started; ``place``: its device, in words.
+        """Wrap a process just started; ``place``: its device, in words.
 
         Raises:
             OSError: if there are no descriptors left.

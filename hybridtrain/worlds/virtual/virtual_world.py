@@ -61,7 +61,7 @@ class Free(NamedTuple):
 
 @dataclass(slots=True)
 class BusyServer:
-    """What waits while a server makes an update: its replies, and further events.
+    """Replies and further events of a server, held until its update has ended.
 
     Args:
         replies: to be sent at the end of the update; ``None`` once that has ended.
