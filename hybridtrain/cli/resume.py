@@ -173,7 +173,8 @@ def _merged(directory: Path, typed: dict[str, str]) -> list[str]:
     path = directory / OVERRIDES_FILE
     content = read_yaml(path)
     try:
-        assert isinstance(content, list), "it is empty, or a mapping"
+        if not isinstance(content, list):
+            raise TypeError("it is empty, or a mapping")
         former = {hydra_config.parse([text])[0].key_or_group: text for text in content}
     except Exception as error:  # no list, no texts, Hydra's
         raise UserError(f"{path} is damaged: it is no list of options") from error
