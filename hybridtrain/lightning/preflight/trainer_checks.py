@@ -7,7 +7,11 @@ from typing import Any
 
 import torch
 from pytorch_lightning.accelerators import CPUAccelerator
-from pytorch_lightning.callbacks import BatchSizeFinder, LearningRateFinder
+from pytorch_lightning.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    StochasticWeightAveraging,
+)
 from pytorch_lightning.plugins.layer_sync import TorchSyncBatchNorm
 
 from hybridtrain.errors import UserError
@@ -47,8 +51,23 @@ def check_trainer(trainer: Any, whole_rounds: bool) -> None:
                 "sync_batchnorm=True was given, but workers that run freely are never at the same "
                 "layer together; leave it out, or use strategy=hybrid"
             )
+        _check_averaging(trainer)
         _check_interval(trainer)
         _check_limit(trainer)
+
+
+def _check_averaging(trainer: Any) -> None:
+    """For the statistics of BatchNorm, this callback goes through the loaders once more."""
+    module = trainer.lightning_module
+    norms = any(
+        isinstance(each, torch.nn.modules.batchnorm._BatchNorm) for each in module.modules()
+    )
+    if norms and any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+        raise UserError(
+            "the callback StochasticWeightAveraging was given with a module that has BatchNorm, "
+            "whose statistics take one more pass over the data, but workers that run freely draw "
+            "from one queue, once an epoch; use EMAWeightAveraging, or strategy=hybrid"
+        )
 
 
 def _check_process() -> None:

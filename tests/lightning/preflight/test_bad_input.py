@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import StochasticWeightAveraging
 from torch import distributed, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -161,3 +162,22 @@ def test_a_distributed_sampler_is_told_to_be_needless() -> None:
     with pytest.raises(ValueError, match="process group has not been initialized") as caught:
         make_trainer("hybrid", 1).fit(Sharing())
     assert "no DistributedSampler" in "\n".join(caught.value.__notes__)
+
+
+class Normed(Regression):
+    """With BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(16))
+
+
+@pytest.mark.parametrize("strategy", ["async", "ssp", "synchronous", "hogwild", "backup"])
+def test_averaged_weights_whose_statistics_take_one_more_pass(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averaging = StochasticWeightAveraging(0.01, swa_epoch_start=1)
+    workers = 2 if strategy == "backup" else 1
+    trainer = make_trainer(strategy, workers, callbacks=[averaging])
+    with refused(r"StochasticWeightAveraging .* BatchNorm.* use EMAWeightAveraging", monkeypatch):
+        trainer.fit(Normed(), DataLoader(regression_data(), 8))

@@ -288,7 +288,7 @@ add(
     Writer,
     act=predict,
     facets=("*.hooks", "callback_metrics*"),
-    reason="equal are hooks; each worker predicts a stretch of the data set, DDP every W-th sample",
+    reason="equal are hooks; workers predict whole mini-batches in turn, DDP every W-th sample",
 )
 add(
     "LearningRateFinder",
