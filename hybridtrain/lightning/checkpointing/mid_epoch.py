@@ -102,6 +102,25 @@ def reopen(loops: dict[str, Any]) -> None:
         counts["processed"] -= 1
 
 
+def count_from_zero(checkpoint: dict[str, Any]) -> None:
+    """Let no update be missing in this epoch's count of them, which a checkpoint must not hold.
+
+    Within a step Lightning's count is one short of the server's version until Lightning adds this
+    step; in an epoch's first step it is -1 if the version did not change.
+    """
+    for counts in _step_counts(checkpoint["loops"]["fit_loop"]):
+        missing = max(-counts["current"]["completed"], 0)
+        for each in (counts["total"], counts["current"]):
+            each.update({key: each[key] + missing for key in ("ready", "completed")})
+        checkpoint["global_step"] += missing
+
+
+def _step_counts(loops: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Saved counts of updates, of automatic and of manual optimization."""
+    automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
+    return automatic, loops["epoch_loop.manual_optimization.optim_step_progress"]
+
+
 def validate_again(loops: dict[str, Any], before: int) -> None:
     """Let the resumed run repeat the validation from its beginning.
 
@@ -228,7 +247,6 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
         epoch = loops["epoch_progress"]
         for counts in (epoch["total"], epoch["current"]):
             counts.update(dict.fromkeys(("ready", "started"), counts["processed"]))
-    automatic = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]
-    for steps in (automatic, loops["epoch_loop.manual_optimization.optim_step_progress"]):
+    for steps in _step_counts(loops):
         steps["total"]["ready"] = steps["total"]["completed"]  # a step was under way
     return saved_logged_step(loops)

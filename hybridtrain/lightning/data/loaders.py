@@ -19,6 +19,7 @@ from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
 from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     KEY,
+    count_from_zero,
     describe,
     others_go_on,
     read,
@@ -311,6 +312,7 @@ class Loaders:
             return checkpoint
         epoch, resumed = self.position.epoch, self.position.resumed
         loops, batches = checkpoint["loops"]["fit_loop"], 0
+        count_from_zero(checkpoint)
         # Of the shared queue, now: the last checkpoint's rest is outdated.
         unseen = {} if self._requirements.whole_rounds or for_now else self._client.unseen
         closing = self.position.is_closing

@@ -100,15 +100,25 @@ class _End(pl.Callback):
 
 
 class _StopInTheMiddle(pl.Callback):
-    """A checkpoint behind the second mini-batch, and no more training."""
+    """A checkpoint behind the second mini-batch, and no more training.
+
+    Under load a free-running worker may get one mini-batch of an epoch: then at the epoch's end.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         if trainer.fit_loop.epoch_loop.batch_idx == 1:
-            trainer.save_checkpoint(self.path)
-            trainer.should_stop = True
+            self._stop(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, *_: Any) -> None:
+        if not trainer.should_stop:
+            self._stop(trainer)
+
+    def _stop(self, trainer: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.should_stop = True
 
 
 def begin(run: Run, folder: Path) -> dict[str, Any]:
