@@ -6,6 +6,7 @@ it can take a coordinate-wise median, or leave out a worker whose gradients are 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
@@ -37,7 +38,8 @@ class WorkerGradients:
 class MergeRule(Protocol):
     """Merges the gradients of the workers of one update; the optimizer then steps with the result.
 
-    ``least``: fewer contributions are an error.
+    ``least``: with fewer workers a run does not begin, or ends. An epoch's last update may have
+    fewer contributions than workers: if they are fewer than ``least``, their mean is taken.
     """
 
     least: ClassVar[int]
@@ -64,16 +66,16 @@ def merged(
     """Apply the rule; returns one gradient for each of the ``parameters``.
 
     Raises:
-        UserError: if there are fewer contributions than it needs, or it returns anything else than
-            gradients in the parameters' shapes.
+        UserError: if it returns anything else than gradients in the parameters' shapes.
     """
     name = type(rule).__name__
     if len(parts) < rule.least:
-        raise UserError(
-            f"update={name} merges at least {rule.least} contributions, but an update has "
-            f"{len(parts)} now; keep more workers with strategy.min_workers={rule.least}, or use "
-            "update=user"
+        warnings.warn(
+            f"update={name} merges at least {rule.least} contributions; an update at the end of an "
+            f"epoch has {len(parts)}, and is their mean",
+            stacklevel=2,
         )
+        return [_mean(each, parts) for each in zip(*(p.gradients for p in parts), strict=True)]
     made = list(rule.merge(parts))
     if len(made) != len(parameters):
         raise UserError(
@@ -88,6 +90,14 @@ def merged(
                 f"{tuple(parameter.shape)}; return a tensor of that shape, or None"
             )
     return made
+
+
+def _mean(
+    gradients: Sequence[torch.Tensor | None], parts: Sequence[WorkerGradients]
+) -> torch.Tensor | None:
+    """Of one parameter, weighted by samples, as without a rule."""
+    each = [g * part.weight for g, part in zip(gradients, parts, strict=True) if g is not None]
+    return torch.stack(each).sum(0) if each else None
 
 
 def check_rule(rule: MergeRule, policy: object, gathers: int, holds: bool) -> None:

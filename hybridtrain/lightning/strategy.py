@@ -155,8 +155,9 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         self.data_options: StrategyArguments = given
         self.recording = Recording.at(given["record"])
         self.keeping = CheckpointWriting(given["checkpoint"])
+        merges = 1 if self.update.merge is None else self.update.merge.least
         self.on_failure = OnFailure(
-            given["on_failure"], given["min_workers"], given["max_restarts"]
+            given["on_failure"], given["min_workers"], given["max_restarts"], merges
         )
         self.faults = Faults.of(given["faults"])
         self.patience = HangTimeout.of(given["hang_timeout_s"])

@@ -21,12 +21,14 @@ class OnFailure:
     """``strategy.on_failure`` and its limits.
 
     ``choice``: ``stop`` all, ``continue`` with the remaining workers, or ``restart`` the worker;
-    ``min_workers``: with fewer, the run stops; ``max_restarts``: per run, ``None``: no limit.
+    ``min_workers``: with fewer, the run stops; ``max_restarts``: per run, ``None``: no limit;
+    ``merges``: with fewer the run stops, too, because of its merge rule.
     """
 
     choice: str = "stop"
     min_workers: int = 1
     max_restarts: int | None = 3
+    merges: int = 1
 
     def check(self, n_workers: int) -> None:
         """Compare ``min_workers`` with the number of workers at the start.
@@ -109,13 +111,15 @@ class Judge:
 
     def _go_on(self, worker: int, gone: WorkerGone, at_s: float) -> Verdict:
         """After the last update the progress is ``known``: then one process is enough."""
-        n_left = gone.workers
-        if n_left >= (1 if gone.known else self.chosen.min_workers):
+        n_left, chosen = gone.workers, self.chosen
+        if n_left >= (1 if gone.known else max(chosen.min_workers, chosen.merges)):
             return GoOn()
         if gone.known:
             return self._replace(worker, gone, at_s)
         left = f"{n_left} worker{'s' * (n_left != 1)} would be left"
-        return End(f"{left}, fewer than min_workers={self.chosen.min_workers}")
+        if n_left < chosen.min_workers:
+            return End(f"{left}, fewer than min_workers={chosen.min_workers}")
+        return End(f"{left}, and the merge rule needs {chosen.merges}")
 
     def _replace(self, worker: int, left: WorkerGone, at_s: float) -> Verdict:
         most = self.chosen.max_restarts

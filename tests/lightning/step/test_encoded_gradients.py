@@ -18,6 +18,7 @@ from hybridtrain.exchanges import WorkerGradients, make_exchange
 from hybridtrain.exchanges.power_sgd import PowerSGD
 from hybridtrain.exchanges.sign_sgd import SignSGD
 from hybridtrain.updates.robust import Median, TrimmedMean
+from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, make_trainer, regression_data
 
 STEPS, ROWS, COLUMNS, RATE = 4, 80, 60, 0.1
@@ -191,6 +192,39 @@ def test_a_median_bears_a_worker_that_sends_garbage(module: type[Given], garbage
     reference = followed(median, 5)
     assert all(torch.equal(a, b) for a, b in zip(found, reference, strict=True))
     assert max(float(parameter.abs().max()) for parameter in found) < STEPS * RATE * 3
+
+
+@pytest.mark.parametrize("update", ["median", "trimmed_mean"])
+@pytest.mark.parametrize("module", [Given, Looking])
+@pytest.mark.parametrize("left", [1, 2, 3, 4])
+def test_an_epochs_last_update_of_too_few_is_their_mean(
+    left: int, module: type[Given], update: str
+) -> None:
+    """Five workers: one update of all, then one of those that have data left."""
+    made, rule = module(), {"median": Median(), "trimmed_mean": TrimmedMean()}[update]
+    trainer = make_trainer(HybridStrategy(update=update), 5, max_epochs=1)
+    trainer.fit(made, DataLoader(TensorDataset(torch.zeros(5 + left, 1)), 1))
+    reference = [torch.zeros(ROWS, COLUMNS), torch.zeros(5)]
+    for step, n_workers in enumerate((5, left)):
+        parts = [WorkerGradients(w, 1 / n_workers, 0, wanted(w, step)) for w in range(n_workers)]
+        if n_workers < 3:
+            stacks = (torch.stack(each) for each in zip(*(p.gradients for p in parts), strict=True))
+            merged = [stack.mean(0) for stack in stacks]
+        else:
+            merged = rule.merge(parts)
+        for parameter, gradient in zip(reference, merged, strict=True):
+            parameter.add_(gradient, alpha=-RATE)
+    assert all(
+        torch.allclose(a, b, atol=1e-6) for a, b in zip(made.parameters(), reference, strict=True)
+    )
+
+
+def test_a_run_ends_with_fewer_workers_than_its_rule_merges(tmp_path: Path) -> None:
+    fault = {"worker": 1, "step": 1, "kind": "kill"}
+    strategy = HybridStrategy(update="median", on_failure="continue", faults=[fault])
+    trainer = make_trainer(strategy, 3, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(WorkerDied, match=r"2 workers would be left, and the merge rule needs 3"):
+        trainer.fit(Given(), DataLoader(TensorDataset(torch.zeros(30, 1)), 1))
 
 
 def test_a_trimmed_mean_leaves_out_both_ends() -> None:
