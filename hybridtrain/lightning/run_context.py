@@ -180,6 +180,12 @@ class WorkerContext(RunContext, Protocol):
     def before_checkpoint(self) -> None:
         """Bring parameters, moments and step to one version."""
 
+    def decide_on_checkpoint(self) -> None:
+        """``ModelCheckpoint`` is about to name a checkpoint."""
+
+    def save_one_update(self, hook: Callable[[], None]) -> None:
+        """Let a hook of ``ModelCheckpoint`` name and write checkpoints of one update."""
+
     def measure_device(self) -> None:
         """Measure this worker's need of its device."""
 

@@ -127,6 +127,8 @@ class HybridStrategy(SingleHost, ParallelStrategy):
     step_rollback: StepRollback | None = None  # of the current training
     _session: Session | None = None
     _snapshot: list[dict[str, Any]] | None = None
+    _saves_one_update = False  # the checkpoints of a hook
+    _decided: dict[str, Any] | None = None  # the weights of a checkpoint that has been named
     _count: UpdateCount | None = None  # where workers run freely
     _losses: LostSampleRedistribution | None = None  # once training has begun
     interrupted_by: int | None = None  # the signal that ended the last run
@@ -450,8 +452,32 @@ class HybridStrategy(SingleHost, ParallelStrategy):
                 self._hand_over(session)
             session.gather_states()
 
+    def save_one_update(self, hook: Callable[[], None]) -> None:
+        """Let a hook of ``ModelCheckpoint`` name and write checkpoints of one update.
+
+        It makes a name before it writes, and other workers make updates in between.
+        """
+        session = self._session
+        shows = session is None or session.shows_masters
+        self._saves_one_update = True
+        try:
+            hook()
+        finally:
+            self._saves_one_update, self._decided = False, None
+            if session is not None and not shows:
+                session.put_back()
+
+    def decide_on_checkpoint(self) -> None:
+        """``ModelCheckpoint`` names a checkpoint: of this update, which must not be broken off."""
+        self.client.settle()
+        if self._saves_one_update and self.collectives.local:
+            self.before_checkpoint()
+            self._decided = self.lightning_module_state_dict()
+
     def before_checkpoint(self) -> None:
         """Bring weights, moments, step to one version: others may train while worker 0 writes."""
+        if self._decided is not None:
+            return
         self.client.settle()
         self._snapshot = None  # schedulers may have stepped since
         own = self._session is not None and self._session.has_own_parameters
@@ -465,6 +491,8 @@ class HybridStrategy(SingleHost, ParallelStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Copies, where others write meanwhile: a file's checksums must fit its content."""
+        if self._decided is not None:
+            return self._decided
         state = super().lightning_module_state_dict()
         if self.tells:  # parameters lie in host memory already
             assert self.lightning_module is not None

@@ -13,6 +13,7 @@ among the best). The files are worker 0's, so all take over the state of its cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
@@ -30,7 +31,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
-from hybridtrain.lightning.run_context import WorkerContext, checkpoints_of
+from hybridtrain.lightning.run_context import WorkerContext, checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session
 
 
@@ -107,6 +108,11 @@ class Multiples(int):
         self.since = trainer.global_step
         proceed(trainer, module)
 
+    def save(self, proceed: Callable[..., None], trainer: Any, *args: Any) -> None:
+        """The callback's hook, whose names and files are of one update."""
+        context_of(trainer).save_one_update(partial(proceed, trainer, *args))
+        self.since = trainer.global_step  # other workers may have come to it
+
     def __rmod__(self, step: int) -> int:
         before, self.since = self.since, step
         return 0 if multiples(int(self), before, step) > 0 else 1
@@ -117,6 +123,7 @@ def count_all_updates(callback: ModelCheckpoint) -> None:
     every = Multiples(saves_every(callback))
     save_every(callback, every)
     around(Point.CHECKPOINT_START, callback, every.begin)
+    around(Point.CHECKPOINT_HOOKS, callback, every.save)
 
 
 def _multiples(callback: ModelCheckpoint) -> Multiples:

@@ -123,8 +123,7 @@ class CheckpointWriting:
 
     def _prepare(self, callback: Any, trainer: Any) -> None:
         context = context_of(trainer)
-        # Or it would remember the file of a step that is then broken off.
-        before(Point.CHECKPOINT_DECISION, callback, context.client.settle)
+        before(Point.CHECKPOINT_DECISION, callback, context.decide_on_checkpoint)
         if not context.requirements.whole_rounds:
             count_all_updates(callback)
         writer = checkpoint_plugin(context)
