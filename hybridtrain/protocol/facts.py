@@ -38,9 +38,9 @@ class Ready:
 class Pushed:
     """The worker's contribution lies in its row; the worker waits for its release.
 
-    ``loss``: of the mini-batch, if the policy watches it and the worker knows it. ``last``: no
-    worker would repeat the mini-batch in this epoch if it were dropped. ``empty``: the
-    contribution has no weight.
+    ``loss``: of the mini-batch, if the policy watches it and the worker knows it. ``last``: it
+    must not be dropped, as no worker would repeat the mini-batch in this epoch, or an earlier step
+    of the mini-batch counts. ``empty``: the contribution has no weight.
     """
 
     worker: int

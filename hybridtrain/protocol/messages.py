@@ -110,6 +110,8 @@ class Push:
     - ``encoded``: so many bytes at the front of the row are the contribution, as its codec has it.
     - ``writes``: parameters that user code has changed itself since the last release.
     - ``covers``: the mini-batches from the shared queue that are done with this push.
+    - ``follows``: an earlier push has begun the same mini-batch, and counts its samples; so this
+      one may not be dropped alone.
     - ``loss``: of the evaluation, for optimizers and policies that compare losses;
       ``repeatable``: the worker can evaluate again.
     - ``fault``: why there is no contribution where there should be one; ``veto``: because of it,
@@ -155,6 +157,7 @@ class Push:
     age: int | None = None
     former: tuple[Push, ...] = ()
     calls: bool = False
+    follows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,7 +151,8 @@ class Rounds:
         asks = push.age is None  # else the worker has made the update, which counts in any case
         if self._over or (asks and self.last is not None and self.version >= self.last):
             return freed + self._release_all()
-        last = self.requirements.drops_late and self._queue.is_last_chance(push.covers)
+        final = push.follows or self._queue.is_last_chance(push.covers)
+        last = self.requirements.drops_late and final
         now_s, empty = self._statistics.clock(), push.weight <= 0
         return freed + self._obey(Pushed(worker, now_s, push.loss, last, empty))
 
@@ -274,7 +275,7 @@ class Rounds:
         for worker, push in self.pushed.items():
             if worker not in self._outcome:
                 self._statistics.dropped(worker, self._samples(push))
-                self._outcome[worker] = _DROPPED
+                self._outcome[worker] = _dropped(push)
         return [self._release(worker) for worker in sorted(self.pushed.keys() | self._ready)]
 
     def _apply(self, workers: tuple[int, ...]) -> None:
@@ -326,7 +327,7 @@ class Rounds:
         self.take(worker, push.writes)
         self.optimizers.hear(worker, push)
         self._statistics.dropped(worker, self._samples(push))
-        self._outcome[worker] = _DROPPED if push.covers else _NOTHING
+        self._outcome[worker] = _dropped(push)
 
     def _samples(self, push: Push) -> float:
         """The samples that the push counts for; of several evaluations only the first counts."""
@@ -364,10 +365,13 @@ def _by_optimizer(
     }
 
 
+def _dropped(push: Push) -> Stepped:
+    """The outcome of a dropped push: its mini-batch, too, unless an earlier push has counted it."""
+    return _NOTHING if push.follows else _DROPPED
+
+
 def samples_of(push: Push) -> float:
-    """The samples that a push counts for; of several optimizers only the first counts."""
-    if push.optimizer != 0:
-        return 0.0
+    """The samples that a push counts for."""
     return push.weight if push.samples is None else push.samples
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridtrain.policies import BoundedStaleness, FirstK
+from hybridtrain.policies import BoundedStaleness, FirstK, Policy
+from hybridtrain.policies.on_arrival import NotTooLate
 from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
 from hybridtrain.protocol.messages import Released
 from hybridtrain.protocol.server_events import BrokenOff, Removed
@@ -67,13 +68,26 @@ def test_two_optimizers_of_the_same_parameters_cannot_both_be_held() -> None:
 def test_the_late_are_dropped_and_go_on_from_the_newest() -> None:
     served = Served(2, FirstK(1))
     served.push(0, 1.0)
-    assert served.push(1, 100.0) == [(1, Released(1))]
+    assert served.push(1, 100.0) == [(1, Released(1, counted=False))]
     assert served.value() == -1.0
     assert served.push(1, 10.0) == [(1, Released(2))]
     assert served.value() == -11.0
     stats = served.server.statistics.stats()
     assert stats["dropped"] == [0, 1]
     assert stats["samples"] == 2
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("policy", [FirstK(1), FirstK(2, several=True), NotTooLate()])
+def test_a_later_step_of_a_mini_batch_counts_with_its_first_however_late(
+    policy: Policy, follows: bool
+) -> None:
+    served = Served(2, policy)
+    answers = served.push(1, 1.0) + [each for _ in range(4) for each in served.push(0, 1.0)]
+    assert 1 in dict(answers), "worker 1 computes while worker 0 makes updates"
+    (late,) = served.push(1, 1.0, samples=0.0, follows=follows)
+    assert isinstance(late[1], Released) and late[1].counted == follows
+    assert served.server.statistics.stats()["dropped"][1] == (not follows)
 
 
 def test_what_a_dropped_push_tells_of_the_learning_rate_is_heard() -> None:

@@ -113,11 +113,11 @@ def test_several_optimizers_are_stepped_by_number() -> None:
     served = Served(
         2, parameters=parameters, optimizers=[lambda p: sgd(p[:1]), lambda p: sgd(p[1:])]
     )
-    served.push(0, 1.0, optimizer=1)
-    served.push(1, 1.0, optimizer=1)
+    served.push(0, 1.0, optimizer=1, weight=8.0)
+    served.push(1, 1.0, optimizer=1, weight=8.0)
     assert (served.value(0), served.value(1)) == (0.0, -1.0)
-    served.push(0, 1.0, weight=8.0)
-    served.push(1, 1.0, weight=8.0)
+    served.push(0, 1.0, weight=8.0, samples=0.0, follows=True)
+    served.push(1, 1.0, weight=8.0, samples=0.0, follows=True)
     assert (served.value(0), served.value(1)) == (-1.0, -1.0)
     assert stats(served)["samples"] == 16, "a mini-batch that two optimizers use is counted once"
 

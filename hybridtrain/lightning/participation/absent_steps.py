@@ -230,8 +230,8 @@ class Absence:
     def _owes(self) -> bool:
         """Whether this worker has accumulated gradients for this step."""
         assert self._session is not None, "training has begun"
-        undone = any(step.weight > 0 and not step.pushed for step in self._session.steps)
-        return undone and bool(self._trainer.lightning_module.automatic_optimization)
+        automatic = self._trainer.lightning_module.automatic_optimization
+        return self._session.has_gathered and bool(automatic)
 
     def _add_nothing(self) -> None:
         """In place of the closure."""

@@ -53,7 +53,7 @@ class GradientStep(WorkerStep):
         if self._driven and closure is not None and not is_empty(closure):
             return self._step_driven(closure)
         loss = run(closure) if closure is not None else None
-        will_count = self._offer(self.weight)
+        will_count = self._offer(self._gathered.weight)
         waits = not (self._parts.goes_ahead and will_count and is_unwatched(self.optimizer))
         if waits and self._client.unsettled is not None:
             self._client.settle()
@@ -70,17 +70,17 @@ class GradientStep(WorkerStep):
         """
         first = None
         if self._parts.manual and any(p.grad is not None for p in self.parameters):
-            released = self._push(self.weight, repeatable=True)
+            released = self._push(self._gathered.weight, repeatable=True)
         else:
             first = run(closure)
-            released = self._push(self.weight, first, repeatable=True)
+            released = self._push(self._gathered.weight, first, repeatable=True)
         while self.trying:
             if released.cleared:
                 for parameter in self.parameters:
                     parameter.grad = None
             loss = run(closure)
             first = loss if first is None else first
-            released = self._push(self.weight, loss, repeatable=True)
+            released = self._push(self._gathered.weight, loss, repeatable=True)
         return first
 
     def _push(self, weight: float, loss: Any = None, repeatable: bool = False) -> Released:
@@ -96,14 +96,19 @@ class GradientStep(WorkerStep):
     def _offer(self, weight: float, loss: Any = None, repeatable: bool = False) -> bool:
         """Offer the gradients with this weight; the client settles when the release is needed.
 
-        Returns whether the push will be counted as a step, whatever becomes of it.
+        Returns whether the push will be counted as a step, whatever becomes of it. A mini-batch
+        whose first step was dropped is done again with all of its steps, so the later ones are
+        passed over.
         """
+        if self._gathered.stepped and not self._client.counted:
+            self._end_step()
+            return False
         kept: Any = self.optimizer.state  # the user's, perhaps
         if not self._parts.update.is_users:
             self._check_members()
         members, state = self._changed_members(), self._changed_state()
         own = weight > 0 and members is None and state is None and self._can_step()
-        absent, packed, encoded = self._gathered(weight, own)
+        absent, packed, encoded = self._collect(weight, own)
         looks = weight > 0 and not self.trying and not own and encoded is None
         finite = self._replica.finite
         if looks and not self._guard.accepts(self.numbers, absent, packed, finite):
@@ -115,7 +120,7 @@ class GradientStep(WorkerStep):
             self._told_groups(whole=members is not None),
             self._clip,
             self._parts.averaged,
-            samples=self.samples if weight > 0 else 0.0,
+            samples=self._gathered.pop_samples() if weight > 0 else 0.0,
             writes=self._replica.writes(),
             fault=self._guard.pop_fault(),
             veto=self._guard.veto,
@@ -126,6 +131,7 @@ class GradientStep(WorkerStep):
             repeatable=repeatable,
             state=state,
             own=own,
+            follows=self._gathered.stepped,
         )
         if self._parts.buffers is not None:
             self._parts.buffers.publish()
@@ -152,7 +158,7 @@ class GradientStep(WorkerStep):
         self.optimizer.state = state
         self.hyper_parameters.put_back()
 
-    def _gathered(
+    def _collect(
         self, weight: float, own: bool
     ) -> tuple[tuple[int, ...], tuple[Packed, ...], int | None]:
         """Which parameters have no gradient, and which a sparse one, once the others lie in the

@@ -253,10 +253,10 @@ class InPlaceStep(GradientStep):
     def _can_step(self) -> bool:
         return self._stepper.can_step(self.numbers, self.parameters)
 
-    def _gathered(
+    def _collect(
         self, weight: float, own: bool
     ) -> tuple[tuple[int, ...], tuple[Packed, ...], int | None]:
-        return (self._stepper.absent(), (), None) if own else super()._gathered(weight, own)
+        return (self._stepper.absent(), (), None) if own else super()._collect(weight, own)
 
     def _send(self, push: Push, undo: Callable[[], object]) -> None:
         step = self._stepper.unasked() if push.own else None

@@ -40,7 +40,7 @@ class LocalStep(WorkerStep):
 
     def _step(self, closure: Closure | None) -> Any:
         loss = run(closure) if closure is not None else None
-        self._advance(self.weight)
+        self._advance(self._gathered.weight)
         return loss
 
     def skip(self) -> None:

@@ -97,7 +97,7 @@ class Session:
         self._means = [self._store.mean(s) for s in layout.slots] if self.averages else []
         check = FiniteCheck(self._store, client.worker)
         self.guard = GradientGuard(on_fault, check, layout, module.trainer)
-        self._batch = Accumulation()
+        self._gathered = Accumulation()
         self.steps: list[WorkerStep] = []
 
     def _chosen_by(self, exchange: Exchange) -> Stepping:
@@ -194,6 +194,7 @@ class Session:
             self._update,
             wants,
             self._number_of,
+            self._gathered,
             self.buffers,
             averaged=self.averages,
             manual=not self._module.automatic_optimization,
@@ -213,8 +214,6 @@ class Session:
         step = vars(optimizer).get("step")
         if not isinstance(step, WorkerStep) or step not in self.steps:
             step = self._stepping.make(optimizer, number, parts)
-            if self.steps:
-                step.take_over_batch(self.steps[0])
             optimizer.step = step  # type: ignore[method-assign]
             # Or a fused one is taken to unscale gradients in its step, which is sent away.
             vars(optimizer)["_step_supports_amp_scaling"] = False
@@ -269,17 +268,13 @@ class Session:
             together: samples of all workers in this step, if that is known.
         """
         self.put_back()
-        used = any(step.pushed for step in self.steps)
-        first = used or all(step.weight == 0 for step in self.steps)
-        self.guard.begin(batch, used)
+        self.guard.begin(batch, self._gathered.stepped)
         joint = self._module.automatic_optimization and not self.has_own_parameters
-        self._batch.begin(samples, together if joint else None, first)
-        for step in self.steps:
-            step.begin_batch(self._batch.weight, self._batch.samples, first)
+        self._gathered.begin(samples, together if joint else None)
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss of the mini-batch as it is to count among those that are accumulated."""
-        return loss if self._batch.scale == 1.0 else loss * self._batch.scale
+        return loss if self._gathered.scale == 1.0 else loss * self._gathered.scale
 
     def optimizer_step(self, number: int, run: Callable[[], Any]) -> Any:
         """Let Lightning step one; where workers run freely, others have stepped meanwhile."""
@@ -314,6 +309,11 @@ class Session:
     def put_back(self) -> None:
         """Training goes on: what the module had for others to see is put away."""
         self.replica.put_back()
+
+    @property
+    def has_gathered(self) -> bool:
+        """Whether gradients wait for the next step."""
+        return self._gathered.waits
 
     def sit_out(self) -> None:
         """The others make a step, in automatic optimization, for which this worker has no data."""
@@ -362,13 +362,13 @@ class Session:
         trying = any(step.trying for step in self.steps)
         looks = not trying and self.replica.encoded is None
         if looks and not self.guard.accepts(tuple(trained), absent, packed, finite):
-            self._weigh_nothing()
+            self._gathered.clear()
         if (encoded := self.replica.encoded) is None:
             for number in absent:
                 self._store.gradient(worker, slots[number]).zero_()
         else:  # the server brings what is encoded to all the other places
             absent = tuple(n for n in range(len(slots)) if n not in trained or n in absent)
-        request = Average(self.steps[0].weight, absent, packed, encoded)
+        request = Average(self._gathered.weight, absent, packed, encoded)
         self._take_means(trained, self._client.average(request))
 
     def _take_means(self, trained: dict[int, torch.nn.Parameter], averaged: Averaged) -> None:
@@ -391,9 +391,8 @@ class Session:
 
         What earlier mini-batches have accumulated still counts.
         """
-        for step in self.steps:
-            step.leave_out(self._batch.weight, self._batch.samples)
-        if self.averages and self.steps[0].weight > 0 and not self.accumulates():
+        self._gathered.leave_out()
+        if self.averages and self._gathered.weight > 0 and not self.accumulates():
             self.average()  # no backward will do it
 
     def training_step(self, step: Callable[[], Any]) -> Any:
@@ -423,9 +422,5 @@ class Session:
                 raise
         for parameter in self._parameters:
             parameter.grad = None
-        self._weigh_nothing()
+        self._gathered.clear()
         return loss.detach()
-
-    def _weigh_nothing(self) -> None:
-        for each in self.steps:
-            each.weigh_nothing()

@@ -20,6 +20,7 @@ from pytorch_lightning.core.optimizer import do_nothing_closure
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
+from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard
 from hybridtrain.lightning.step.hyper_parameters import HyperParameters
 from hybridtrain.lightning.step.shared_buffers import SharedBuffers
@@ -68,6 +69,7 @@ class StepParts:
         update: how the masters move.
         requirements: of policy and exchange.
         number_of: slot numbers by ``id(parameter)``, of all that the module has.
+        gathered: what the gradients since the last step count for.
         buffers: the module's, if workers share them.
         averaged: gradients are the mean of all workers' before the optimizer steps.
         manual: the user's module steps its optimizers itself.
@@ -83,6 +85,7 @@ class StepParts:
     update: NamedUpdate
     requirements: Requirements
     number_of: Mapping[int, int]
+    gathered: Accumulation
     buffers: SharedBuffers | None
     averaged: bool
     manual: bool
@@ -108,13 +111,11 @@ class WorkerStep:
     def __init__(self, optimizer: torch.optim.Optimizer, number: int, parts: StepParts) -> None:
         self.optimizer, self.number, self._parts = optimizer, number, parts
         self._client, self._replica, self._guard = parts.client, parts.replica, parts.guard
+        self._gathered = parts.gathered
         self.parameters = parameters_of(optimizer)  # that the server knows of, group by group
         self._sizes = [len(group["params"]) for group in optimizer.param_groups]
         self.numbers = slot_numbers(optimizer, parts.number_of)
         self.hyper_parameters = HyperParameters(optimizer)
-        self.weight = 0.0  # what the gradients gathered so far count for, in samples
-        self.samples = 0.0  # behind them
-        self.pushed = False  # since the mini-batch began
         self.count = 0  # steps so far
         self.version = 0  # of the last release
         self._clip: Clip | None = None
@@ -124,26 +125,7 @@ class WorkerStep:
         """It is this one of the module's optimizers now; ``only``: it has no other."""
         self.number = number
 
-    # ---- a mini-batch ---------------------------------------------------------------------------
-
-    def begin_batch(self, weight: float, samples: float, first: bool) -> None:
-        """A mini-batch of this weight begins; ``first``: since the last step of any optimizer."""
-        self.weight = weight + (0.0 if first else self.weight)
-        self.samples = samples + (0.0 if first else self.samples)
-        self.pushed = False
-
-    def take_over_batch(self, other: WorkerStep) -> None:
-        """The gradients gathered so far are those of another optimizer's step, too."""
-        self.weight, self.samples = other.weight, other.samples
-
-    def leave_out(self, weight: float, samples: float) -> None:
-        """A mini-batch of this weight has no gradient."""
-        self.weight -= weight
-        self.samples -= samples
-
-    def weigh_nothing(self) -> None:
-        """The gradients gathered so far do not count."""
-        self.weight = self.samples = 0.0
+    # ---- the step -------------------------------------------------------------------------------
 
     def clip_next(self, clip: Clip) -> None:
         """The server clips the merged gradient of the next step."""
@@ -152,8 +134,6 @@ class WorkerStep:
     def watch(self, loss: torch.Tensor) -> None:
         """The policy wants the loss of the next step."""
         self._loss = loss
-
-    # ---- the step -------------------------------------------------------------------------------
 
     def __call__(self, closure: Closure | None = None) -> Any:
         """In place of ``optimizer.step``, with the optimizer's own step hooks."""
@@ -178,13 +158,15 @@ class WorkerStep:
 
     def _end_step(self) -> None:
         """The step is counted, whatever becomes of it."""
-        self.pushed, self._clip = True, None
+        self._gathered.step()
+        self._clip = None
         self.count += 1
         vars(self.optimizer)["_opt_called"] = True  # or schedulers warn about the order
 
     def catch_up(self, version: int) -> None:
         """Other workers have made updates that this one had no part in."""
-        self.version, self.pushed = version, True
+        self.version = version
+        self._gathered.step()
 
     # ---- hyper-parameters and state -------------------------------------------------------------
 

@@ -23,6 +23,7 @@ _SLOWLY: dict[str, dict[str, Any]] = {
 _OTHERS: dict[str, dict[str, Any]] = {
     "backup, k=W": {"policy": {"name": "backup", "k": -1}},
     "ssp, lead=0": {"policy": {"name": "ssp", "lead": 0}},
+    "async, not late": {"policy": {"name": "async", "max_staleness": 0}},
     "easgd, hybrid": {"policy": "hybrid", "exchange": {"name": "elastic", "every": 2}},
     "local_sgd, int8": {
         "policy": "hybrid",
@@ -90,7 +91,7 @@ def counts_exactly(name: str, workers: int) -> bool:
 
 def drops(name: str) -> bool:
     """Whether a mini-batch that came late is done again."""
-    return name in {"backup", "k_batch_sync"}
+    return name in {"backup", "k_batch_sync", "async, not late"}
 
 
 def tells_late(name: str) -> bool:
