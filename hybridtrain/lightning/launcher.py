@@ -12,7 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytorch_lightning as pl
 import torch
@@ -47,7 +47,7 @@ from hybridtrain.lightning.replay.recording import Runner
 from hybridtrain.lightning.replay.run_record import serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
-from hybridtrain.lightning.run_context import RunContext, context_of, strategy_of
+from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
 from hybridtrain.memory.scratch_file import Scratch
 from hybridtrain.monitoring.stragglers import SlowReport
@@ -62,11 +62,14 @@ from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.process_world import BeginAnew, ProcessWorld
 from hybridtrain.worlds.local.signals import Interrupted
 
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
+
 
 class HybridLauncher(Launcher):
     """Runs a trainer's function in W worker processes; serves and supervises them."""
 
-    def __init__(self, strategy: RunContext) -> None:
+    def __init__(self, strategy: HybridStrategy) -> None:
         self._strategy = strategy
 
     @property
@@ -152,7 +155,7 @@ class HybridLauncher(Launcher):
 
 
 @contextmanager
-def surroundings(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
+def surroundings(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """Resources that exist while workers run."""
     with (
         strategy.keeping.listening(trainer),
@@ -165,7 +168,7 @@ def surroundings(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def pages_of(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
+def pages_of(strategy: HybridStrategy, trainer: pl.Trainer) -> Iterator[None]:
     """RNG states in shared memory, for runs in which a worker may be replaced."""
     restarts = strategy.on_failure.choice == "restart"
     if not (strategy.requirements.whole_rounds and restarts and trainer.state.fn == "fit"):
@@ -180,7 +183,7 @@ def pages_of(strategy: RunContext, trainer: pl.Trainer) -> Iterator[None]:
 
 
 def world_of(
-    strategy: RunContext, server: Server, judge: Judge, start_method: str, threads: int
+    strategy: HybridStrategy, server: Server, judge: Judge, start_method: str, threads: int
 ) -> ProcessWorld:
     """The processes of the workers, with a watchdog for hanging and slow ones."""
     watchdog = Watchdog(strategy.patience, also=SlowReport(server.statistics.stats, to_stderr))
@@ -192,14 +195,14 @@ def world_of(
     )
 
 
-def may_meet(strategy: RunContext) -> bool:
+def may_meet(strategy: HybridStrategy) -> bool:
     """Whether workers may make updates without the server."""
     seen = strategy.recording is not None or strategy.faults.in_updates
     wants = strategy.requirements
     return (wants.everyone or wants.one_by_one) and not seen
 
 
-def check_all(strategy: RunContext, trainer: pl.Trainer) -> None:
+def check_all(strategy: HybridStrategy, trainer: pl.Trainer) -> None:
     """Refuse contradicting options before a process is started; raises UserError."""
     check_trainer(trainer, strategy.requirements.whole_rounds)
     check_correction(strategy.correction, strategy.requirements, strategy.policy)
@@ -239,7 +242,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def threads_of_a_worker(strategy: RunContext) -> int:
+def threads_of_a_worker(strategy: HybridStrategy) -> int:
     """The user's number of threads, or a worker's share of the cores."""
     wanted = strategy.threads_per_worker
     return max(1, usable_cores() // strategy.world_size) if wanted == "auto" else wanted

@@ -10,7 +10,10 @@ import torch
 from pytorch_lightning.strategies import Strategy
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.async_training.expected_updates import answer_for_all_workers
+from hybridtrain.lightning.async_training.expected_updates import (
+    ExpectedUpdates,
+    answer_for_all_workers,
+)
 from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.data.loaders import Loaders
@@ -19,8 +22,7 @@ from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.preflight.machine_checks import check_loader
-from hybridtrain.lightning.results.training_at_home import trained_optimizers
-from hybridtrain.lightning.run_context import Expected
+from hybridtrain.lightning.results.training_at_home import UpdatesAtHome, trained_optimizers
 from hybridtrain.worker.client import Client
 
 _OPTIMIZERS: Any = Strategy.optimizers
@@ -37,7 +39,8 @@ class SingleHost:
     _trained: dict[str, Any] | None = None  # the workers' trained optimizer states
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
-    expected_updates: Expected | None = None  # in free-running workers, and after training
+    # in free-running workers, and after training
+    expected_updates: ExpectedUpdates | UpdatesAtHome | None = None
     _loaders: Loaders | None = None  # of a worker
     _change: Callable[[dict[str, Any]], dict[str, Any]] | None = None  # of loaded checkpoints
     _back: Rejoin | None = None  # of a restarted worker
@@ -83,7 +86,7 @@ class SingleHost:
         """Measure this worker's need of its device."""
         self.device_memory.measure(self.root_device, self.workers_per_device, self.global_rank)
 
-    def remember_training(self, parts: dict[str, Any], expected: Expected) -> None:
+    def remember_training(self, parts: dict[str, Any], expected: UpdatesAtHome) -> None:
         """In the calling process: keep the trained states for its checkpoints and optimizers."""
         self._trained, self.expected_updates = parts, expected
         self._lacks_optimizers = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 
@@ -13,9 +13,11 @@ from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.preflight.strategy_checks import advise, advise_on_interval
-from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.monitoring.heartbeat import Doing
 from hybridtrain.worker.client import Client
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
 
 
 class WorkerCallback(pl.Callback):
@@ -29,7 +31,7 @@ class WorkerCallback(pl.Callback):
         position: of this worker in the epoch.
     """
 
-    def __init__(self, client: Client, strategy: WorkerContext, position: EpochPosition) -> None:
+    def __init__(self, client: Client, strategy: HybridStrategy, position: EpochPosition) -> None:
         self._client, self._strategy, self._position = client, strategy, position
         self._beat = client.heartbeat.beat
         self._advises = client.worker == 0

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pytorch_lightning.callbacks import ModelCheckpoint
 
@@ -31,8 +31,11 @@ from hybridtrain.lightning.hooks.loop_hooks import (
 )
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
-from hybridtrain.lightning.run_context import WorkerContext, checkpoints_of, context_of
+from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
 
 
 def agree(session: Session | None, count: UpdateCount | None, collectives: Collectives) -> None:
@@ -49,7 +52,7 @@ def agree(session: Session | None, count: UpdateCount | None, collectives: Colle
 class Validations:
     """All workers validate, or none, although their epochs end at different mini-batches."""
 
-    def __init__(self, trainer: Any, strategy: WorkerContext) -> None:
+    def __init__(self, trainer: Any, strategy: HybridStrategy) -> None:
         self._trainer, self._strategy = trainer, strategy
         self._decided: tuple[int, bool] | None = None  # the epoch, and its decision
         around(Point.VALIDATION_DUE, trainer.fit_loop.epoch_loop, self.is_due)

@@ -9,7 +9,7 @@ and nothing changes before these have done their own shares. From the next epoch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
@@ -19,12 +19,14 @@ from hybridtrain.lightning.failover.leader_failover import LeaderFailover, know_
 from hybridtrain.lightning.failover.rejoin import Rejoin, RejoinState
 from hybridtrain.lightning.hooks.loop_hooks import is_at_last_batch, remeasure, training_fetcher
 from hybridtrain.lightning.hooks.points import Point, before
-from hybridtrain.lightning.run_context import WorkerContext
 from hybridtrain.protocol.spans import Spans, total
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
 
 
 def prepare_for_losses(
-    strategy: WorkerContext, trainer: Any, loaders: Loaders, back: Rejoin | None
+    strategy: HybridStrategy, trainer: Any, loaders: Loaders, back: Rejoin | None
 ) -> LostSampleRedistribution | None:
     """Prepare this worker, at the start of training, for the loss of others.
 
@@ -59,7 +61,7 @@ class LostSampleRedistribution:
     """
 
     def __init__(
-        self, strategy: WorkerContext, trainer: Any, loaders: Loaders, keep: Callable[[], None]
+        self, strategy: HybridStrategy, trainer: Any, loaders: Loaders, keep: Callable[[], None]
     ) -> None:
         self._strategy, self._trainer, self._loaders = strategy, trainer, loaders
         self._client, self._position, self._keep = strategy.client, loaders.position, keep

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_writing import check_whole
 from hybridtrain.lightning.preflight.spawn_checks import Load, check_sending, load_of
-from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.lightning.step.trained_parameters import sparse_tables
 from hybridtrain.memory.limits import (
     Gpu,
@@ -30,6 +29,9 @@ from hybridtrain.memory.limits import (
 from hybridtrain.worker.device import KINDS
 from hybridtrain.worker.device.cuda import forbids_fork
 
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
+
 MIB = 2**20
 _PER_WORKER = 10  # descriptors in this process: 8 are used (channel, bells, sentinels)
 _OTHERS = 64  # of arenas, records, loggers
@@ -41,7 +43,7 @@ _UNEQUAL = 1.2  # times as much memory
 _BF16_FROM = 8  # compute capability
 
 
-def check_devices(strategy: RunContext) -> None:
+def check_devices(strategy: HybridStrategy) -> None:
     """Warn of unequal devices and of old ones. Does not call CUDA."""
     found = chosen(strategy.parallel_devices or [])
     sizes = sorted(gpu.n_bytes for gpu in found if gpu.n_bytes)
@@ -82,7 +84,7 @@ def chosen(devices: list[torch.device]) -> list[Gpu]:
 
 
 def check_startup(
-    strategy: RunContext, start_method: str, threads: int, cores: int, job: Any
+    strategy: HybridStrategy, start_method: str, threads: int, cores: int, job: Any
 ) -> None:
     """Run all checks; raises UserError where the run is impossible."""
     module, n_workers = job.trainer.lightning_module, strategy.world_size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -14,14 +14,16 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, Requirements
-from hybridtrain.lightning.run_context import RunContext
 from hybridtrain.lightning.step.worker_step import WorkerStep
 from hybridtrain.updates.staleness import Correction
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
 
 _NOTEWORTHY = 0.5  # updates: as stale as with one and a half workers
 
 
-def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
+def check_own_parameters(strategy: HybridStrategy, trainer: Any) -> None:
     """Check the options beside an exchange with own parameters in each worker.
 
     Raises:
@@ -62,7 +64,7 @@ def check_own_parameters(strategy: RunContext, trainer: Any) -> None:
     _check_module(strategy, trainer, asked)
 
 
-def _check_module(strategy: RunContext, trainer: Any, asked: str) -> None:
+def _check_module(strategy: HybridStrategy, trainer: Any, asked: str) -> None:
     module = trainer.lightning_module
     check = getattr(strategy.exchange, "check_tensors", None)
     if check is not None and not is_overridden("configure_model", module):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import pytorch_lightning as pl
 from lightning_utilities.core.rank_zero import rank_zero_only
@@ -21,7 +21,7 @@ from hybridtrain.lightning.checkpointing.periodic import scheduled
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.replay.recording import Recording
 from hybridtrain.lightning.replay.run_record import differences, hash_now, make_server, versions
-from hybridtrain.lightning.run_context import RunContext, context_if_ours, context_of, strategy_of
+from hybridtrain.lightning.run_context import context_if_ours, context_of, strategy_of
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.recording.record_file import Record
 from hybridtrain.recording.record_reader import times_of
@@ -32,6 +32,9 @@ from hybridtrain.server.server import Server
 from hybridtrain.worlds.in_process import Body, Cell
 from hybridtrain.worlds.local.cpu_scheduling import one_thread
 from hybridtrain.worlds.virtual.measured_times import Measured
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
 
 T = TypeVar("T")
 _GO_ON = "to replay it nevertheless, say anyway=true"
@@ -56,7 +59,7 @@ class InProcessRunner(ABC, Generic[T]):
     def run(self, server: Server, stamp: Stamp, bodies: Sequence[Body]) -> tuple[T, list[Any]]:
         """Run the workers; return the outcome and their results (none if they did not finish)."""
 
-    def play(self, strategy: RunContext, body: Callable[[Any], Body], job: Any) -> list[Any]:
+    def play(self, strategy: HybridStrategy, body: Callable[[Any], Body], job: Any) -> list[Any]:
         """Run the workers; return their results, or none if they did not finish.
 
         Args:
@@ -259,7 +262,7 @@ def rehearse_fit(
     return WhatIf(record).fit(trainer, module, **options)
 
 
-def _check_times(record: Record, strategy: RunContext) -> None:
+def _check_times(record: Record, strategy: HybridStrategy) -> None:
     """The record has a time for each push, but none for the steps between two pushes."""
     recorded, each_step = record.strategy.get("exchange", "Gradient()"), ("Gradient()", "InPlace()")
     known = {recorded, repr(strategy.exchange)}

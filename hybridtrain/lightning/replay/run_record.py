@@ -20,7 +20,7 @@ from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -28,7 +28,7 @@ import torch
 from pytorch_lightning.utilities.seed import isolate_rng
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.run_context import RunContext, context_of
+from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
@@ -36,6 +36,9 @@ from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.server.server import Server
 from hybridtrain.util.input_files import open_input
 from hybridtrain.worker.client import Client
+
+if TYPE_CHECKING:
+    from hybridtrain.lightning.strategy import HybridStrategy
 
 _DIGITS = 16  # of a hash
 _LAYERS, _MOST_PARTS = 8, 1_000  # of a data set, in which generators of random numbers are sought
@@ -48,7 +51,9 @@ _GENERATORS: tuple[tuple[type, str, str], ...] = (
 _PACKAGE = Path(__file__).parents[2]
 
 
-def serving(strategy: RunContext, trainer: pl.Trainer, threads: int, server_threads: int) -> Server:
+def serving(
+    strategy: HybridStrategy, trainer: pl.Trainer, threads: int, server_threads: int
+) -> Server:
     """The server of a run, which records its events if a record is wanted.
 
     Args:
@@ -64,7 +69,7 @@ def serving(strategy: RunContext, trainer: pl.Trainer, threads: int, server_thre
     return make_server(strategy, server_threads, partial(RecordingServer, writer))
 
 
-def make_server(strategy: RunContext, threads: int, kind: Callable[..., Server]) -> Server:
+def make_server(strategy: HybridStrategy, threads: int, kind: Callable[..., Server]) -> Server:
     """The strategy's server, made by ``kind``; an update may use ``threads`` threads."""
     policy, correction = deepcopy((strategy.policy, strategy.correction))
     size, exchange = strategy.world_size, strategy.exchange
@@ -72,7 +77,7 @@ def make_server(strategy: RunContext, threads: int, kind: Callable[..., Server])
     return kind(policy, size, threads, **given)
 
 
-def header(strategy: RunContext, threads: int, server_threads: int) -> dict[str, Any]:
+def header(strategy: HybridStrategy, threads: int, server_threads: int) -> dict[str, Any]:
     """Options, versions and code of a run."""
     return {
         "workers": strategy.world_size,
