@@ -32,7 +32,7 @@ from hybridtrain.tasks.speech.decoding import Decoder, DecoderOptions, build_dec
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.module import SpeechModule
 from hybridtrain.util.arguments import command
-from hybridtrain.util.input_files import check_input
+from hybridtrain.util.files import check_input
 
 OPTIONS: dict[str, type] = {
     "ckpt": str,
@@ -84,7 +84,7 @@ def _read(path: Path) -> Any:
 @torch.inference_mode()
 def transcribe(module: SpeechModule, decoder: Decoder, file: str | Path) -> str:
     """The text of one sound file, of any length and sample rate."""
-    from hybridtrain.tasks.speech.sources.audio import (
+    from hybridtrain.tasks.speech.sources.utterance import (
         load_audio,  # here: it raises without extra `speech`
     )
 

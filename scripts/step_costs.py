@@ -36,7 +36,7 @@ from benchmarks.machine import in_short, machine
 from hybridtrain import StepProfiler
 from hybridtrain.cli.quiet import hush_lightning
 from hybridtrain.errors import UserError
-from hybridtrain.profiling.phases import MEANINGS, Phase
+from hybridtrain.profiling.time_spans import MEANINGS, Phase
 from hybridtrain.registration import DESCRIPTIONS
 from hybridtrain.util.arguments import command, options
 from hybridtrain.worlds.local.channel import Channel

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridtrain.lightning.data import epoch_state
-from hybridtrain.recovery import lifecycle
+from hybridtrain.recovery import roster
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hybridtrain"
@@ -123,7 +123,7 @@ Transitions = Mapping[tuple[StrEnum, StrEnum], StrEnum]
 
 @pytest.mark.parametrize(
     ("number", "table"),
-    [(1, lifecycle.TABLE), (2, epoch_state.TABLE)],
+    [(1, roster.TABLE), (2, epoch_state.TABLE)],
     ids=["of a worker", "of an epoch"],
 )
 def test_the_states_on_the_page_are_those_of_the_code(number: int, table: Transitions) -> None:

@@ -13,7 +13,7 @@ PICKLES = {
     "worker/client.py": "the parent, over an inherited socket",
     "lightning/failover/rejoin.py": "another worker, by way of the parent",
     "lightning/failover/rng_mailbox.py": "the worker that was lost, in nameless memory of the run",
-    "lightning/data/predictions.py": "other workers, by way of the parent",
+    "lightning/data/evaluation_sampler.py": "other workers, by way of the parent",
     "lightning/results/worker_result.py": "a worker, over an inherited socket or a nameless file",
     "memory/scratch_file.py": "a worker, in a nameless file of the parent",
     "updates/serialize.py": "the parent or a worker, over an inherited socket",

@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning.loggers import Logger
 from rich.table import Table
 
-from hybridtrain.cli.best_checkpoint import metrics_of
 from hybridtrain.cli.explain import one_line
 from hybridtrain.cli.hydra_config import changed_keys, conf_dir, placed, portable
 from hybridtrain.cli.quiet import hush, hush_lightning
 from hybridtrain.cli.run import Parts, build, hash_of_checkpoint
+from hybridtrain.cli.telemetry.summary import metrics_of
 from hybridtrain.cli.validation.host_checks import check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.replay.replay_fit import (

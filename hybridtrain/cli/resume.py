@@ -26,8 +26,7 @@ from hybridtrain.cli.validation.host_checks import check_files, check_owner
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring.watchdog import to_stderr
 from hybridtrain.report.runs import CONFIG_FILE, OVERRIDES_FILE, SUMMARY_FILE, read_yaml
-from hybridtrain.util.files import fault_of, interrupted_in, write_whole
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import fault_of, interrupted_in, read_text, write_whole
 
 AUTO, LAST = "auto", "last"
 # Keys that may differ in a resumed run.

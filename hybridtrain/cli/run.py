@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import io
+import multiprocessing
 import random
+import shutil
+import signal
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -16,6 +24,7 @@ import torch
 from hydra.core.hydra_config import HydraConfig
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from omegaconf import DictConfig, OmegaConf
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import (
     Callback,
     Checkpoint,
@@ -23,32 +32,208 @@ from pytorch_lightning.callbacks import (
     ProgressBar,
 )
 from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from pytorch_lightning.utilities.model_helpers import is_overridden
 
-from hybridtrain.cli.best_checkpoint import best_checkpoint, has_validated, logged, metrics_of
-from hybridtrain.cli.ending import mapping_signals, no_process_left, terminating
-from hybridtrain.cli.exit_status import BAD_INPUT, FAILED, CommandOutcome, guarded, printed
+from hybridtrain.cli.claim import started_by_a_run
+from hybridtrain.cli.exit_status import (
+    BAD_INPUT,
+    FAILED,
+    CommandOutcome,
+    exit_code,
+    guarded,
+    interrupted,
+    printed,
+)
 from hybridtrain.cli.hydra_config import overrides_of, portable
 from hybridtrain.cli.quiet import hush_lightning
-from hybridtrain.cli.resume import newest
-from hybridtrain.cli.run_directory import begin, continue_logs, keeping_whole, unsaved, writable
+from hybridtrain.cli.resume import newest, sign
 from hybridtrain.cli.sweep import job_process
 from hybridtrain.cli.telemetry import summary
 from hybridtrain.cli.telemetry.monitor import RunMonitor, up_to_date
+from hybridtrain.cli.telemetry.summary import best_checkpoint, has_validated, logged, metrics_of
 from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.cli.validation.config_checks import check_config
-from hybridtrain.cli.validation.host_checks import check_directory, check_machine
+from hybridtrain.cli.validation.host_checks import check_directory, check_machine, refusal_of
 from hybridtrain.cli.validation.target_checks import check_targets, made
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher
-from hybridtrain.lightning.results.logger_state import let_write
+from hybridtrain.lightning.checkpointing.checkpoint_writing import CheckpointWriting
+from hybridtrain.lightning.hooks.trainer_hooks import ScriptLauncher, purge_from
+from hybridtrain.lightning.results.logger_state import keep_rows, let_write
 from hybridtrain.lightning.run_context import context_if_ours, strategy_of
 from hybridtrain.lightning.step_profiler import StepProfiler
-from hybridtrain.util.files import short
-from hybridtrain.util.input_files import open_input
+from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.report.runs import RESUMED_FROM, SUMMARY_FILE
+from hybridtrain.util.files import open_input, read_text, short, write_whole
 from hybridtrain.worlds.local.cleanup import vanishing_sockets
 from hybridtrain.worlds.local.parent_death import bind_loaders
+from hybridtrain.worlds.local.signals import ending_signals
+
+# ---- a run's directory --------------------------------------------------------------------------
+# A run's directory: prepared at the start, its checkpoints written whole, its logs continued.
+
+
+def begin(cfg: DictConfig) -> None:
+    """Sign the directory, and remove the summary of an earlier run in it."""
+    if started_by_a_run():
+        return
+    directory = Path(cfg.run_dir)
+    try:
+        sign(directory)
+        (directory / SUMMARY_FILE).unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"the run directory {directory} cannot be written ({error.strerror}); choose another "
+            "with hydra.run.dir=DIR"
+        ) from None
+    if cfg.ckpt is not None and not cfg.test_only and cfg.strategy.get("record") is not None:
+        _keep(Path(cfg.ckpt).resolve(), directory.resolve())
+
+
+def _keep(checkpoint: Path, directory: Path) -> None:
+    """Keep for a replay the checkpoint to resume from, if the run may overwrite or delete it."""
+    kept = directory / RESUMED_FROM
+    if directory not in checkpoint.parents or (kept.exists() and kept.samefile(checkpoint)):
+        return
+    try:
+        kept.unlink(missing_ok=True)
+        try:
+            kept.hardlink_to(checkpoint)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(checkpoint, kept)
+    except OSError as error:
+        to_stderr(f"{kept}: not written ({error.strerror}); no replay without {checkpoint}")
+
+
+@contextmanager
+def keeping_whole(trainer: Trainer) -> Iterator[None]:
+    """Let Lightning's own strategies write checkpoints whole, as ours do."""
+    strategy: Any = strategy_of(trainer)
+    if hasattr(strategy, "keeping"):
+        yield
+        return
+    strategy.keeping = keeping = CheckpointWriting("blocking")
+    with keeping.listening(trainer):
+        keeping.take_over(trainer, changes=False)
+        yield
+    keeping.forget_lost(trainer)
+
+
+def writable(loggers: Sequence[Logger]) -> list[Logger]:
+    """The loggers whose directory can still be written; the others are named on standard error."""
+    found = []
+    for logger in loggers:
+        place = getattr(logger, "log_dir", None) or logger.save_dir
+        refusal = None if place is None else refusal_of(Path(place))
+        if refusal is None:
+            found.append(logger)
+        else:
+            to_stderr(f"{type(logger).__name__}: no log of the test ({refusal.strerror})")
+    return found
+
+
+def unsaved(trainer: Trainer) -> dict[str, str]:
+    """Checkpoints that could not be written -> reason."""
+    keeping = getattr(strategy_of(trainer), "keeping", None)
+    return {} if keeping is None else dict(keeping.unsaved.lost)
+
+
+def continue_logs(loggers: Sequence[Logger], callbacks: Sequence[Callback], step: int) -> None:
+    """Resume logs and monitor: remove rows logged after the checkpoint, which will be logged again.
+
+    Lightning's ``CSVLogger`` would delete the whole file.
+
+    Args:
+        step: ``global_step`` of the checkpoint.
+    """
+    for callback in callbacks:
+        if isinstance(callback, RunMonitor):
+            callback.resumes = True
+    for logger in loggers:
+        if isinstance(logger, TensorBoardLogger):
+            purge_from(logger, step)  # hides what is logged again
+        elif type(logger) is CSVLogger:
+            _cut(Path(logger.log_dir) / ExperimentWriter.NAME_METRICS_FILE, step)
+            keep_rows(logger)
+
+
+def _cut(path: Path, step: int) -> None:
+    """Keep the rows with steps 0 to ``step`` - 1."""
+    try:
+        lines = io.StringIO(read_text(path, "the log", errors="replace"), newline="")
+        reader = csv.DictReader(lines)
+        rows, names = list(reader), reader.fieldnames or []
+    except (UserError, csv.Error):
+        return
+    kept = [row for row in rows if (row.get("step") or "").isdigit() and int(row["step"]) < step]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(kept)
+    write_whole(path, text.getvalue().encode())
+
+
+# ---- end a command: exit status after a signal, and no process left running ---------------------
+
+
+def mapping_signals(
+    body: Callable[[], CommandOutcome], strategy: Callable[[], Any]
+) -> CommandOutcome:
+    """Run ``body``; after a signal return 128 + its number, where Lightning exits with 1.
+
+    Args:
+        strategy: returns the trainer's strategy, if there is one; it may know the signal.
+    """
+    try:
+        return body()
+    except KeyboardInterrupt:
+        return interrupted(signal.SIGINT)
+    except SIGTERMException:
+        return interrupted(signal.SIGTERM)
+    except SystemExit as stop:
+        known = getattr(strategy(), "interrupted_by", None)
+        if known is not None:
+            return interrupted(int(known))
+        if isinstance(stop.__context__, KeyboardInterrupt):
+            return interrupted(signal.SIGINT)
+        return CommandOutcome(exit=exit_code(stop))
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into an exception, so that callbacks save and children stop."""
+
+    def stop(signum: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    try:
+        before = {s: signal.signal(s, stop) for s in ending_signals() if s != signal.SIGINT}
+    except ValueError:  # not in the main thread
+        yield
+        return
+    interrupt = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after the first
+
+
+@contextmanager
+def no_process_left() -> Iterator[None]:
+    """Kill child processes that an interrupted strategy leaves (Lightning's forked DDP does)."""
+    before = {x.pid for x in multiprocessing.active_children()}
+    try:
+        yield
+    finally:
+        left = [x for x in multiprocessing.active_children() if x.pid not in before]
+        for child in left:
+            child.join(timeout=2.0)
+            child.kill()
+            child.join()
 
 
 @dataclass(slots=True)

@@ -9,12 +9,13 @@ from hybridtrain.exchanges.exchange import (
     Leaving,
     Local,
     LocalExchange,
+    MergeRule,
     Offer,
     StepsOwnParameters,
     Ways,
+    WorkerGradients,
 )
 from hybridtrain.exchanges.known import EXCHANGES, ExchangeSpec, exchange_of, make_exchange
-from hybridtrain.exchanges.merge import MergeRule, WorkerGradients
 from hybridtrain.exchanges.requirements import Requirements, check_visits, combine
 
 __all__ = [

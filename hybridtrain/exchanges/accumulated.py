@@ -16,10 +16,10 @@ from typing import ClassVar
 import torch
 
 from hybridtrain.exchanges.compression import Compressor, make_codec
+from hybridtrain.exchanges.compression.compressor import Remembering
 from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, StepsOwnParameters
-from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import AccumulatedOptions
-from hybridtrain.util.named_choice import BriefRepr
+from hybridtrain.util.option_types import BriefRepr
 
 
 @dataclass(repr=False)

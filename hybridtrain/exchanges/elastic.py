@@ -18,8 +18,8 @@ from typing import ClassVar
 
 import torch
 
+from hybridtrain.exchanges.compression.compressor import Remembering
 from hybridtrain.exchanges.exchange import Local, Offer, StepsOwnParameters
-from hybridtrain.exchanges.remembering import Remembering
 from hybridtrain.options.exchange_options import ElasticOptions
 
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hybridtrain.exchanges.compression import codec_of, make_codec
-from hybridtrain.exchanges.exchange import Parameters, Ways
-from hybridtrain.exchanges.merge import MergeRule
+from hybridtrain.exchanges.exchange import MergeRule, Parameters, Ways
 from hybridtrain.options.exchange_options import GradientOptions, InPlaceOptions
-from hybridtrain.util.named_choice import BriefRepr
+from hybridtrain.util.option_types import BriefRepr
 
 
 class EveryStep:

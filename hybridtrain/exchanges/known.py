@@ -12,7 +12,7 @@ from hybridtrain.exchanges.gradient import Gradient, InPlace
 from hybridtrain.exchanges.movement import Movement
 from hybridtrain.exchanges.streaming import Streaming
 from hybridtrain.policies import Policy
-from hybridtrain.util.named_choice import choose
+from hybridtrain.util.option_types import choose
 
 ExchangeSpec = str | Mapping[str, Any] | Exchange | None  # a name, {"name": ...}, an object
 

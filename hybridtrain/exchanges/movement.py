@@ -9,16 +9,145 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from hybridtrain.errors import UserError
 from hybridtrain.exchanges.compression import Compressor, make_codec
+from hybridtrain.exchanges.compression.compressor import Remembering
 from hybridtrain.exchanges.exchange import Local, Offer, StepsOwnParameters
-from hybridtrain.exchanges.intervals import Interval, interval
-from hybridtrain.exchanges.remembering import Remembering
-from hybridtrain.options.exchange_options import MovementOptions
-from hybridtrain.util.named_choice import BriefRepr
+from hybridtrain.options.exchange_options import Every, MovementOptions
+from hybridtrain.util.option_types import BriefRepr
+
+# ---- how many steps of its own a worker makes between two exchanges -----------------------------
+
+FIRST_DECAY = "first_decay"
+At = int | Literal["first_decay"]
+
+
+class Interval(Protocol):
+    """Says how many steps there are between two exchanges; one for each worker."""
+
+    @property
+    def usual(self) -> int:
+        """Steps between two exchanges, of an average worker, in the end."""
+        ...
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
+        ...
+
+    def length(self, local: Local) -> int:
+        """Asked once after each step of this worker: steps between its exchanges, as of now."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it remembers."""
+        ...
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from there."""
+        ...
+
+
+@dataclass
+class Fixed:
+    """So many steps for each worker, or one number for all.
+
+    ``said``: what the user has given for each worker, option and value; ``None``: it is for all.
+    """
+
+    lengths: tuple[int, ...]
+    said: str | None = None
+
+    @property
+    def usual(self) -> int:
+        return max(round(sum(self.lengths) / len(self.lengths)), 1)
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        if self.said is not None and len(self.lengths) != n_workers:
+            raise UserError(
+                f"{self.said} was given, but there are {n_workers} workers; give a number for "
+                "each, or exchange.every=N for all"
+            )
+        if whole_rounds and len(set(self.lengths)) > 1:
+            raise UserError(
+                f"{self.said} was given, but all workers step equally often under this policy, and "
+                "would wait for the one with the most steps; give exchange.every=N, or use "
+                "policy=async or grace"
+            )
+
+    def length(self, local: Local) -> int:
+        return self.lengths[0 if self.said is None else local.worker]
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Nothing is remembered."""
+
+
+@dataclass
+class Later:
+    """``first`` steps until step ``at``, or until the learning rate first falls, ``then`` more.
+
+    Post-local SGD: Lin, Stich, Patel, Jaggi, *Don't Use Large Mini-Batches, Use Local SGD*, ICLR
+    2020 (arXiv:1808.07217). A rate that rises (a warm-up) has not fallen.
+    """
+
+    then: int
+    at: At
+    first: int = 1
+    _steps: int = field(default=0, init=False, repr=False)
+    _highest: float = field(default=0.0, init=False, repr=False)
+    _over: bool = field(default=False, init=False, repr=False)
+
+    @property
+    def usual(self) -> int:
+        return self.then
+
+    def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """It is the same for all."""
+
+    def length(self, local: Local) -> int:
+        now = self.then if self._over else self.first
+        self._steps += 1
+        if isinstance(self.at, int):
+            self._over = self._steps >= self.at
+        else:
+            self._over = self._over or local.rate < self._highest
+            self._highest = max(self._highest, local.rate)
+        return now
+
+    def state(self) -> dict[str, Any]:
+        return {"steps": self._steps, "highest": self._highest, "over": self._over}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self._steps, self._highest = state["steps"], state["highest"]
+        self._over = state["over"]
+
+
+def interval(given: Every) -> Interval:
+    """From a number, one for each worker, or what changes them.
+
+    ``{then: 16, at: 1000}``: every step (or every ``first`` steps) until step 1,000, then every 16;
+    ``at: first_decay``: until the learning rate falls. ``{longest: 32, seconds_per_step: [1, 2]}``:
+    as many steps as each worker makes while the fastest makes 32 (DyLU: Liu et al. 2024,
+    arXiv:2401.09135, section 5).
+    """
+    if isinstance(given, int):
+        return Fixed((given,))
+    if not isinstance(given, Mapping):
+        return Fixed(tuple(given), f"exchange.every={list(given)}")
+    return Later(**given) if "then" in given else _by_speed(**given)
+
+
+def _by_speed(longest: int, seconds_per_step: Sequence[float]) -> Fixed:
+    """The slower a worker, the fewer steps, so that all come at about the same time."""
+    fastest = min(seconds_per_step)
+    lengths = tuple(max(int(fastest / time * longest), 1) for time in seconds_per_step)
+    return Fixed(lengths, f"exchange.every.seconds_per_step={list(seconds_per_step)}")
 
 
 @dataclass(repr=False)

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridtrain.exchanges.compression.bit_packing import pack, packed_bytes, unpack
+from hybridtrain.exchanges.compression.codecs import pack, packed_bytes, unpack
+from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, by_parameter
 from hybridtrain.exchanges.gradient import Gradient
-from hybridtrain.exchanges.merge import MergeRule, WorkerGradients, by_parameter
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
 from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
 from hybridtrain.lightning.fault_injection.in_worker import inject
-from hybridtrain.lightning.hooks.lean_hooks import be_lean
-from hybridtrain.lightning.hooks.stop_iteration import take_for_an_error
+from hybridtrain.lightning.hooks.lean_hooks import be_lean, take_for_an_error
 from hybridtrain.lightning.hooks.trainer_hooks import (
     GlobalState,
     Launcher,
@@ -43,8 +42,7 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     check_own_parameters,
 )
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters, check_trainer
-from hybridtrain.lightning.replay.recording import Runner
-from hybridtrain.lightning.replay.run_record import serving
+from hybridtrain.lightning.replay.run_record import Runner, serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import context_of, strategy_of

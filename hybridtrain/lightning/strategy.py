@@ -42,8 +42,8 @@ from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer
 from hybridtrain.lightning.launcher import HybridLauncher
 from hybridtrain.lightning.participation.absent_steps import Absence
-from hybridtrain.lightning.preflight.transport_options import Transport
-from hybridtrain.lightning.replay.recording import Recording
+from hybridtrain.lightning.preflight.strategy_checks import Transport
+from hybridtrain.lightning.replay.run_record import Recording
 from hybridtrain.lightning.results.callback_state import ModuleState
 from hybridtrain.lightning.results.training_at_home import before_configuring
 from hybridtrain.lightning.single_host import SingleHost

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytorch_lightning as pl
 
 from hybridtrain.lightning.async_training.agreement import Validations
-from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
+from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around

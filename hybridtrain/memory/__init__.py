@@ -3,9 +3,8 @@
 from hybridtrain.memory.aliasing import overlapping
 from hybridtrain.memory.arena import Arena
 from hybridtrain.memory.layout import Layout, Slot
-from hybridtrain.memory.sparse_rows import Packed, pack, unpack
+from hybridtrain.memory.sparse_rows import Packed, Rows, Table, pack, unpack
 from hybridtrain.memory.store import Store
-from hybridtrain.memory.table import Rows, Table
 from hybridtrain.memory.worker_view import WorkerView, open_window
 
 __all__ = [

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, TypedDict, cast
 from hybridtrain.errors import UserError
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
 from hybridtrain.policies import POLICIES
-from hybridtrain.util.named_choice import name_of
 from hybridtrain.util.option_types import (
     Above0,
     Named,
@@ -26,6 +25,7 @@ from hybridtrain.util.option_types import (
     Workers,
     check,
     hints,
+    name_of,
 )
 
 Threads = Annotated[int, Range(1, 1024)]  # beyond, OpenMP ends the process

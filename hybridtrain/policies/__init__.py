@@ -7,8 +7,7 @@ clocks.
 from __future__ import annotations
 
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
-from hybridtrain.policies.deadline import Deadline
-from hybridtrain.policies.first_k import FirstK, Softsync
+from hybridtrain.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.policies.grace import Grace
 from hybridtrain.policies.on_arrival import LockFree, NotTooLate, OnArrival
 from hybridtrain.policies.policy import Needs, Policy

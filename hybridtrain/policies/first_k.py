@@ -18,8 +18,10 @@ it counts, as no worker would repeat its mini-batch. n-softsync as in Zhang et a
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Literal
 
 from hybridtrain.errors import UserError
@@ -34,9 +36,11 @@ from hybridtrain.protocol.facts import (
     Order,
     Pushed,
     Release,
+    SetTimer,
+    TimerFired,
     Waiting,
 )
-from hybridtrain.util.option_types import Checked, Positive
+from hybridtrain.util.option_types import Checked, NotNegative, Positive
 
 
 @dataclass
@@ -134,3 +138,101 @@ class Softsync(Checked):
 
     def on(self, fact: Fact) -> Sequence[Order]:
         return self._rule.on(fact)
+
+
+# ---- backup workers with a deadline: gradients that take longer than usual are dropped ----------
+# Chen et al. 2016 (arXiv:1604.00981) wait for a fixed number of workers. Here a round ends after
+# the median of past service times plus c times their median absolute deviation.
+
+_REMEMBERED = 200  # service times
+_LEAST_SLACK = 0.1  # of the median, so that equally fast workers are never late
+
+
+@dataclass
+class Deadline(Checked):
+    """Apply the mean of the gradients that arrive in time; drop the late ones.
+
+    Args:
+        c: median absolute deviations beyond the median, over the past times of all workers.
+        at_least: gradients per update at least; ``None``: half of the workers.
+    """
+
+    c: NotNegative = 5.0
+    at_least: Positive | None = None
+
+    def begin(self, n_workers: int) -> Needs:
+        if self.at_least is not None and self.at_least > n_workers:
+            raise UserError(
+                f"at_least={self.at_least} was given for {n_workers} "
+                f"worker{'s' * (n_workers > 1)}; choose a number from 1 to {n_workers}"
+            )
+        self._n = max(n_workers // 2, 1) if self.at_least is None else self.at_least
+        self._fresh: set[int] = set()  # compute at the current parameters
+        self._active: set[int] = set()
+        self._got: set[int] = set()  # have pushed in this round
+        self._began_s: float | None = None
+        self._end_s: float | None = None
+        self._released_s: dict[int, float] = {}
+        self._times_s: deque[float] = deque(maxlen=_REMEMBERED)
+        usual = max(n_workers - 1, self._n)  # one is late, as with k=null
+        return Needs(whole_rounds=n_workers == 1, drops_late=n_workers > 1, gathers=usual)
+
+    def on(self, fact: Fact) -> Sequence[Order]:
+        match fact:
+            case Pushed(worker, at_s, last=last):
+                return self._pushed(worker, at_s, last)
+            case TimerFired(at_s):
+                return self._close(at_s)
+            case Joined(worker):
+                self._join(worker)
+            case Waiting(worker) | Left(worker):
+                for known in (self._fresh, self._active, self._got):
+                    known.discard(worker)
+                return self._close(None)
+        return ()
+
+    def _join(self, worker: int) -> None:
+        """Its start is unknown, so its next service time is not recorded."""
+        self._active.add(worker)
+        self._fresh.add(worker)
+        self._released_s.pop(worker, None)
+
+    def _pushed(self, worker: int, at_s: float, last: bool) -> Sequence[Order]:
+        if worker in self._released_s:
+            self._times_s.append(at_s - self._released_s.pop(worker))
+        if worker not in self._active:
+            self._join(worker)
+        if worker in self._fresh or last:
+            self._fresh.add(worker)
+            self._got.add(worker)
+            return self._close(at_s)
+        self._fresh.add(worker)
+        self._released_s[worker] = at_s
+        return (Drop((worker,)), Release((worker,)))
+
+    def _close(self, at_s: float | None) -> Sequence[Order]:
+        """End the round if all fresh gradients have arrived or the deadline has passed."""
+        if not self._got:
+            return ()
+        if len(self._got) < len(self._fresh):
+            if at_s is None or len(self._got) < min(self._n, len(self._active)):
+                return ()
+            if self._end_s is None:  # once per round: medians take time
+                self._end_s = self._usual_end_s()
+            if self._end_s is None:
+                return ()
+            if at_s < self._end_s:
+                return (SetTimer(self._end_s),)
+        workers = tuple(sorted(self._got))
+        self._got, self._fresh, self._began_s, self._end_s = set(), set(workers), at_s, None
+        if at_s is not None:
+            self._released_s |= dict.fromkeys(workers, at_s)
+        return (Apply(workers), Release(workers))
+
+    def _usual_end_s(self) -> float | None:
+        """The deadline of this round; unknown in the first round and after a pause."""
+        if self._began_s is None or not self._times_s:
+            return None
+        usual = median(self._times_s)
+        spread = median(abs(time - usual) for time in self._times_s)
+        return self._began_s + usual + max(self.c * spread, _LEAST_SLACK * usual)

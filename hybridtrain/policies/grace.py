@@ -26,8 +26,7 @@ from hybridtrain.protocol.facts import (
     TimerFired,
     Waiting,
 )
-from hybridtrain.util.named_choice import BriefRepr
-from hybridtrain.util.option_types import Checked, Range
+from hybridtrain.util.option_types import BriefRepr, Checked, Range
 
 
 @dataclass(repr=False)

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from hybridtrain.errors import UserError
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
-from hybridtrain.policies.deadline import Deadline
-from hybridtrain.policies.first_k import FirstK, Softsync
+from hybridtrain.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.policies.grace import Grace
 from hybridtrain.policies.on_arrival import LockFree, NotTooLate, OnArrival
 from hybridtrain.policies.policy import Policy
@@ -16,8 +15,7 @@ from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
 from hybridtrain.policies.wait_for_all import WaitForAll
 from hybridtrain.policies.warm_start import WarmStart
-from hybridtrain.util.named_choice import choose
-from hybridtrain.util.option_types import Natural, NotNegative, Positive
+from hybridtrain.util.option_types import Natural, NotNegative, Positive, choose
 
 Spec = str | Mapping[str, Any] | Policy  # a name, {"name": ..., parameters}, or an object
 

@@ -14,8 +14,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from hybridtrain.profiling.phases import ENCLOSING, MEANINGS, Phase
-from hybridtrain.profiling.time_spans import Track, cost_of_span_ns
+from hybridtrain.profiling.time_spans import ENCLOSING, MEANINGS, Phase, Track, cost_of_span_ns
 from hybridtrain.util.files import short, write_whole
 
 FIGURES, TIMELINE = "profile.json", "timeline.json"

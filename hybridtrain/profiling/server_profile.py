@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hybridtrain.profiling.phases import Phase
-from hybridtrain.profiling.time_spans import Track, follow, timed
+from hybridtrain.profiling.time_spans import Phase, Track, follow, timed
 
 
 class ServerWatch:

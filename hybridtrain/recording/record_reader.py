@@ -28,7 +28,7 @@ from hybridtrain.recording.record_file import (
     WOKE,
     Record,
 )
-from hybridtrain.util.input_files import open_input
+from hybridtrain.util.files import open_input
 from hybridtrain.util.option_types import EACH, Count, NotNegative, Range, Rule, misfit
 
 Cells = np.ndarray[Any, np.dtype[np.void]]

@@ -18,24 +18,22 @@ from hybridtrain.policies import Policy
 from hybridtrain.protocol.messages import (
     NOTES,
     Answer,
+    BrokenOff,
+    Completed,
     Described,
     Done,
+    Event,
     Install,
     Note,
     Paused,
     Push,
     ReadStats,
+    Received,
     Released,
+    Removed,
     Request,
     Resumed,
     Stopped,
-)
-from hybridtrain.protocol.server_events import (
-    BrokenOff,
-    Completed,
-    Event,
-    Received,
-    Removed,
     TimerExpired,
 )
 from hybridtrain.recording.checksums import (

@@ -12,12 +12,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hybridtrain.protocol.messages import Described, Install, Note, Request, Stopped
-from hybridtrain.protocol.server_events import (
+from hybridtrain.protocol.messages import (
     Completed,
+    Described,
     Event,
+    Install,
+    Note,
     Received,
     Removed,
+    Request,
+    Stopped,
     TimerExpired,
 )
 from hybridtrain.recording.checksums import GradientRows, checksum_of, checksum_of_parameters

@@ -15,8 +15,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.protocol.messages import NOTES, Average, Note, Push, Request
-from hybridtrain.protocol.server_events import Completed, Event, Received, Removed, TimerExpired
+from hybridtrain.protocol.messages import (
+    NOTES,
+    Average,
+    Completed,
+    Event,
+    Note,
+    Push,
+    Received,
+    Removed,
+    Request,
+    TimerExpired,
+)
 from hybridtrain.recording.recorder import Stamp
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Ended

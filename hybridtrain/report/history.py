@@ -29,8 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.files import write_whole
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import read_text, write_whole
 
 HISTORY_FILE = "history.csv"
 ALWAYS = ("wall_s", "train_s", "epoch", "updates", "samples", "train_loss")

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from hybridtrain.errors import UserError
 from hybridtrain.report.charts import shortened
 from hybridtrain.report.history import HISTORY_FILE, RunCurve, read_history
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import read_text
 from hybridtrain.util.option_types import is_number
 
 SUMMARY_FILE, JOBS_FILE = "summary.json", "jobs.json"

@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 
-from hybridtrain.exchanges.merge import MergeRule, WorkerGradients, merged
+from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, merged
 from hybridtrain.memory import Packed, Store, pack, unpack
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.facts import Apply, Fact, Joined, Left, Pushed, Release, Waiting

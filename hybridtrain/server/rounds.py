@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
-from hybridtrain.exchanges.merge import MergeRule
+from hybridtrain.exchanges.exchange import MergeRule
 from hybridtrain.memory import Store
 from hybridtrain.memory.counters import MadeSteps
 from hybridtrain.policies import Policy

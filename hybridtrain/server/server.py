@@ -21,32 +21,40 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Exchange, combine, exchange_of
 from hybridtrain.exchanges.compression import codec_of
-from hybridtrain.exchanges.merge import MergeRule, check_rule
+from hybridtrain.exchanges.exchange import MergeRule, check_rule
 from hybridtrain.memory import Store
 from hybridtrain.policies import Policy
 from hybridtrain.protocol.facts import Began
 from hybridtrain.protocol.messages import (
+    Admitted,
     Answer,
     Average,
     Begin,
+    BrokenOff,
     Called,
     Changed,
+    Completed,
     Done,
     Draw,
+    Event,
     Gather,
     Gathered,
     GetState,
     Install,
     Lent,
+    Looked,
     Note,
     OptimizerState,
     Paused,
     Pull,
     Push,
     ReadStats,
+    Received,
     Refused,
     Released,
+    Removed,
     Request,
+    Restarted,
     Resumed,
     ScheduleCall,
     Share,
@@ -55,16 +63,6 @@ from hybridtrain.protocol.messages import (
     Stats,
     Stop,
     Stopped,
-)
-from hybridtrain.protocol.server_events import (
-    Admitted,
-    BrokenOff,
-    Completed,
-    Event,
-    Looked,
-    Received,
-    Removed,
-    Restarted,
     TimerExpired,
 )
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
@@ -79,7 +77,7 @@ from hybridtrain.server.stop_requests import StopRequests
 from hybridtrain.server.workers_updates import WorkersUpdates
 from hybridtrain.updates import OptimizerFailed, Optimizers, load_updates
 from hybridtrain.updates.staleness import Correction
-from hybridtrain.updates.staleness.late_gradients import LateGradients
+from hybridtrain.updates.staleness.correction import LateGradients
 from hybridtrain.updates.thread_pool import Pool
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hybridtrain.memory import Store
-from hybridtrain.memory.lending import LentState
+from hybridtrain.memory.arena import LentState
 from hybridtrain.protocol.kernel_lock import Frees
 from hybridtrain.protocol.locked_steps import LockedSteps
 from hybridtrain.protocol.shared_round import SharedRound

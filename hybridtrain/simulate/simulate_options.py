@@ -18,11 +18,15 @@ from hybridtrain.updates.named import make_update
 from hybridtrain.updates.staleness import make_correction
 from hybridtrain.util.arguments import options
 from hybridtrain.util.option_types import Above0, check
-from hybridtrain.worlds.virtual.conditions import Conditions
-from hybridtrain.worlds.virtual.measured_times import Measured, read_times
-from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.script import Script, read_script
-from hybridtrain.worlds.virtual.service_times import SHAPES, ServiceTimes, Times
+from hybridtrain.worlds.virtual.service_times import (
+    SHAPES,
+    Measured,
+    ServiceTimes,
+    Times,
+    read_times,
+)
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 FILES = ("json", "html")

@@ -16,7 +16,7 @@ from hybridtrain.exchanges import ExchangeSpec, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.named import UpdateSpec, make_update
 from hybridtrain.updates.staleness import CorrectionSpec, make_correction
-from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.service_times import ServiceTimes, Times
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld

@@ -24,8 +24,7 @@ from typing import Annotated, Any
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.anonymous_files import SharedBytes
-from hybridtrain.util.named_choice import hint
-from hybridtrain.util.option_types import Natural, Positive, Range, check_fields, shown
+from hybridtrain.util.option_types import Natural, Positive, Range, check_fields, hint, shown
 
 PHASES = ("compute", "push", "update", "pull", "validation", "checkpoint", "teardown")
 _IN_WORKERS = tuple(phase for phase in PHASES if phase != "update")

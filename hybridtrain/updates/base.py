@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from hybridtrain.exchanges.merge import MergeRule
+from hybridtrain.exchanges.exchange import MergeRule
 from hybridtrain.memory import Packed, Rows
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.groups import Groups, Members

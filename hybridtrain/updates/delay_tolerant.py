@@ -20,8 +20,7 @@ from torch.nn import Parameter
 
 from hybridtrain.memory import Store
 from hybridtrain.updates.base import Again, StepInput
-from hybridtrain.updates.groups import slowed, with_gradients
-from hybridtrain.updates.optimizer_traits import evaluated
+from hybridtrain.updates.groups import evaluated, slowed, with_gradients
 from hybridtrain.updates.per_tensor import PerTensorUpdate, clip_gradients
 from hybridtrain.util.option_types import Above0, NotNegative, typed
 

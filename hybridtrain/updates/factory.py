@@ -7,15 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.merge import MergeRule
+from hybridtrain.exchanges.exchange import MergeRule
 from hybridtrain.memory import Store
 from hybridtrain.updates.base import Contribution, Update
-from hybridtrain.updates.closure import ClosureOptimizer
 from hybridtrain.updates.delay_tolerant import DelayTolerant, DelayTolerantUpdate
 from hybridtrain.updates.flat.flat_update import FlatUpdate
+from hybridtrain.updates.groups import calls_closure, look_for_no_device, needs_closure
 from hybridtrain.updates.kernels import kernel_for
-from hybridtrain.updates.optimizer_traits import calls_closure, look_for_no_device, needs_closure
-from hybridtrain.updates.per_tensor import PerTensorUpdate
+from hybridtrain.updates.per_tensor import ClosureOptimizer, PerTensorUpdate
 from hybridtrain.updates.serialize import load
 from hybridtrain.updates.shared_state import SharedStateOptimizer
 from hybridtrain.updates.sparse.by_row import ByRow

@@ -3,20 +3,162 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges import Exchange, MergeRule
+from hybridtrain.exchanges import Exchange
+from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, by_parameter
 from hybridtrain.updates.delay_tolerant import AdaDelay, AdaptiveRevision, AsyncAdaDA
-from hybridtrain.updates.groups import Groups
-from hybridtrain.updates.outer import DelayedNesterov, Sum
-from hybridtrain.updates.robust import MERGE_RULES
-from hybridtrain.util.named_choice import checked_choice, choose, hint
-from hybridtrain.util.option_types import shown
+from hybridtrain.updates.groups import Groups, evaluated, with_gradients
+from hybridtrain.util.option_types import (
+    Checked,
+    Decay,
+    NotNegative,
+    Positive,
+    Range,
+    Share,
+    checked_choice,
+    choose,
+    hint,
+    shown,
+    typed,
+)
+
+# ---- merge rules that bear workers whose gradients are garbage ----------------------------------
+# Yin, Chen, Ramchandran, Bartlett, *Byzantine-Robust Distributed Learning: Towards Optimal
+# Statistical Rates*, ICML 2018 (arXiv:1803.01498), definitions 1 and 2. Workers count alike,
+# however many samples they have, as the paper's do.
+
+
+@dataclass(frozen=True)
+class Median:
+    """The coordinate-wise median: of an even number of workers, the mean of the middle two."""
+
+    least: ClassVar[int] = 3
+
+    def merge(self, parts: Sequence[WorkerGradients]) -> list[torch.Tensor | None]:
+        """It bears garbage of less than half of the workers."""
+        return by_parameter(parts, lambda stack: _middle(stack, (len(stack) - 1) // 2))
+
+
+@dataclass(frozen=True)
+class TrimmedMean(Checked):
+    """The coordinate-wise mean without the ``trim`` share of the largest and of the smallest.
+
+    Args:
+        trim: β, the share of the workers that is left out at each end; of fewer workers than
+            1 / β, one at each end.
+    """
+
+    prefix: ClassVar[str] = "update."
+    least: ClassVar[int] = 3
+    trim: Annotated[float, Range(0, 0.5, "()")] = 0.2
+
+    def merge(self, parts: Sequence[WorkerGradients]) -> list[torch.Tensor | None]:
+        """It bears garbage of as many workers as it leaves out at one end."""
+
+        def mean(stack: torch.Tensor) -> torch.Tensor:
+            most = (len(stack) - 1) // 2
+            return _middle(stack, min(max(1, int(self.trim * len(stack))), most))
+
+        return by_parameter(parts, mean)
+
+
+def _middle(stack: torch.Tensor, trim: int) -> torch.Tensor:
+    """(W, *shape), sorted by worker in each place; the mean without ``trim`` at each end."""
+    return stack.sort(0).values[trim : len(stack) - trim].mean(0)
+
+
+MERGE_RULES: dict[str, Callable[..., MergeRule]] = {
+    "median": Median,
+    "trimmed_mean": TrimmedMean,
+}
+
+
+# ---- outer optimizers of local SGD that PyTorch does not have -----------------------------------
+# They step the masters with pseudo-gradients (movements or elastic forces), not with gradients.
+
+
+class Sum(torch.optim.SGD):
+    """Subtracts the sum of all contributions, not their weighted mean."""
+
+    sums = True
+
+
+class DelayedNesterov(torch.optim.Optimizer):
+    """Nesterov momentum for asynchronous local SGD.
+
+    Liu et al. 2024 (arXiv:2401.09135), algorithm 3.
+
+    The momentum is updated only every N-th time, with the mean of the last N movements. With a
+    movement g, the learning rate ε, the momentum β and the activation c::
+
+        Δ ← Δ + g
+        every N-th time:  m ← β m + Δ / N;  w ← w - ε ((1 - c N + c) β m + g / N);  Δ ← 0
+        else:             w ← w - ε (c β m + g / N)
+
+    With c = 0, N movements from the same parameters equal one Nesterov step with their mean; with
+    N = 1 it is ``torch.optim.SGD(nesterov=True)``.
+
+    Args:
+        params: as ``torch.optim`` takes them.
+        lr: ε.
+        momentum: β.
+        buffer: N, as a rule the number of workers.
+        activation: c, from 0 to 1 / N.
+
+    Raises:
+        ValueError: if one of them makes no sense.
+    """
+
+    @typed("")
+    def __init__(
+        self,
+        params: Any,
+        lr: NotNegative = 0.7,
+        momentum: Decay = 0.9,
+        buffer: Positive = 4,
+        activation: Share = 0.0,
+    ) -> None:
+        if activation > 1 / buffer:
+            raise ValueError(f"activation={activation} was given; it must be from 0 to 1 / buffer")
+        defaults = {"lr": lr, "momentum": momentum, "buffer": buffer, "activation": activation}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step with one movement, in ``.grad``."""
+        loss = evaluated(closure)
+        for group, parameter, movement, state in with_gradients(self):
+            self._move(parameter, movement, group, state)
+        return loss
+
+    @staticmethod
+    def _move(
+        parameter: torch.nn.Parameter,
+        movement: torch.Tensor,
+        group: dict[str, Any],
+        state: dict[str, Any],
+    ) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float64)
+            state["momentum"] = torch.zeros_like(parameter)
+            state["gathered"] = torch.zeros_like(parameter)
+        rate, n, share = group["lr"], group["buffer"], group["activation"]
+        momentum, gathered = state["momentum"], state["gathered"]
+        state["step"] += 1
+        gathered.add_(movement)
+        if int(state["step"]) % n == 0:
+            momentum.mul_(group["momentum"]).add_(gathered, alpha=1 / n)
+            gathered.zero_()
+            share = 1 - share * n + share
+        parameter.add_(momentum, alpha=-rate * share * group["momentum"])
+        parameter.add_(movement, alpha=-rate / n)
+
 
 UpdateSpec = str | Mapping[str, Any] | MergeRule | None  # a name, {"name": ..., arguments}, a rule
 
@@ -51,7 +193,7 @@ class NamedUpdate:
 
     ``"user"``: the module's own; ``"mean"`` or ``"sum"``: subtracts the mean or sum of the
     contributions; or an optimizer of ``torch.optim``, :mod:`hybridtrain.updates.delay_tolerant` or
-    :mod:`hybridtrain.updates.outer`, with its arguments.
+    this module, with its arguments.
 
     With a ``merge`` rule, it makes one gradient of the workers', in place of their mean, and the
     module's own optimizer steps.

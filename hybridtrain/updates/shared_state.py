@@ -18,7 +18,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
-from hybridtrain.memory.lending import Place, SharedState
+from hybridtrain.memory.arena import Place, SharedState
 from hybridtrain.updates.base import Again, StepInput
 from hybridtrain.updates.per_tensor import PerTensorUpdate
 

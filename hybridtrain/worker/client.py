@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Store
-from hybridtrain.memory.lending import LentState, SharedState
+from hybridtrain.memory.arena import LentState, SharedState
 from hybridtrain.memory.scratch_file import Scratch, read
 from hybridtrain.monitoring.heartbeat import Heartbeat
 from hybridtrain.protocol.messages import (

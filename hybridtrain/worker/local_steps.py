@@ -10,8 +10,8 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Leaving, LocalExchange
-from hybridtrain.updates.kernels.own_step import own_step
-from hybridtrain.updates.optimizer_traits import needs_closure, puts_off
+from hybridtrain.updates.groups import needs_closure, puts_off
+from hybridtrain.updates.kernels.choice import own_step
 
 
 class Parameters(Protocol):

@@ -23,6 +23,7 @@ import torch
 from hybridtrain.protocol.messages import (
     Note,
     ReadStats,
+    Received,
     Reply,
     Request,
     Saved,
@@ -31,7 +32,6 @@ from hybridtrain.protocol.messages import (
     Stop,
     Stopped,
 )
-from hybridtrain.protocol.server_events import Received
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.util.turn_taking import Asked, Ended, TurnTaking

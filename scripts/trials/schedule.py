@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hybridtrain import HybridStrategy
 from hybridtrain.recovery import failure_policy
 from hybridtrain.recovery.failure_policy import Replace
-from hybridtrain.recovery.lifecycle import LAST, THERE
-from hybridtrain.recovery.roster import Roster
+from hybridtrain.recovery.roster import LAST, THERE, Roster
 from hybridtrain.server.rounds import Rounds
 from hybridtrain.util.files import interrupted_in
 from trials import work

@@ -18,8 +18,8 @@ import torch
 from hybridtrain.lightning import launcher
 from hybridtrain.recovery.failure_policy import Judge
 from hybridtrain.server.rounds import Rounds
+from hybridtrain.worlds.local.start_workers import WorkerProcess
 from hybridtrain.worlds.local.worker_exit import Failed
-from hybridtrain.worlds.local.worker_process import WorkerProcess
 from trials.work import LR, loss_of, network, numbers
 
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from hybridtrain import HybridStrategy
 from hybridtrain.cli.hydra_config import compose_config, conf_dir
-from hybridtrain.cli.validation.run_options import RunOptions, TaskOptions, TrainerOptions
+from hybridtrain.cli.validation.config_checks import RunOptions, TaskOptions, TrainerOptions
 from hybridtrain.options.exchange_options import EXCHANGE_OPTIONS
 from hybridtrain.options.strategy_arguments import DEFAULTS, StrategyArguments
 from hybridtrain.policies import POLICIES

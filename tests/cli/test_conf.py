@@ -25,8 +25,12 @@ from hybridtrain.cli.hydra_config import (
     conf_dir,
     groups,
 )
-from hybridtrain.cli.validation.config_checks import check_config
-from hybridtrain.cli.validation.run_options import RunOptions, TaskOptions, TrainerOptions
+from hybridtrain.cli.validation.config_checks import (
+    RunOptions,
+    TaskOptions,
+    TrainerOptions,
+    check_config,
+)
 from hybridtrain.cli.validation.target_checks import check_targets
 from hybridtrain.exchanges import exchange_of, make_exchange
 from hybridtrain.policies import POLICIES, make_policy

@@ -8,7 +8,7 @@ from typing import Any
 
 from pytorch_lightning.loggers import CSVLogger
 
-from hybridtrain.cli.run_directory import continue_logs
+from hybridtrain.cli.run import continue_logs
 from hybridtrain.lightning.failover.leader_failover import keep_rows
 
 ODD = 'a "name", with everything'

@@ -11,7 +11,7 @@ from theory.local import pulled
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine, make_exchange
 from hybridtrain.policies import make_policy
-from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from tests.exchanges.test_own_parameters import Two, adam, momentum, world
 

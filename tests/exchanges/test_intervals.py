@@ -10,7 +10,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine, make_exchange
-from hybridtrain.exchanges.intervals import interval
+from hybridtrain.exchanges.movement import interval
 from hybridtrain.policies import make_policy
 from tests.exchanges.test_own_parameters import Two, momentum, world
 

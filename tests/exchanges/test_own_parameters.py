@@ -14,8 +14,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import LocalExchange, combine, make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.named import make_update, update_of
-from hybridtrain.worlds.virtual.conditions import Conditions
-from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld
 

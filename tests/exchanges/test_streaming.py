@@ -9,11 +9,10 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import combine, make_exchange
-from hybridtrain.exchanges.fragments import fragments_of
+from hybridtrain.exchanges.streaming import fragments_of
 from hybridtrain.policies import make_policy
 from hybridtrain.updates.named import make_update
-from hybridtrain.worlds.virtual.conditions import Conditions
-from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.network import Conditions, Network
 from tests.exchanges.test_own_parameters import adam, world
 
 OUTER = {"lr": 0.7, "momentum": 0.9, "nesterov": True}

@@ -11,7 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from hybridtrain.cli.run_directory import keeping_whole
+from hybridtrain.cli.run import keeping_whole
 from hybridtrain.cli.validation.checkpoint_checks import check_checkpoint
 from hybridtrain.lightning.checkpointing.checkpoint_content import restore_or_refuse
 from tests.cli.tiny import TinyData, TinyModule

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridtrain.memory import dirty_pages
-from hybridtrain.memory.dirty_pages import (
+from hybridtrain.memory import worker_view
+from hybridtrain.memory.worker_view import (
     MappedPages,
     Pages,
     ProtectedPages,
@@ -71,7 +71,7 @@ def test_many_stretches_are_found_in_several_portions(kind: Kind, file: int) -> 
     own = kind(private)
     for page in range(0, N, 2):
         private[page * PAGE] = 1
-    assert N // 2 > dirty_pages._RUNS_AT_ONCE
+    assert N // 2 > worker_view._RUNS_AT_ONCE
     assert own.own() == [(page, 1) for page in range(0, N, 2)]
 
 
@@ -108,7 +108,7 @@ def test_where_the_kernel_protects_nothing_its_map_is_read(
     def refused() -> int:
         raise PermissionError(1, "userfaultfd")
 
-    monkeypatch.setattr(dirty_pages, "_userfaultfd", refused)
+    monkeypatch.setattr(worker_view, "_userfaultfd", refused)
     is_seen_by.cache_clear()
     try:
         assert not is_seen_by(ProtectedPages)
@@ -124,7 +124,7 @@ def test_nothing_is_looked_for_while_the_process_has_had_no_page_fault(
     file: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults, looks = [1], []
-    monkeypatch.setattr(dirty_pages, "_page_faults", lambda: faults[0])
+    monkeypatch.setattr(worker_view, "_page_faults", lambda: faults[0])
     private = map_private(file, 0, N * PAGE)
     own = ProtectedPages(private)
     look = own._look
@@ -142,11 +142,11 @@ def test_a_first_write_is_a_page_fault_whoever_makes_it(file: int) -> None:
     private = map_private(file, 0, N * PAGE)
     own = ProtectedPages(private)
     thread = threading.Thread(target=lambda: private.write(b"x"))
-    before = dirty_pages._page_faults()
+    before = worker_view._page_faults()
     thread.start()
     thread.join()
-    assert dirty_pages._page_faults() > before
-    before = dirty_pages._page_faults()
+    assert worker_view._page_faults() > before
+    before = worker_view._page_faults()
     with Path("/dev/zero").open("rb", buffering=0) as zeros:
         zeros.readinto(memoryview(private)[5 * PAGE : 5 * PAGE + 1])
-    assert dirty_pages._page_faults() > before and own.own() == [(0, 1), (5, 1)]
+    assert worker_view._page_faults() > before and own.own() == [(0, 1), (5, 1)]

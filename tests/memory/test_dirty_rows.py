@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store, Table
-from hybridtrain.memory.table import Block
+from hybridtrain.memory.sparse_rows import Block
 
 ROWS = [50, 3, 400]
 

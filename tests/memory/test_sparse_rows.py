@@ -10,12 +10,11 @@ import torch
 
 from hybridtrain.memory import Layout, Store, pack, unpack
 from hybridtrain.policies import OnArrival
-from hybridtrain.protocol.messages import Average, Averaged, Clip, Push
-from hybridtrain.protocol.server_events import Received
+from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Received
 from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.factory import for_sparse
 from hybridtrain.updates.flat.reduce import merge_mixed
-from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.updates.groups import takes_sparse
 from hybridtrain.updates.thread_pool import Pool
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.replica import HostReplica

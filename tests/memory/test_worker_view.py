@@ -10,9 +10,15 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store, WorkerView
-from hybridtrain.memory.dirty_pages import MappedPages, ProtectedPages, is_seen_by
 from hybridtrain.memory.layout import Slot
-from hybridtrain.memory.worker_view import Copied, CopyOnWrite, open_window
+from hybridtrain.memory.worker_view import (
+    Copied,
+    CopyOnWrite,
+    MappedPages,
+    ProtectedPages,
+    is_seen_by,
+    open_window,
+)
 
 KINDS = [
     *(

@@ -26,8 +26,8 @@ from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.channel import Channel, channel_pair
 from hybridtrain.worlds.local.process_world import ProcessWorld
+from hybridtrain.worlds.local.start_workers import WorkerProcess
 from hybridtrain.worlds.local.worker_exit import WorkerDied
-from hybridtrain.worlds.local.worker_process import WorkerProcess
 from tests.picking import by_default
 from tests.worlds.test_world import wait_until
 

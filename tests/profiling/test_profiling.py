@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 from hybridtrain.profiling import Phase, Track, timed
-from hybridtrain.profiling.phases import phase_of, short_name
 from hybridtrain.profiling.profile_report import FIGURES, TIMELINE, Report
+from hybridtrain.profiling.time_spans import phase_of, short_name
 
 
 class Clock:

@@ -19,8 +19,17 @@ import torch
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.policies import make_policy
-from hybridtrain.protocol.messages import Begin, Gather, Gathered, Gone, Push, Released, Resumed
-from hybridtrain.protocol.server_events import Received, Removed
+from hybridtrain.protocol.messages import (
+    Begin,
+    Gather,
+    Gathered,
+    Gone,
+    Push,
+    Received,
+    Released,
+    Removed,
+    Resumed,
+)
 from hybridtrain.recording import Record, find_record, read_record, service_times
 from hybridtrain.recording.record_file import CELL_BYTES, Writer
 from hybridtrain.recording.recorder import KINDS, OwnTime, RecordingServer

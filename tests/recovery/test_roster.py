@@ -7,8 +7,21 @@ import random
 import pytest
 
 from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
-from hybridtrain.recovery.lifecycle import AWAY, TABLE, THERE, LifecycleEvent, WorkerState
-from hybridtrain.recovery.roster import Ask, BreakOff, GiveUp, Kill, Name, Roster, Say, Start
+from hybridtrain.recovery.roster import (
+    AWAY,
+    TABLE,
+    THERE,
+    Ask,
+    BreakOff,
+    GiveUp,
+    Kill,
+    LifecycleEvent,
+    Name,
+    Roster,
+    Say,
+    Start,
+    WorkerState,
+)
 from tests.support.schedules import Schedule
 
 S, E = WorkerState, LifecycleEvent

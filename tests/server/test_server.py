@@ -14,7 +14,9 @@ from hybridtrain.memory import Arena, Layout
 from hybridtrain.policies import BoundedStaleness, OnArrival, RoundRobin, WaitForAll
 from hybridtrain.protocol.messages import (
     Begin,
+    BrokenOff,
     Clip,
+    Completed,
     Draw,
     DrawnBatch,
     Gone,
@@ -25,7 +27,9 @@ from hybridtrain.protocol.messages import (
     Pull,
     Push,
     ReadStats,
+    Received,
     Released,
+    Removed,
     Resumed,
     Share,
     Snapshot,
@@ -34,7 +38,6 @@ from hybridtrain.protocol.messages import (
     Stopped,
     Ticket,
 )
-from hybridtrain.protocol.server_events import BrokenOff, Completed, Received, Removed
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import plain

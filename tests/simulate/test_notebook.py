@@ -18,11 +18,10 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import Grace, make_policy
 from hybridtrain.protocol.facts import Fact, Order, Pushed
-from hybridtrain.protocol.messages import Clip, Visits
-from hybridtrain.protocol.server_events import Event
+from hybridtrain.protocol.messages import Clip, Event, Visits
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import make_update
-from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.training_task import Timetable

@@ -17,6 +17,7 @@ from hybridtrain.protocol.messages import (
     Answer,
     Back,
     Begin,
+    Completed,
     Draw,
     DrawnBatch,
     Gather,
@@ -25,15 +26,16 @@ from hybridtrain.protocol.messages import (
     LoaderPass,
     Pull,
     Push,
+    Received,
     Refused,
+    Removed,
     Request,
+    Restarted,
     Share,
 )
-from hybridtrain.protocol.server_events import Completed, Received, Removed, Restarted
 from hybridtrain.protocol.spans import Spans, total
 from hybridtrain.recovery.failure_policy import Judge, OnFailure, Replace
-from hybridtrain.recovery.lifecycle import THERE, LifecycleEvent
-from hybridtrain.recovery.roster import Ask, Roster, Say, Start
+from hybridtrain.recovery.roster import THERE, Ask, LifecycleEvent, Roster, Say, Start
 from hybridtrain.server.rounds import Replies
 from tests.support.served import Served
 

@@ -10,17 +10,19 @@ import random
 from typing import Any
 
 from hybridtrain.recovery.failure_policy import End, Judge, OnFailure, Replace
-from hybridtrain.recovery.lifecycle import THERE, LifecycleEvent, WorkerState
 from hybridtrain.recovery.roster import (
+    THERE,
     Ask,
     BreakOff,
     GiveUp,
     Kill,
     KillAll,
+    LifecycleEvent,
     Name,
     Roster,
     Say,
     Start,
+    WorkerState,
 )
 
 E = LifecycleEvent

@@ -16,6 +16,7 @@ from hybridtrain.protocol.messages import (
     Gathered,
     Install,
     Push,
+    Received,
     Refused,
     Released,
     Reply,
@@ -23,7 +24,6 @@ from hybridtrain.protocol.messages import (
     Shared,
     Stop,
 )
-from hybridtrain.protocol.server_events import Received
 from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.updates.serialize import dump

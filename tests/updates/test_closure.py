@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout, Store
-from hybridtrain.protocol.messages import ReadStats, Released, Snapshot, Stats
-from hybridtrain.protocol.server_events import Received
+from hybridtrain.protocol.messages import ReadStats, Received, Released, Snapshot, Stats
 from hybridtrain.updates import Again, Contribution, Evaluation, StepInput, build_update
-from hybridtrain.updates.closure import ClosureOptimizer
-from hybridtrain.updates.optimizer_traits import calls_closure, is_torchs, needs_closure
+from hybridtrain.updates.groups import calls_closure, is_torchs, needs_closure
+from hybridtrain.updates.per_tensor import ClosureOptimizer
 from hybridtrain.updates.thread_pool import Pool
 from tests.support.served import Served, refusals
 

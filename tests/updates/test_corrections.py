@@ -12,8 +12,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Layout, Packed, Store, pack
 from hybridtrain.policies import OnArrival, Policy, Softsync, WaitForAll
-from hybridtrain.protocol.messages import Push
-from hybridtrain.protocol.server_events import Received
+from hybridtrain.protocol.messages import Push, Received
 from hybridtrain.updates import Contribution
 from hybridtrain.updates.groups import slowed
 from hybridtrain.updates.staleness import (

@@ -16,7 +16,7 @@ from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.flat import flat_update
 from hybridtrain.updates.flat.chunks import cut
 from hybridtrain.updates.flat.flat_update import FlatUpdate
-from hybridtrain.updates.kernels.fused import FusedAdam
+from hybridtrain.updates.kernels.kernel import FusedAdam
 from hybridtrain.updates.per_tensor import PerTensorUpdate
 from hybridtrain.updates.thread_pool import Pool
 from tests.support.rows import Gradients, Pair, make_pair

@@ -16,10 +16,8 @@ from hybridtrain.updates.flat import flat_update
 from hybridtrain.updates.flat.flat_update import FlatUpdate
 from hybridtrain.updates.groups import plain
 from hybridtrain.updates.kernels import kernel_for
-from hybridtrain.updates.kernels.fused import FusedAdam, FusedSgd
-from hybridtrain.updates.kernels.kernel import Kernel
-from hybridtrain.updates.kernels.public_class import PublicClass
-from hybridtrain.updates.kernels.unfused import PlainAdagrad, PlainAdam
+from hybridtrain.updates.kernels.choice import PublicClass
+from hybridtrain.updates.kernels.kernel import FusedAdam, FusedSgd, Kernel, PlainAdagrad, PlainAdam
 from hybridtrain.updates.optimizer_set import regroup
 from hybridtrain.updates.thread_pool import Pool
 from tests.support.rows import Gradients, Pair, make_pair

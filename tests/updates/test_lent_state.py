@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hybridtrain.memory import Layout
-from hybridtrain.memory.lending import LentState
+from hybridtrain.memory.arena import LentState
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.flat import lent_state
 from hybridtrain.updates.flat.lent_state import Lender, LentFlatUpdate, borrow, may_be_lent

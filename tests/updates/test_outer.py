@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.updates.outer import DelayedNesterov
+from hybridtrain.updates.named import DelayedNesterov
 
 DRAWN = torch.Generator().manual_seed(11)
 MOVEMENTS = [torch.randn(3, dtype=torch.float64, generator=DRAWN) for _ in range(12)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridtrain.updates.kernels.own_step import own_step
+from hybridtrain.updates.kernels.choice import own_step
 
 OPTIM = torch.optim
 Make = Callable[..., OPTIM.Optimizer]

@@ -15,11 +15,9 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import OnArrival, WaitForAll, make_policy
-from hybridtrain.worlds.virtual.conditions import Conditions
-from hybridtrain.worlds.virtual.measured_times import Measured, read_times
-from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script, Slows, read_script
-from hybridtrain.worlds.virtual.service_times import ServiceTimes
+from hybridtrain.worlds.virtual.service_times import Measured, ServiceTimes, read_times
 from hybridtrain.worlds.virtual.virtual_world import Curve, VirtualWorld
 
 CONSTANT = ServiceTimes("constant")

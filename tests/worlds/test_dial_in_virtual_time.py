@@ -24,7 +24,7 @@ from hybridtrain.policies import (
 )
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.groups import Groups
-from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.training_task import Timetable
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld

@@ -15,8 +15,7 @@ from hybridtrain.exchanges import make_exchange
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Clip, Push
 from hybridtrain.simulate import parse, simulate
-from hybridtrain.worlds.virtual.conditions import Conditions
-from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.sharding import split

@@ -12,8 +12,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.policies import BoundedStaleness, OnArrival, Policy, WaitForAll, make_policy
 from hybridtrain.simulate import parse, simulate
-from hybridtrain.worlds.virtual.conditions import Conditions
-from hybridtrain.worlds.virtual.network import Network
+from hybridtrain.worlds.virtual.network import Conditions, Network
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld

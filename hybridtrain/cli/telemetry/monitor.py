@@ -20,8 +20,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.lightning.data.batch_size import samples_in
-from hybridtrain.lightning.hooks.loop_hooks import logged_step
-from hybridtrain.lightning.hooks.result_hooks import callback_metrics
+from hybridtrain.lightning.hooks.loop_hooks import callback_metrics, logged_step
 from hybridtrain.lightning.run_context import strategy_of
 from hybridtrain.report.history import History
 from hybridtrain.util.files import write_whole

@@ -15,8 +15,7 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content
-from hybridtrain.util.files import fault_of
-from hybridtrain.util.input_files import check_input
+from hybridtrain.util.files import check_input, fault_of
 
 
 def check_checkpoint(path: Path, module: pl.LightningModule, resumes: bool = True) -> int:

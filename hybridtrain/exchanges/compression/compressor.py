@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from math import prod
+from typing import Any, ClassVar
 
 import torch
 
 from hybridtrain.exchanges.compression.codecs import Codec, working
-from hybridtrain.exchanges.exchange import Offer
+from hybridtrain.exchanges.exchange import RESIDUALS, Offer
 
 SMALL = 4096  # elements: below that, a parameter shares its chunks with others
 
@@ -156,3 +158,23 @@ def _is_finite(value: torch.Tensor | None) -> bool:
         return True
     numbers = _dense(value)
     return math.isfinite(abs(numbers.sum().item())) or bool(numbers.isfinite().all())
+
+
+# ---- the state of an exchange -------------------------------------------------------------------
+# Save and restore the attributes of an exchange that count steps since the last exchange.
+
+
+class Remembering:
+    """``remembers``: the names of its attributes, without the ``_`` that they begin with."""
+
+    remembers: ClassVar[tuple[str, ...]]
+    compressor = Compressor(None)
+
+    def state(self) -> dict[str, Any]:
+        known = {name: copy(getattr(self, f"_{name}")) for name in self.remembers}
+        return {**known, RESIDUALS: self.compressor.state()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name in self.remembers:
+            setattr(self, f"_{name}", copy(state.get(name, getattr(self, f"_{name}"))))
+        self.compressor.load_state(state.get(RESIDUALS, {}))

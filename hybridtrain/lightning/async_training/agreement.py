@@ -22,7 +22,6 @@ from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.update_count import multiples
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochIsOver
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.hooks.callback_hooks import save_every, saves_every
 from hybridtrain.lightning.hooks.loop_hooks import (
     has_trained_epoch,
     logged_step,
@@ -30,6 +29,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     validates_this_epoch,
 )
 from hybridtrain.lightning.hooks.points import Point, around
+from hybridtrain.lightning.hooks.trainer_hooks import save_every, saves_every
 from hybridtrain.lightning.results.callback_state import give_state, standing_of
 from hybridtrain.lightning.run_context import checkpoints_of, context_of
 from hybridtrain.lightning.step.session import Session

@@ -23,14 +23,16 @@ from hybridtrain.lightning.checkpointing.checkpoint_io import (
     WholeCheckpointIO,
     heard,
 )
-from hybridtrain.lightning.hooks.callback_hooks import saves_as_lightning, uploads_checkpoints
 from hybridtrain.lightning.hooks.points import Point, around, before
-from hybridtrain.lightning.hooks.trainer_hooks import checkpoint_plugin
+from hybridtrain.lightning.hooks.trainer_hooks import (
+    checkpoint_plugin,
+    saves_as_lightning,
+    uploads_checkpoints,
+)
 from hybridtrain.lightning.results.logger_state import let_write
 from hybridtrain.lightning.run_context import checkpoints_of, context_of, strategy_of
 from hybridtrain.memory.scratch_file import Scratch
-from hybridtrain.util.files import fault_of
-from hybridtrain.util.input_files import check_input
+from hybridtrain.util.files import check_input, fault_of
 
 _COARSE_S = 2.0  # clocks of file systems
 CHOICES = ("blocking", "background")

@@ -16,17 +16,22 @@ from typing import Any
 
 import torch
 
-from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
-from hybridtrain.lightning.data.epoch_state import EpochEvent, EpochState, is_in_end_hook
+from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition
+from hybridtrain.lightning.data.epoch_state import (
+    EpochEvent,
+    EpochState,
+    is_in_end_hook,
+)
 from hybridtrain.lightning.hooks.loop_hooks import (
+    callback_metrics,
     is_at_last_batch,
+    log_connector,
     set_logged_step,
     set_restarting,
     validate_from_beginning,
     validation_is_due,
 )
 from hybridtrain.lightning.hooks.points import Point, before
-from hybridtrain.lightning.hooks.result_hooks import callback_metrics, log_connector
 from hybridtrain.lightning.run_context import context_of
 
 

@@ -20,9 +20,15 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.data.epoch_state import EpochEvent, is_in_end_hook, is_settled
+from hybridtrain.lightning.data.epoch_state import (
+    TABLE,
+    EpochEvent,
+    EpochState,
+    is_in_end_hook,
+    is_settled,
+)
 from hybridtrain.lightning.data.samplers import Begun, EpochPlan, EpochSampler, Fixed, Order, Seeded
-from hybridtrain.lightning.hooks.loop_hooks import saved_logged_step
+from hybridtrain.lightning.hooks.loop_hooks import remeasure, saved_logged_step
 from hybridtrain.protocol.messages import LoaderPass
 from hybridtrain.protocol.spans import Spans, positions
 
@@ -250,3 +256,57 @@ def _set_back(loops: dict[str, Any], batches: int) -> int | None:
     for steps in _step_counts(loops):
         steps["total"]["ready"] = steps["total"]["completed"]  # a step was under way
     return saved_logged_step(loops)
+
+
+# ---- A worker's position in an epoch: its state and Lightning's number of the epoch -------------
+# Loaders, checkpoints and the redistribution of lost samples send events and read the state
+# (:mod:`hybridtrain.lightning.data.epoch_state`).
+
+
+class EpochPosition:
+    """Applies the table of states in one worker."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.state = EpochState.BETWEEN
+        self.resumed: Resumed | None = None  # from a checkpoint, until its epoch is over
+        self._begun: int | None = None  # the last epoch that has begun
+        self._has_other_lengths = False
+
+    @property
+    def epoch(self) -> int:
+        """Lightning's number of the current epoch, or between epochs of the next."""
+        return self._trainer.fit_loop.epoch_progress.current.processed
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether Lightning has counted the epoch, but not all workers have reached its end."""
+        begun = self.state is not EpochState.BETWEEN and self._begun is not None
+        return begun and self._begun != self.epoch
+
+    def on(self, event: EpochEvent) -> bool:
+        """Apply an event; return whether it has changed the state."""
+        before, self.state = self.state, TABLE.get((self.state, event), self.state)
+        return self.state is not before
+
+    def resume(self, resumed: Resumed | None) -> None:
+        """Take over from a checkpoint; ``None``: it was not written within an epoch."""
+        self.resumed = resumed
+        if resumed is not None:
+            self.on(resumed.event)
+
+    def change_lengths(self) -> None:
+        """Let Lightning measure the loaders anew in the next epoch."""
+        self._has_other_lengths = True
+
+    def begin(self) -> bool:
+        """Lightning begins or resumes an epoch; return whether its loaders have changed."""
+        changed, self._has_other_lengths = self._has_other_lengths, False
+        self._begun = self.epoch
+        if self.resumed is None or self.resumed.epoch != self._begun:
+            self.on(EpochEvent.BEGINS)
+            changed |= self.resumed is not None
+            self.resumed = None
+        if changed:
+            remeasure(self._trainer)
+        return changed

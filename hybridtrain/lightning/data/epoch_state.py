@@ -14,9 +14,9 @@ r"""A worker's position in an epoch: states, events, and the table of transition
         │                                       MADE_UP                    │
         └──────── closes: callbacks of the epoch's end may follow ─────────┘
 
-:data:`TABLE` is the same as data; :mod:`hybridtrain.lightning.checkpointing.epoch_position` applies
-it. Lightning has no such state, but four counters of epochs and four of mini-batches, which the
-functions below read.
+:data:`TABLE` is the same as data; :class:`EpochPosition` of the
+checkpoints applies it. Lightning has no such state, but four counters of epochs and four of
+mini-batches, which the functions below read.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, SequentialSampler
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
 from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
-from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     KEY,
+    EpochPosition,
     count_from_zero,
     describe,
     others_go_on,
@@ -42,15 +42,13 @@ from hybridtrain.lightning.data.user_loaders import (
     warn_of_repetition,
     with_batches,
 )
-from hybridtrain.lightning.hooks.loader_hooks import (
+from hybridtrain.lightning.hooks.loop_hooks import (
+    combination_of,
+    combined_loader,
     data_connector,
     gets_our_sampler,
     inside,
     put_inside,
-)
-from hybridtrain.lightning.hooks.loop_hooks import (
-    combination_of,
-    combined_loader,
     remeasure,
     training_fetcher,
 )

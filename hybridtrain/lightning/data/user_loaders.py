@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.data.samplers import Drawn, EpochPlan, Order, Seeded
-from hybridtrain.lightning.hooks.loader_hooks import (
+from hybridtrain.lightning.hooks.loop_hooks import (
     gets_our_sampler,
     noting_indices,
     rebuilt,

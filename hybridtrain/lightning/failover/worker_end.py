@@ -12,8 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.failover.leader_failover import hand_over
-from hybridtrain.lightning.hooks.callback_hooks import has_saved
-from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted
+from hybridtrain.lightning.hooks.trainer_hooks import end_interrupted, has_saved
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.protocol.messages import Saved, SavePermission
 from hybridtrain.util.files import interrupted_in

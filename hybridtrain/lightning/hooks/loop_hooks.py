@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
-from lightning_fabric.utilities.data import sized_len
+from lightning_fabric.utilities.data import _reinstantiate_wrapped_cls, sized_len
 from pytorch_lightning.loops.evaluation_loop import RestartStage
+from pytorch_lightning.overrides.distributed import _IndexBatchSamplerWrapper
 from pytorch_lightning.trainer.connectors.data_connector import _parse_num_batches
+from pytorch_lightning.trainer.connectors.logger_connector.result import (
+    _Metadata,
+    _ResultMetric,
+    _Sync,
+)
 from pytorch_lightning.trainer.states import RunningStage
+from pytorch_lightning.utilities.data import (
+    _dataloader_init_kwargs_resolve_sampler,
+    _get_dataloader_init_args_and_kwargs,
+)
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
 _LOGGED_STEP = "_batches_that_stepped"
 
@@ -202,3 +215,137 @@ def remeasure(trainer: Any) -> None:
     interval = getattr(trainer, "val_check_interval", None)  # missing if it is a time
     if isinstance(interval, float) and trainer.val_check_batch != float("inf"):
         trainer.val_check_batch = max(1, int(length * interval))
+
+
+# ---- how Lightning rebuilds a DataLoader, and chooses its sampler -------------------------------
+
+
+def data_connector(trainer: Any) -> Any:
+    """Lightning's connector, which makes loaders and their samplers."""
+    return trainer._data_connector
+
+
+def gets_our_sampler(trainer: Any, dataloader: Any) -> bool:
+    """Whether Lightning would put a ``DistributedSampler`` into this loader."""
+    return bool(data_connector(trainer)._requires_distributed_sampler(dataloader))
+
+
+def takes_a_sampler(dataloader: DataLoader[Any]) -> bool:
+    """Whether Lightning can put a sampler into the loader's batch sampler."""
+    try:
+        _dataloader_init_kwargs_resolve_sampler(dataloader, dataloader.sampler)
+    except TypeError:
+        return False
+    return True
+
+
+def rebuilt(dataloader: DataLoader[Any], like: DataLoader[Any], batches: Any) -> DataLoader[Any]:
+    """A loader of the same class, with the arguments of ``like`` and another batch sampler."""
+    args, kwargs = _get_dataloader_init_args_and_kwargs(like, dataloader.sampler)
+    kwargs |= {"sampler": None, "batch_sampler": batches, "batch_size": 1, "drop_last": False}
+    return _reinstantiate_wrapped_cls(dataloader, *args, **kwargs)
+
+
+def noting_indices(batches: Any) -> Any:
+    """A batch sampler that records the indices of each mini-batch, for prediction writers."""
+    return _IndexBatchSamplerWrapper(batches)
+
+
+def inside(batches: Any) -> Any:
+    """The batch sampler inside ``noting_indices``, or the given one."""
+    return getattr(batches, "_batch_sampler", batches)
+
+
+def put_inside(noting: Any, batches: Any) -> None:
+    """Replace the batch sampler inside ``noting_indices``."""
+    noting._batch_sampler = batches
+
+
+# ---- results ------------------------------------------------------------------------------------
+# Results of ``self.log``: entries, metrics of callbacks and loggers, states of torchmetrics.
+
+_SHOWN = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_SYNC = ("_should", "rank_zero_only", "_op")
+_OF_METRIC = ("_computed", "_forward_cache", "_update_count", "_is_synced", "_cache")
+
+# ---- entries of an epoch ------------------------------------------------------------------------
+
+
+def training_results(trainer: Any) -> dict[str, Any]:
+    """The training's logged entries of this epoch, by name."""
+    return trainer.fit_loop.epoch_loop._results
+
+
+def forget_batch(trainer: Any, and_its_size: bool = False) -> None:
+    """Forget the current mini-batch, for logging."""
+    results = trainer._results
+    results.batch = None
+    if and_its_size:
+        results.batch_size = None
+
+
+def described(entry: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options of an entry, and of its reduction."""
+    meta: _Metadata = entry.meta
+    about = {each.name: getattr(meta, each.name) for each in fields(meta) if each.name != "_sync"}
+    return about, {name: getattr(meta.sync, name) for name in _SYNC}
+
+
+def entry_of(about: dict[str, Any], sync: dict[str, Any], is_tensor: bool, reduce: Any) -> Any:
+    """An entry without a value, with these options."""
+    meta = _Metadata(**about)
+    meta.sync = _Sync(fn=reduce, **sync)
+    return _ResultMetric(meta, is_tensor)
+
+
+def begin_anew(entry: Any) -> None:
+    """Mark the entry as updated in this epoch, or it would warn."""
+    entry.has_reset = False
+    entry._computed = None  # may be of an earlier epoch
+    entry._update_count = 1
+
+
+# ---- metrics of callbacks, loggers and the progress bar -----------------------------------------
+
+
+def callback_metrics(trainer: Any) -> dict[str, Any]:
+    """The metrics as last collected; the trainer's property would collect, a meeting of all."""
+    return trainer._logger_connector._callback_metrics
+
+
+def shown_metrics(trainer: Any) -> dict[str, dict[str, Any]]:
+    """The three collections, as last collected."""
+    connector = trainer._logger_connector
+    return {name: dict(getattr(connector, name)) for name in _SHOWN}
+
+
+def show_metrics(trainer: Any, metrics: dict[str, dict[str, Any]]) -> None:
+    """Add to each of them."""
+    for name, values in metrics.items():
+        getattr(trainer._logger_connector, name).update(values)
+
+
+def reset_metrics(trainer: Any) -> None:
+    """Empty the collections."""
+    trainer._logger_connector.reset_metrics()
+
+
+def log_connector(trainer: Any) -> Any:
+    """Lightning's connector, which collects logged values at the ends of steps and epochs."""
+    return trainer._logger_connector
+
+
+# ---- torchmetrics -------------------------------------------------------------------------------
+
+
+def state_of_metric(metric: Metric) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A metric's states, copied, and its private attributes."""
+    known = vars(metric)
+    return metric._copy_state_dict(), {name: known[name] for name in _OF_METRIC if name in known}
+
+
+def put_back_metric(metric: Metric, state: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """Restore them."""
+    for name, value in state[0].items():
+        setattr(metric, name, value)
+    vars(metric).update(state[1])

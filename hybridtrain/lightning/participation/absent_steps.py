@@ -34,19 +34,17 @@ from torchmetrics import Metric
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.async_training.stop_wishes import OthersStop, Stopping
 from hybridtrain.lightning.hooks.loop_hooks import (
+    forget_batch,
     is_at_last_batch,
     logged_step,
+    put_back_metric,
     set_logged_step,
+    state_of_metric,
     step_with,
     training_fetcher,
-)
-from hybridtrain.lightning.hooks.points import Point, around, before
-from hybridtrain.lightning.hooks.result_hooks import (
-    forget_batch,
-    put_back_metric,
-    state_of_metric,
     training_results,
 )
+from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.participation.logged_metrics import (
     Entries,
     StepOutcome,

@@ -15,7 +15,7 @@ from hybridtrain.lightning.async_training.update_count import (
     schedules_of,
     take_schedules,
 )
-from hybridtrain.lightning.hooks.result_hooks import (
+from hybridtrain.lightning.hooks.loop_hooks import (
     begin_anew,
     described,
     entry_of,

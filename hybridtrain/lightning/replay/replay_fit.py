@@ -19,8 +19,13 @@ from pytorch_lightning.loggers.logger import DummyLogger
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.checkpointing.periodic import scheduled
 from hybridtrain.lightning.collectives import Collectives
-from hybridtrain.lightning.replay.recording import Recording
-from hybridtrain.lightning.replay.run_record import differences, hash_now, make_server, versions
+from hybridtrain.lightning.replay.run_record import (
+    Recording,
+    differences,
+    hash_now,
+    make_server,
+    versions,
+)
 from hybridtrain.lightning.run_context import context_if_ours, context_of, strategy_of
 from hybridtrain.lightning.sync_batchnorm import HostBatchNorm
 from hybridtrain.recording.record_file import Record
@@ -31,7 +36,7 @@ from hybridtrain.recording.virtual_rerun import Rehearsal
 from hybridtrain.server.server import Server
 from hybridtrain.worlds.in_process import Body, Cell
 from hybridtrain.worlds.local.cpu_scheduling import one_thread
-from hybridtrain.worlds.virtual.measured_times import Measured
+from hybridtrain.worlds.virtual.service_times import Measured
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy

@@ -14,13 +14,13 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.metadata import version
 from itertools import chain, islice
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import pytorch_lightning as pl
@@ -32,13 +32,61 @@ from hybridtrain.lightning.run_context import context_of
 from hybridtrain.lightning_package import decide
 from hybridtrain.protocol.messages import Described
 from hybridtrain.recording.checksums import checksum_of_state
+from hybridtrain.recording.record_file import RECORD_NAME, Writer
 from hybridtrain.recording.recorder import KINDS, RecordingServer
 from hybridtrain.server.server import Server
-from hybridtrain.util.input_files import open_input
+from hybridtrain.util.files import open_input
 from hybridtrain.worker.client import Client
 
 if TYPE_CHECKING:
     from hybridtrain.lightning.strategy import HybridStrategy
+
+# ---- the option record: the file of a run's events, or the replay that runs the workers ---------
+
+
+class Runner(Protocol):
+    """Runs the workers of a recorded run in this process."""
+
+    def play(self, strategy: Any, body: Any, job: Any) -> list[Any]:
+        """Run the workers; return their results, or none if they did not finish."""
+
+
+@dataclass
+class Recording:
+    """Path of the record, and plain data ``about`` the run (the command line's configuration).
+
+    ``instead``: write no record; this runs the workers, in place of processes.
+    """
+
+    place: Path
+    about: dict[str, Any] = field(default_factory=dict)
+    instead: Runner | None = None
+
+    @classmethod
+    def at(cls, place: Any) -> Recording | None:
+        """Make it from the user's option."""
+        return None if place in (None, "") else cls(Path(place))
+
+    def open(self) -> Writer:
+        """Open a new file; older ones stay.
+
+        Raises:
+            UserError: if it cannot be written.
+        """
+        a_file = self.place.suffix and not self.place.is_dir()
+        path = self.place if a_file else self.place / RECORD_NAME
+        number, free = 2, path
+        while free.exists():
+            free, number = path.with_stem(f"{path.stem}-{number}"), number + 1
+        try:
+            free.parent.mkdir(parents=True, exist_ok=True)
+            return Writer(free, KINDS)
+        except OSError as error:
+            raise UserError(
+                f"record={self.place}: the record cannot be written ({error.strerror}); choose "
+                "another place, or leave it out"
+            ) from error
+
 
 _DIGITS = 16  # of a hash
 _LAYERS, _MOST_PARTS = 8, 1_000  # of a data set, in which generators of random numbers are sought

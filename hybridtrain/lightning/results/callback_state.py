@@ -22,7 +22,7 @@ from pytorch_lightning.callbacks import LearningRateFinder, ModelCheckpoint
 from pytorch_lightning.utilities.parsing import lightning_getattr, lightning_setattr
 from torch.utils._pytree import tree_map_only
 
-from hybridtrain.lightning.hooks.callback_hooks import DECIDED, HOW_IT_STEPS, searched_attribute
+from hybridtrain.lightning.hooks.trainer_hooks import DECIDED, HOW_IT_STEPS, searched_attribute
 
 _MOST_ITEMS = 100_000  # of one attribute; more is data, not a result
 _ATOMS = (

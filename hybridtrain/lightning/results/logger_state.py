@@ -22,8 +22,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.loggers.csv_logs import ExperimentWriter
 
-from hybridtrain.lightning.hooks.callback_hooks import WRITER, set_writer, writer_of
 from hybridtrain.lightning.hooks.points import Point, around
+from hybridtrain.lightning.hooks.trainer_hooks import WRITER, set_writer, writer_of
 from hybridtrain.lightning.results.callback_state import give_plain, plain_attributes
 
 

@@ -18,9 +18,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from hybridtrain.lightning.data.predictions import Outputs, collect, in_order
-from hybridtrain.lightning.hooks.loop_hooks import logged_step, set_logged_step
-from hybridtrain.lightning.hooks.result_hooks import reset_metrics, show_metrics
+from hybridtrain.lightning.data.evaluation_sampler import Outputs, collect, in_order
+from hybridtrain.lightning.hooks.loop_hooks import (
+    logged_step,
+    reset_metrics,
+    set_logged_step,
+    show_metrics,
+)
 from hybridtrain.lightning.hooks.trainer_hooks import attach_module_callbacks
 from hybridtrain.lightning.participation.logged_metrics import metrics_of
 from hybridtrain.lightning.results.callback_state import (

@@ -29,7 +29,7 @@ from hybridtrain.memory.scratch_file import as_bytes
 from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import Push, Released
 from hybridtrain.updates import Saved
-from hybridtrain.updates.optimizer_traits import calls_closure
+from hybridtrain.updates.groups import calls_closure
 
 
 class GradientStep(WorkerStep):

@@ -27,12 +27,12 @@ from pytorch_lightning import LightningModule
 from hybridtrain.lightning.step.gradient_step import GradientStep
 from hybridtrain.lightning.step.worker_step import StepParts
 from hybridtrain.memory import Arena, Packed
-from hybridtrain.memory.lending import Place, SharedState
+from hybridtrain.memory.arena import Place, SharedState
 from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import Push, Released
 from hybridtrain.updates import Saved
-from hybridtrain.updates.kernels.own_step import own_step, step_of
-from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
+from hybridtrain.updates.groups import puts_off, takes_sparse
+from hybridtrain.updates.kernels.choice import own_step, step_of
 from hybridtrain.updates.shared_state import STEP
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import has_finite_sum

@@ -13,8 +13,8 @@ from pytorch_lightning import LightningModule, Trainer
 from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
+from hybridtrain.lightning.preflight.strategy_checks import Transport
 from hybridtrain.lightning.preflight.trainer_checks import check_parameters
-from hybridtrain.lightning.preflight.transport_options import Transport
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final
@@ -33,8 +33,8 @@ from hybridtrain.lightning.step.ways import Stepping, StepWays
 from hybridtrain.lightning.step.worker_step import StepParts, WorkerStep
 from hybridtrain.memory import Layout, unpack
 from hybridtrain.protocol.messages import Average, Averaged, Install
+from hybridtrain.updates.groups import puts_off, takes_sparse
 from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.updates.optimizer_traits import puts_off, takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.finite import FiniteCheck
 from hybridtrain.worker.own_updates.own_steps import OwnSteps

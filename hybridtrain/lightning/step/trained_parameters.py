@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning import LightningModule
 
 from hybridtrain.errors import UserError
-from hybridtrain.updates.optimizer_traits import takes_sparse
+from hybridtrain.updates.groups import takes_sparse
 from hybridtrain.updates.serialize import dump
 
 

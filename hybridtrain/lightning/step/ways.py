@@ -17,7 +17,7 @@ from hybridtrain.lightning.step.in_place import in_place_step
 from hybridtrain.lightning.step.local_step import LocalStep
 from hybridtrain.lightning.step.worker_step import StepParts, WorkerStep
 from hybridtrain.memory import Store
-from hybridtrain.updates.optimizer_traits import calls_closure
+from hybridtrain.updates.groups import calls_closure
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.replica import Replica
 from hybridtrain.worker.replica_cuda import open_replica

@@ -28,9 +28,8 @@ from hybridtrain.lightning.step.trained_parameters import parameters_of, slot_nu
 from hybridtrain.profiling import Phase
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates import Saved
-from hybridtrain.updates.groups import Groups, Members, members_of
+from hybridtrain.updates.groups import Groups, Members, members_of, takes_sparse
 from hybridtrain.updates.named import NamedUpdate
-from hybridtrain.updates.optimizer_traits import takes_sparse
 from hybridtrain.worker.client import Client
 from hybridtrain.worker.replica import Replica
 

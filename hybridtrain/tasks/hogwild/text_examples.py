@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.input_files import lines
+from hybridtrain.util.files import lines
 
 Array = np.ndarray[Any, np.dtype[Any]]
 _MOST = 1 << 32  # numbers of rows are kept in 32 bits

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import read_text
 
 ENGLISH = " abcdefghijklmnopqrstuvwxyz'"  # 28 symbols, the order of DeepSpeech's alphabet.txt
 

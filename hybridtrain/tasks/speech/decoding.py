@@ -27,7 +27,7 @@ from torch import Tensor
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.lm import NgramModel
-from hybridtrain.util.input_files import open_input, read_text
+from hybridtrain.util.files import open_input, read_text
 from hybridtrain.util.option_types import Positive, Range, check_fields
 
 Floats = npt.NDArray[np.float64]

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.arguments import command, options
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import read_text
 
 Ngram = tuple[str, ...]
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"

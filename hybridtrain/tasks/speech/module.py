@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.speech import sentence_report
+from hybridtrain.tasks.speech import metrics
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.decoding import (
     Decoder,
@@ -34,9 +34,8 @@ from hybridtrain.tasks.speech.decoding import (
     build_decoder,
 )
 from hybridtrain.tasks.speech.features import Features
-from hybridtrain.tasks.speech.metrics import count_errors, rate
+from hybridtrain.tasks.speech.metrics import Sentence, count_errors, rate
 from hybridtrain.tasks.speech.nets import AcousticNet, build_net
-from hybridtrain.tasks.speech.sentence_report import Sentence
 from hybridtrain.util.option_types import Natural, typed
 
 log = logging.getLogger(__name__)
@@ -216,7 +215,7 @@ class SpeechModule(pl.LightningModule):
         """Log val/loss, val/wer and val/cer of the whole set."""
         self._log_sums("val")
         if not self.trainer.sanity_checking:
-            self._add_text("val/transcripts", sentence_report.as_markdown(self._shown))
+            self._add_text("val/transcripts", metrics.as_markdown(self._shown))
 
     def on_test_epoch_start(self) -> None:
         """Make the test's decoder here: it does not survive pickling to another process."""
@@ -233,11 +232,11 @@ class SpeechModule(pl.LightningModule):
         """Log test/loss, test/wer and test/cer, and show the report on rank 0."""
         self._decoder = GreedyDecoder(self.alphabet)
         self._log_sums("test")
-        sentences = sentence_report.gather(
+        sentences = metrics.gather(
             self._sentences, lambda own: cast(Tensor, self.all_gather(own.to(self.device)))
         )
-        self.test_report = sentence_report.select(sentences, self.hparams["report_count"])
-        text = sentence_report.as_text(self.test_report)
+        self.test_report = metrics.select(sentences, self.hparams["report_count"])
+        text = metrics.as_text(self.test_report)
         if self.trainer.is_global_zero and text:
             print(f"\nTest sentences\n{text}")
         self._add_text("test/sentences", f"```\n{text}\n```")

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hybridtrain.tasks.words.text_files import Stretches
+from hybridtrain.tasks.words.text_data import Stretches
 from hybridtrain.tasks.words.vocabulary import Ints
 
 ENTRY = np.dtype([("row", "<i4"), ("column", "<i4"), ("count", "<f4")])

@@ -25,8 +25,7 @@ from torch.utils.data import DataLoader
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
 from hybridtrain.tasks.words.cooccurrences import Entries, count_cooccurrences
-from hybridtrain.tasks.words.text_data import TextData
-from hybridtrain.tasks.words.text_files import Errors, Tokens
+from hybridtrain.tasks.words.text_data import Errors, TextData, Tokens
 from hybridtrain.tasks.words.vector_files import Vectors
 from hybridtrain.tasks.words.vectors_module import WordVectors
 from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive, typed

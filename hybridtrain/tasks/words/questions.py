@@ -15,7 +15,7 @@ import numpy as np
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words.vector_files import Vectors, rank_correlation, read_vectors, unit
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import read_text
 
 
 class Analogies(NamedTuple):

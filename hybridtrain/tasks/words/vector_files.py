@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.input_files import unpacked
+from hybridtrain.util.files import unpacked
 
 Vectors = NDArray[np.float32]
 _ROWS = 10_000  # written at once

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridtrain.tasks.compiled import compiled
+from hybridtrain.tasks.shared_tables import compiled
 
 _LOOKS_EVERY = 16  # predictions, of which one is looked at for the loss
 _FRACTION = 2.0**-24

@@ -32,10 +32,20 @@ from hybridtrain.memory.counters import ChunkProgress
 from hybridtrain.memory.limits import available_bytes
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates.base import Saved, StepInput, Update, clip_factor
-from hybridtrain.updates.flat.chunks import Absent, Chunk, ChunkPlan, make_plan, present_in
-from hybridtrain.updates.flat.norms import NormPiece, pieces, total
+from hybridtrain.updates.flat.chunks import (
+    Absent,
+    Chunk,
+    ChunkPlan,
+    NormPiece,
+    StepCountGroup,
+    StepCountGroups,
+    make_plan,
+    pieces,
+    present_in,
+    scalar,
+    total,
+)
 from hybridtrain.updates.flat.reduce import merge
-from hybridtrain.updates.flat.step_counters import StepCountGroup, StepCountGroups, scalar
 from hybridtrain.updates.groups import Groups, members_of, plain, slowed
 from hybridtrain.updates.kernels import Figures, Kernel, StepChunk, scalar_dtype
 from hybridtrain.updates.thread_pool import Pool

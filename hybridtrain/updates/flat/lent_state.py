@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from hybridtrain.memory import Arena, Layout, Store
-from hybridtrain.memory.lending import LentState, Place
+from hybridtrain.memory.arena import LentState, Place
+from hybridtrain.updates.flat.chunks import StepCountGroup
 from hybridtrain.updates.flat.flat_update import FlatUpdate
-from hybridtrain.updates.flat.step_counters import StepCountGroup
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.kernels import kernel_for
 from hybridtrain.updates.thread_pool import Pool

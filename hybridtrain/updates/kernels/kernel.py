@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,3 +88,141 @@ def decayed(
 def number(value: Any) -> Any:
     """A hyper-parameter; a tensor stays one, so that it rounds as in torch."""
     return value.squeeze() if isinstance(value, torch.Tensor) else value
+
+
+# ---- Adam and SGD with torch's fused engines ----------------------------------------------------
+# ``torch._fused_adam_`` and the like implement ``fused=True``. They are private, but all supported
+# versions of torch have them.
+
+
+class FusedAdam(Kernel):
+    """Adam and AdamW; the bits of ``fused=True``."""
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"])
+
+    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
+        decoupled = group.get("decoupled_weight_decay", False)
+        engine = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        beta1, beta2 = map(float, group["betas"])
+        numbers = {name: float(group[name]) for name in ("lr", "weight_decay", "eps")}
+        flags = {name: bool(group[name]) for name in ("amsgrad", "maximize")}
+        run = partial(engine, beta1=beta1, beta2=beta2, **numbers, **flags)
+        figures["step"] += 1
+        steps = [figures["step"]]
+
+        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
+            run([p], [g], [state[0]], [state[1]], list(state[2:]), steps)
+
+        return step
+
+
+class FusedSgd(Kernel):
+    """SGD, with or without momentum; its bits do not depend on ``fused``."""
+
+    figures = ()
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) * bool(group["momentum"])
+
+    def keeps(self, group: Group) -> bool:
+        return bool(group["momentum"])
+
+    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
+        names = ("lr", "momentum", "weight_decay", "dampening")
+        numbers = {name: float(group[name]) for name in names}
+        flags = {name: bool(group[name]) for name in ("nesterov", "maximize")}
+        run = partial(torch._fused_sgd_, is_first_step=first, **numbers, **flags)
+
+        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
+            run([p], [g], list(state))
+
+        return step
+
+
+# ---- Adam, Adagrad and RMSprop with torch's operations in torch's order -------------------------
+# Each class follows the ``_single_tensor_...`` function of its module in ``torch.optim``, with
+# reused temporaries, and has the bits of ``fused=False`` and ``foreach=False``.
+
+
+class PlainAdam(Kernel):
+    """Adam and AdamW with ``fused=False``."""
+
+    scratch = 2
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq") + ("max_exp_avg_sq",) * bool(group["amsgrad"])
+
+    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
+        beta1, beta2 = map(number, group["betas"])
+        lr, eps, amsgrad = number(group["lr"]), group["eps"], group["amsgrad"]
+        steps = count(figures)
+        size = lr / (1 - beta1**steps)
+        correction = (1 - beta2**steps) ** 0.5
+        decoupled, shrinks = group["decoupled_weight_decay"], bool(group["weight_decay"])
+        rest = 1 - lr * group["weight_decay"]
+
+        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
+            if decoupled and shrinks:
+                p.mul_(rest)
+            out = scratch[0]
+            g = directed(group, g, out) if decoupled else decayed(group, p, g, out)
+            state[0].lerp_(g, 1 - beta1)
+            state[1].mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            second = torch.maximum(state[2], state[1], out=state[2]) if amsgrad else state[1]
+            below = torch.sqrt(second, out=scratch[1]).div_(correction).add_(eps)
+            p.addcdiv_(state[0], below, value=-size)
+
+        return step
+
+
+class PlainAdagrad(Kernel):
+    """Adagrad without ``fused``."""
+
+    scratch = 2
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return ("sum",)
+
+    def start(self, group: Group) -> dict[str, float]:
+        return {"sum": float(group["initial_accumulator_value"])}
+
+    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
+        eps = group["eps"]
+        rate = number(group["lr"]) / (1 + (count(figures) - 1) * group["lr_decay"])
+
+        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
+            g = decayed(group, p, g, scratch[0])
+            state[0].addcmul_(g, g, value=1)
+            p.addcdiv_(g, torch.sqrt(state[0], out=scratch[1]).add_(eps), value=-rate)
+
+        return step
+
+
+class RmsProp(Kernel):
+    """RMSprop, also centered and with momentum."""
+
+    scratch = 2
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        momentum, centered = group["momentum"] > 0, bool(group["centered"])
+        return ("square_avg",) + ("momentum_buffer",) * momentum + ("grad_avg",) * centered
+
+    def prepare(self, group: Group, figures: Figures, first: bool) -> StepChunk:
+        lr, alpha, momentum = number(group["lr"]), group["alpha"], group["momentum"]
+        eps, centered = group["eps"], group["centered"]
+        count(figures)
+
+        def step(p: torch.Tensor, g: torch.Tensor, state: Tensors, scratch: Tensors) -> None:
+            g = decayed(group, p, g, scratch[0])
+            below = state[0].mul_(alpha).addcmul_(g, g, value=1 - alpha)
+            if centered:
+                average = state[-1].lerp_(g, 1 - alpha)
+                below = torch.addcmul(below, average, average, value=-1, out=scratch[1])
+            below = torch.sqrt(below, out=scratch[1]).add_(eps)
+            if momentum > 0:
+                p.add_(state[1].mul_(momentum).addcdiv_(g, below), alpha=-lr)
+            else:
+                p.addcdiv_(g, below, value=-lr)
+
+        return step

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hybridtrain.memory import Rows, Table
-from hybridtrain.memory.table import Block
+from hybridtrain.memory.sparse_rows import Block
 from hybridtrain.updates.kernels.kernel import number
 
 Group = Mapping[str, Any]  # hyper-parameters

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridtrain.errors import UserError
-from hybridtrain.updates.optimizer_traits import evaluated
+from hybridtrain.updates.groups import evaluated
 from hybridtrain.util.option_types import Decay, NotNegative, typed
 
 _STEP, _MOMENTUM, _LAST, _COUNTS = "step", "momentum_buffer", "last_step", "row_steps"

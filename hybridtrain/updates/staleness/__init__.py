@@ -3,10 +3,16 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridtrain.updates.staleness.correction import ByStaleness, Correction, Late, Polynomial
-from hybridtrain.updates.staleness.delay_compensated import DcAsgd, DcAsgdAdaptive
-from hybridtrain.updates.staleness.gap_aware import GapAware
-from hybridtrain.util.named_choice import choose
+from hybridtrain.updates.staleness.correction import (
+    ByStaleness,
+    Correction,
+    DcAsgd,
+    DcAsgdAdaptive,
+    GapAware,
+    Late,
+    Polynomial,
+)
+from hybridtrain.util.option_types import choose
 
 __all__ = [
     "CORRECTIONS",

@@ -11,8 +11,8 @@ worker's row. A correction works with any policy and any optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +20,9 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.memory import Store
 from hybridtrain.updates.base import Contribution
-from hybridtrain.updates.staleness.parts import Part, parts_of
-from hybridtrain.util.option_types import Checked, NotNegative
+from hybridtrain.updates.groups import Members, numbers_of
+from hybridtrain.updates.staleness.parts import Part, parts_of, union
+from hybridtrain.util.option_types import Above0, Checked, Decay, NotNegative
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -142,3 +143,184 @@ def check_real(store: Store, name: str) -> None:
                 f"{slot.dtype}, and it is defined for real ones; use correction=by_staleness or "
                 "polynomial"
             )
+
+
+# ---- delay compensation: correct a stale gradient with an estimate of the curvature -------------
+# Zheng et al., *Asynchronous Stochastic Gradient Descent with Delay Compensation*, ICML 2017
+# (arXiv:1609.08326): the gradient at w is about g + H (w - w_read), and for losses that are
+# negative log-likelihoods the diagonal of H is E[g * g] (section 3).
+
+_EPSILON = 1e-7  # section 5
+
+
+@dataclass
+class DcAsgd(Correction):
+    """g + strength * g * g * (w - w_read), algorithm DC-ASGD-c. One pass over stale gradients.
+
+    Args:
+        strength: the paper's lambda, in units of 1 / loss; 0 changes nothing. The default suits
+            gradients of a mean loss.
+    """
+
+    strength: NotNegative = 0.04
+
+    def begin(self, store: Store) -> None:
+        check_real(store, "dc_asgd")
+
+    def correct(self, late: Late) -> None:
+        if late.staleness == 0 or self.strength == 0:
+            return
+        for part in late.parts():
+            gradient, gap = late.gradient(part), late.gap(part)
+            gradient.addcmul_(gap.mul_(gradient), gradient, value=self.strength)
+            late.replace(part, gradient)
+
+
+@dataclass
+class DcAsgdAdaptive(Correction):
+    """The same with strength / sqrt(ms + 1e-7) for each element, algorithm DC-ASGD-a.
+
+    ``ms`` is the moving mean of the worker's squared gradients. It begins at 0, also after loading
+    a checkpoint (the default needs some 50 mini-batches), and takes one more float for each
+    parameter and worker. Of sparse gradients only rows with a gradient take part.
+
+    Args:
+        strength: the paper's lambda_0; 0 changes nothing.
+        decay: of the mean, in [0, 1).
+    """
+
+    strength: NotNegative = 2.0
+    decay: Decay = 0.95
+
+    def begin(self, store: Store) -> None:
+        check_real(store, "dc_asgd_adaptive")
+        self._squares: dict[int, dict[torch.dtype, torch.Tensor]] = {}  # worker -> dtype -> (P,)
+
+    def correct(self, late: Late) -> None:
+        squares = self._squares.setdefault(late.worker, zeros_like(late.store.masters))
+        for part in late.parts():
+            gradient, mean = late.gradient(part), part.read(squares)
+            mean.mul_(self.decay).addcmul_(gradient, gradient, value=1 - self.decay)
+            part.write(squares, mean)
+            if late.staleness == 0 or self.strength == 0:
+                continue
+            gap = late.gap(part).mul_(gradient).div_((mean + _EPSILON).sqrt_())
+            gradient.addcmul_(gap, gradient, value=self.strength)
+            late.replace(part, gradient)
+
+
+# ---- gap-aware: divide a stale gradient by the movement of its parameters -----------------------
+# Barkai, Hakimi, Schuster, *Gap Aware Mitigation of Gradient Staleness*, ICLR 2020
+# (arXiv:1909.10802): each element of a gradient is divided by G = 1 + |w - w_read| / C, where C is
+# the length of a typical step of this element. If all steps have length C and one direction, G is
+# 1 + tau; if they cancel, the gradient is not reduced.
+#
+# In the paper C is the rate times the root mean square of the momentum (SGD), or of the steps
+# (Adam). Here it is always that of the steps, which is the same for SGD with a constant rate,
+# follows a schedule, and works with any optimizer.
+
+
+@dataclass
+class GapAware(Correction):
+    """Divide each element by 1 + (its gap in typical steps).
+
+    It takes two floats for each parameter, and about three passes over them per update. The mean
+    begins anew after loading a checkpoint, and is bias-corrected like Adam's moments. Of sparse
+    gradients only rows with a gradient take part.
+
+    Args:
+        decay: of the mean square of the steps, in [0, 1).
+        epsilon: added to C, in units of the parameters; above 0.
+    """
+
+    decay: Decay = 0.999
+    epsilon: Above0 = 1e-8
+
+    def begin(self, store: Store) -> None:
+        check_real(store, "gap_aware")
+        self._masters = store.masters
+        self._squares = zeros_like(store.masters)
+        self._known = zeros_like(store.masters)  # bias corrections, 1 - decay ** steps
+
+    def correct(self, late: Late) -> None:
+        if late.staleness == 0:
+            return
+        for part in late.parts():
+            gradient, gap = late.gradient(part), late.gap(part)
+            gradient.div_(gap.abs_().div_(self._typical_step(part)).add_(1.0))
+            late.replace(part, gradient)
+
+    def _typical_step(self, part: Part) -> torch.Tensor:
+        """C of each element."""
+        known = part.read(self._known).clamp(min=torch.finfo(torch.float32).tiny)
+        return (part.read(self._squares) / known).sqrt_().add_(self.epsilon)
+
+    @contextmanager
+    def watch(self, merged: Sequence[Late]) -> Iterator[None]:
+        parts = union([late.parts() for late in merged])
+        before = [part.read(self._masters).clone() for part in parts]
+        yield
+        for part, old in zip(parts, before, strict=True):
+            step = high(part.read(self._masters)) - high(old)
+            self._learn(part, self._squares, step.square_())
+            self._learn(part, self._known, torch.ones_like(step))
+
+    def _learn(
+        self, part: Part, means: dict[torch.dtype, torch.Tensor], values: torch.Tensor
+    ) -> None:
+        mean = part.read(means)
+        part.write(means, mean.lerp_(values, 1 - self.decay))
+
+
+# ---- applies the chosen correction to stale gradients before an update --------------------------
+
+
+class LateGradients:
+    """Applies a correction to the workers' rows.
+
+    Args:
+        correction: the correction, if any.
+        age: updates since a worker read the parameters.
+    """
+
+    def __init__(
+        self, correction: Correction | None = None, age: Callable[[int], int] = lambda worker: 0
+    ) -> None:
+        self._correction, self.age = correction, age
+        self._store: Store | None = None
+
+    def begun(self, store: Store | None) -> LateGradients:
+        """Itself, from now on with this store.
+
+        Raises:
+            UserError: if these parameters cannot be corrected.
+        """
+        # Where all workers read the masters in place no gradient is stale.
+        if self._correction is None or store is None or not store.private_parameters:
+            return self
+        if store is not self._store:
+            self._correction.begin(store)
+            self._store = store
+        return self
+
+    @property
+    def active(self) -> bool:
+        """Whether a correction is applied."""
+        return self._store is not None
+
+    def correct(self, contribution: Contribution, members: Members) -> float:
+        """Correct the gradient in its row; returns the factor of its weight."""
+        if self._correction is None or self._store is None:
+            return 1.0
+        age = self.age(contribution.worker)
+        self._correction.correct(Late(contribution, age, numbers_of(members), self._store))
+        return self._correction.factor(age)
+
+    def watch(
+        self, merged: Sequence[Contribution], members: Members
+    ) -> AbstractContextManager[None]:
+        """A context around the step with these contributions."""
+        if self._correction is None or self._store is None:
+            return nullcontext()
+        numbers = numbers_of(members)
+        return self._correction.watch([Late(each, 0, numbers, self._store) for each in merged])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hybridtrain.memory import Arena, Store
-from hybridtrain.memory.lending import LentState
+from hybridtrain.memory.arena import LentState
 from hybridtrain.protocol.messages import Clip, Push
 from hybridtrain.updates.base import Contribution, StepInput
 from hybridtrain.updates.flat.lent_state import LentFlatUpdate, borrow

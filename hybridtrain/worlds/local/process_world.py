@@ -24,41 +24,42 @@ from hybridtrain.protocol.messages import (
     NOTES,
     Average,
     Begin,
+    BrokenOff,
+    Completed,
+    Event,
     Gather,
     Install,
+    Looked,
     Progress,
     Push,
+    Received,
+    Removed,
     RequestProgress,
+    Restarted,
     Saved,
     SavePermission,
     Share,
     Shared,
     Stop,
     Stopped,
-)
-from hybridtrain.protocol.server_events import (
-    BrokenOff,
-    Completed,
-    Event,
-    Looked,
-    Received,
-    Removed,
-    Restarted,
     TimerExpired,
 )
 from hybridtrain.recovery.failure_policy import End, GoOn, Judge, OnFailure, Replace
-from hybridtrain.recovery.lifecycle import AWAY, THERE, LifecycleEvent, WorkerState
 from hybridtrain.recovery.roster import (
+    AWAY,
+    THERE,
     Act,
     Ask,
     BreakOff,
     GiveUp,
     Kill,
     KillAll,
+    LifecycleEvent,
     Name,
     Roster,
     Say,
     Start,
+    WorkerState,
 )
 from hybridtrain.server.refusals import standing
 from hybridtrain.server.rounds import Replies
@@ -66,7 +67,7 @@ from hybridtrain.server.server import Server
 from hybridtrain.worlds.local.channel import ChannelClosed
 from hybridtrain.worlds.local.cpu_scheduling import one_thread, stand_aside
 from hybridtrain.worlds.local.signals import Interrupted, caught_signals
-from hybridtrain.worlds.local.start_workers import WorkerStarter
+from hybridtrain.worlds.local.start_workers import WorkerProcess, WorkerStarter
 from hybridtrain.worlds.local.worker_exit import (
     Failed,
     Finished,
@@ -75,7 +76,6 @@ from hybridtrain.worlds.local.worker_exit import (
     in_words,
 )
 from hybridtrain.worlds.local.worker_main import Body
-from hybridtrain.worlds.local.worker_process import WorkerProcess
 
 Again = Callable[[bytes, int], Body]
 

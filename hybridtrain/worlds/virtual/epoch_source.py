@@ -12,8 +12,15 @@ from dataclasses import replace
 
 from hybridtrain.exchanges import Exchange, check_visits
 from hybridtrain.memory import Store
-from hybridtrain.protocol.messages import Draw, DrawnBatch, LoaderPass, Push, Ticket, Visits
-from hybridtrain.protocol.server_events import Received
+from hybridtrain.protocol.messages import (
+    Draw,
+    DrawnBatch,
+    LoaderPass,
+    Push,
+    Received,
+    Ticket,
+    Visits,
+)
 from hybridtrain.protocol.spans import dealt, positions, total
 from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import Groups, Members

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Annotated
 
+from hybridtrain.protocol.messages import Visits
 from hybridtrain.util.option_types import FILLED, Checked, Natural, NotNegative, Range
+from hybridtrain.worlds.virtual.script import Script
 
 INWARDS, OUTWARDS = 0, 1
 
@@ -116,3 +118,28 @@ class Links:
         """When data that enter the server's link now have passed it."""
         self._busy_s[way] = max(self._busy_s[way], now_s) + passing_s
         return self._busy_s[way]
+
+
+# ---- the conditions of a simulation: network, script, and options of the server -----------------
+
+
+@dataclass(frozen=True)
+class Conditions(Checked):
+    """The network, and what happens to workers.
+
+    ``interrupt``: a worker whose gradient would be dropped begins anew at once, as the literature
+    assumes of K-sync (Dutta et al. 2018); else its gradient is dropped on arrival, as with real
+    processes. ``update_s``: duration of an update in seconds; messages that arrive meanwhile wait.
+    ``foresight``: a time window in which nothing more will arrive ends at the last arrival, as the
+    literature assumes (Liu et al. 2024). ``visits``: workers draw from shards of the data.
+
+    Raises:
+        UserError: if ``update_s`` is negative or infinite.
+    """
+
+    network: Network = field(default_factory=Network)
+    script: Script = field(default_factory=Script)
+    interrupt: bool = False
+    update_s: NotNegative = 0.0
+    foresight: bool = False
+    visits: Visits | None = None

@@ -20,7 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from hybridtrain.errors import UserError
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import read_text
 from hybridtrain.util.option_types import is_number
 
 Finish = Callable[[float, float], float]  # begin, seconds of work at full speed -> end

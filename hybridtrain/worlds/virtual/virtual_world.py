@@ -27,11 +27,16 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import Await, Exchange, exchange_of
 from hybridtrain.policies import Policy
-from hybridtrain.protocol.messages import Begin, Gather, Gathered, Push, Refused, Released
-from hybridtrain.protocol.server_events import (
+from hybridtrain.protocol.messages import (
     Admitted,
+    Begin,
     Event,
+    Gather,
+    Gathered,
+    Push,
     Received,
+    Refused,
+    Released,
     Removed,
     TimerExpired,
 )
@@ -39,8 +44,8 @@ from hybridtrain.server.rounds import Replies
 from hybridtrain.server.server import Server
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
-from hybridtrain.worlds.virtual.conditions import Conditions
 from hybridtrain.worlds.virtual.epoch_source import register_workers
+from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.script import Dies, Joins
 from hybridtrain.worlds.virtual.service_times import Times
 from hybridtrain.worlds.virtual.sharding import Answers, check_shards, first_timer, servers_of

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.lightning.checkpointing.epoch_position import EpochPosition
-from hybridtrain.lightning.checkpointing.mid_epoch import Resumed
+from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition, Resumed
 from hybridtrain.lightning.data.epoch_state import (
     RESUMED,
     TABLE,

@@ -19,7 +19,7 @@ from torch import nn
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.preflight.spawn_checks import unsendable
+from hybridtrain.lightning.preflight.machine_checks import unsendable
 from hybridtrain.worlds.local.start_workers import ProcessSpawner
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit

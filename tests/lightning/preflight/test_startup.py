@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.lightning.preflight import machine_checks
-from hybridtrain.lightning.preflight.machine_checks import MIB
-from hybridtrain.lightning.preflight.spawn_checks import Load, load_of
+from hybridtrain.lightning.preflight.machine_checks import MIB, Load, load_of
 from hybridtrain.memory import limits
 from hybridtrain.worlds.local.process_world import ProcessWorld
 from tests.lightning.spawnable import SpawnRegression

@@ -19,7 +19,7 @@ from hybridtrain.exchanges import make_exchange
 from hybridtrain.lightning.replay.module_task import ModuleTask, VirtualTrainer
 from hybridtrain.policies import make_policy
 from hybridtrain.protocol.messages import Clip
-from hybridtrain.worlds.virtual.conditions import Conditions
+from hybridtrain.worlds.virtual.network import Conditions
 from hybridtrain.worlds.virtual.script import Dies, Joins, Script
 from hybridtrain.worlds.virtual.service_times import ServiceTimes
 from hybridtrain.worlds.virtual.virtual_world import VirtualWorld

@@ -17,7 +17,7 @@ from hybridtrain.errors import UserError
 from hybridtrain.exchanges import WorkerGradients, make_exchange
 from hybridtrain.exchanges.power_sgd import PowerSGD
 from hybridtrain.exchanges.sign_sgd import SignSGD
-from hybridtrain.updates.robust import Median, TrimmedMean
+from hybridtrain.updates.named import Median, TrimmedMean
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.toys import Regression, make_trainer, regression_data
 

@@ -13,7 +13,7 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.features import Features
-from hybridtrain.tasks.speech.sources.audio import load_audio, probe, resampled_length
+from hybridtrain.tasks.speech.sources.utterance import load_audio, probe, resampled_length
 
 
 def tone(hertz: float, seconds: float, rate: int) -> np.ndarray:

@@ -14,8 +14,8 @@ from pytorch_lightning.loggers import TensorBoardLogger
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.decoding import BeamDecoder, DecoderOptions
+from hybridtrain.tasks.speech.metrics import Sentence, as_text, select
 from hybridtrain.tasks.speech.module import SpeechModule
-from hybridtrain.tasks.speech.sentence_report import Sentence, as_text, select
 from tests.picking import by_default
 from tests.tasks.speech.speech_batches import FEATURES, Batches, batch_of, tiny_module, trainer
 

@@ -13,9 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words import text_files
-from hybridtrain.tasks.words.text_data import TextData, shipped
-from hybridtrain.tasks.words.text_files import END, EncodedText, TextFiles, encode
+from hybridtrain.tasks.words import text_data
+from hybridtrain.tasks.words.text_data import END, EncodedText, TextData, TextFiles, encode, shipped
 from hybridtrain.tasks.words.vocabulary import Vocabulary, count
 from hybridtrain.tasks.words.word2vec import Word2Vec, bags, neighbours, thinned
 from tests.tasks.words.made import train
@@ -51,7 +50,7 @@ def test_a_line_may_be_longer_than_what_is_looked_at_together(
     path = tmp_path_factory.getbasetemp() / "long.txt"
     path.write_text("\n".join(map(" ".join, lines)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_files, "LONGEST", longest)
+        patch.setattr(text_data, "LONGEST", longest)
         assert lines_of(TextFiles([path])) == [line for line in lines if line]
 
 

@@ -13,9 +13,9 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks import compiled, shared_tables
+from hybridtrain.tasks import shared_tables
 from hybridtrain.tasks.words import word_kernels as kernels
-from hybridtrain.tasks.words.text_files import EncodedText
+from hybridtrain.tasks.words.text_data import EncodedText
 from hybridtrain.tasks.words.vector_files import read_vectors
 from hybridtrain.tasks.words.vocabulary import Vocabulary, alias_table, huffman
 from hybridtrain.tasks.words.word2vec import Architecture, Output, Word2Vec
@@ -188,7 +188,7 @@ def test_without_numba_everything_goes_through_torch(text: Path, monkeypatch: An
         train(Word2Vec(16, compiled=True), text, "hogwild", 1)
     monkeypatch.setitem(__import__("sys").modules, "numba", None)
     with pytest.raises(UserError, match=r"need numba: pip install 'hybridtrain\[sparse\]'"):
-        compiled.compiled(lambda: 0)
+        shared_tables.compiled(lambda: 0)
 
 
 def test_a_cache_that_cannot_be_written_is_said_and_done_without(monkeypatch: Any) -> None:
@@ -204,7 +204,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_done_without(monkeypatch: An
 
     monkeypatch.setattr(numba, "njit", njit)
     with pytest.warns(UserWarning, match="no locator available.*NUMBA_CACHE_DIR"):
-        twice = compiled.compiled(lambda x: 2 * x)
+        twice = shared_tables.compiled(lambda x: 2 * x)
     assert twice(4) == 8
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import read_text
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.sources.utterance import Clip, Source, Utterance
-from hybridtrain.util.input_files import read_text
+from hybridtrain.util.files import read_text
 from hybridtrain.util.option_types import Checked, Natural
 
 REQUIRED = ("wav_filename", "transcript")

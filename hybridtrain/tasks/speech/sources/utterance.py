@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +14,118 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridtrain.tasks.speech.sources.audio import load_audio, probe, resample, resampled_length
+from hybridtrain.errors import UserError
+from hybridtrain.util.files import check_input
+
+# ---- sound files --------------------------------------------------------------------------------
+# Sound files: WAV, FLAC and whatever else libsndfile reads, any sample rate, to mono tensors.
+
+try:
+    import soundfile
+    import soxr
+except ImportError as error:
+    raise UserError(
+        f"speech needs the package {error.name}: pip install 'hybridtrain[speech]'"
+    ) from error
+
+RATES_HZ = (1_000, 1_000_000)
+LONGEST_S = 12 * 3600
+LOUDEST = 2.0**16  # floating point files may exceed 1; NaN and 1e30 are damage
+UNKNOWN_SIZES = (0, 0x7FFFFFFF, 0xFFFFFFFF)  # what writers to a pipe put for "until the end"
+
+
+@dataclass(frozen=True, slots=True)
+class AudioInfo:
+    """What a file's header says: ``frames`` samples per channel at ``rate`` Hz."""
+
+    frames: int
+    rate: int
+
+
+def probe(path: str | Path) -> AudioInfo:
+    """Read the header only, about 0.1 ms, and see that the sound it promises is there.
+
+    Raises ``UserError`` that names the file if it is missing, not audio, empty, truncated, longer
+    than 12 hours, or of a rate that no recorder has.
+    """
+    check_input(path, "the audio file")
+    try:
+        with soundfile.SoundFile(str(path)) as file:
+            frames, rate = file.frames, file.samplerate
+            if frames > 0:
+                _require_end(path, file)
+    except (soundfile.SoundFileError, OSError) as error:
+        raise UserError(_why(path, error)) from error
+    if frames <= 0:
+        raise UserError(f"the audio file {path} holds no sound")
+    if not RATES_HZ[0] <= rate <= RATES_HZ[1] or frames > LONGEST_S * rate:
+        raise UserError(
+            f"the audio file {path} says that it has {frames} samples at {rate} Hz; a rate is "
+            f"{RATES_HZ[0]:,} to {RATES_HZ[1]:,} Hz, and a sound has at most {LONGEST_S // 3600} "
+            "hours: convert or cut it"
+        )
+    return AudioInfo(frames, rate)
+
+
+def load_audio(path: str | Path, sample_rate: int, start: int = 0, frames: int = -1) -> Tensor:
+    """Samples of ``path`` as float32 mono in [-1, 1] at ``sample_rate``, shape (N,).
+
+    ``start`` and ``frames`` cut a piece, counted at the file's own rate (-1: to the end).
+    Channels are averaged, other rates are converted by soxr. Raises ``UserError`` naming the file.
+    """
+    info = probe(path)
+    expected = info.frames - start if frames < 0 else frames
+    try:
+        samples, rate = soundfile.read(str(path), expected, start, dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError) as error:
+        raise UserError(_why(path, error)) from error
+    if len(samples) < expected:
+        raise UserError(f"the audio file {path} is truncated: {len(samples)} of {expected} samples")
+    if not np.abs(samples).max(initial=0.0) < LOUDEST:
+        raise UserError(f"the audio file {path} holds numbers that are no sound: write it again")
+    return resample(samples.mean(axis=1, dtype=np.float32), rate, sample_rate)
+
+
+def resample(samples: np.ndarray, rate: int, sample_rate: int) -> Tensor:
+    """(N,) float32 at ``rate`` to a tensor of ``resampled_length(N, ...)`` at ``sample_rate``."""
+    if rate != sample_rate:
+        samples = soxr.resample(samples, rate, sample_rate)
+    return torch.from_numpy(np.ascontiguousarray(samples, dtype=np.float32))
+
+
+def resampled_length(frames: int, rate: int, sample_rate: int) -> int:
+    """How many samples ``resample`` makes of ``frames``."""
+    return int(frames * sample_rate / rate + 0.5)
+
+
+def _require_end(path: str | Path, file: soundfile.SoundFile) -> None:
+    """libsndfile shortens a truncated WAV silently, but cannot seek to the end of other formats."""
+    if file.format.startswith("WAV"):
+        missing = _missing_wav_bytes(Path(path))
+        if missing > 0:
+            raise UserError(
+                f"the audio file {path} is truncated: {missing} bytes of sound are missing"
+            )
+    elif file.seekable():
+        file.seek(file.frames - 1)
+
+
+def _missing_wav_bytes(path: Path) -> int:
+    """How many bytes the data chunk promises beyond the file's end (0 if it is whole)."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        file.seek(12)  # "RIFF", size, "WAVE"
+        while len(header := file.read(8)) == 8:
+            name, length = struct.unpack("<4sI", header)
+            if name == b"data":
+                return 0 if length in UNKNOWN_SIZES else max(0, file.tell() + length - size)
+            file.seek(length + length % 2, 1)
+    return 0
+
+
+def _why(path: str | Path, error: Exception) -> str:
+    return f"cannot read the audio file {path} ({str(error).rstrip('.')}): damaged or not audio"
+
 
 SPLITS = ("train", "val", "test")
 SHARD_RATE = 16000  # Hz, of every .npy shard
