@@ -30,6 +30,14 @@ SCHEMES: dict[str, dict[str, Any]] = {
         "exchange": {"name": "movement", "every": 30},
         "update": "delayed_nesterov",
     },
+    "sign_sgd": {
+        "policy": "hybrid",
+        "exchange": "sign_sgd",
+    },
+    "power_sgd": {
+        "policy": "hybrid",
+        "exchange": {"name": "gradient", "compress": "power_sgd"},
+    },
 }
 
 

@@ -10,6 +10,7 @@ from hybridtrain.exchanges.elastic import Elastic
 from hybridtrain.exchanges.exchange import Exchange
 from hybridtrain.exchanges.gradient import Gradient, InPlace
 from hybridtrain.exchanges.movement import Movement
+from hybridtrain.exchanges.sign_sgd import SignSGD
 from hybridtrain.exchanges.streaming import Streaming
 from hybridtrain.policies import Policy
 from hybridtrain.util.option_types import choose
@@ -23,6 +24,7 @@ EXCHANGES: dict[str, Callable[..., Exchange]] = {
     "streaming": Streaming,
     "accumulated": Accumulated,
     "elastic": Elastic,
+    "sign_sgd": SignSGD,
 }
 
 

@@ -20,7 +20,7 @@ from hybridtrain.util.option_types import (
     Share,
 )
 
-Compress = Literal["int8", "int4", "topk"] | Mapping[str, Any] | Part | None
+Compress = Literal["int8", "int4", "topk", "power_sgd"] | Mapping[str, Any] | Part | None
 
 
 class _Then(TypedDict):
@@ -147,4 +147,5 @@ EXCHANGE_OPTIONS: dict[str, type] = {
     "streaming": StreamingOptions,
     "accumulated": AccumulatedOptions,
     "elastic": ElasticOptions,
+    "sign_sgd": _Options,
 }

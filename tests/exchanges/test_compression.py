@@ -278,7 +278,7 @@ def test_numbers_whose_sum_is_too_large_are_finite_all_the_same() -> None:
     [
         ("topq", ["exchange.compress='topq'", "did you mean topk?", "int8, int4, topk"]),
         (3, ["exchange.compress=3", "int8, int4, topk"]),
-        ({"density": 0.1}, ["without a name", "int4, int8, topk"]),
+        ({"density": 0.1}, ["without a name", "int4, int8, power_sgd, topk"]),
         ({"name": "topk", "densty": 0.1}, ["compress.densty", "did you mean density?"]),
         ({"name": "int8", "bits": 3}, ["compress.bits", "int8 takes chunk", "one of topk"]),
         ({"name": "int8", "chunk": 0}, ["compress.chunk=0", "from 1 on"]),

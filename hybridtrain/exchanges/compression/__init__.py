@@ -4,8 +4,9 @@ A codec encodes one parameter; a compressor does so for one worker and one optim
 what rounding has left out.
 """
 
-from hybridtrain.exchanges.compression.codecs import CODECS, Codec, CodecSpec, codec_of, make_codec
+from hybridtrain.exchanges.compression.codecs import Codec, codec_of
 from hybridtrain.exchanges.compression.compressor import Compressor, bytes_of, decode
+from hybridtrain.exchanges.compression.known import CODECS, CodecSpec, make_codec
 
 __all__ = [
     "CODECS",

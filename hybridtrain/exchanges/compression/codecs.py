@@ -9,14 +9,14 @@ Legend: n elements of a parameter, C chunks of c elements, k elements kept of ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Literal, Protocol, runtime_checkable
 
 import torch
 
-from hybridtrain.util.option_types import Checked, Positive, Range, Share, choose
+from hybridtrain.util.option_types import Checked, Positive, Range, Share
 
 # ---- small whole numbers, several of them in a byte ---------------------------------------------
 # Numbers are packed by planes: of n numbers in bytes for two each, the first n / 2 are the lower
@@ -100,9 +100,6 @@ class Codec(Protocol):
     def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
         """(n_bytes,) uint8 to numbers in the parameter's shape and dtype, all overwritten."""
         ...
-
-
-CodecSpec = str | Mapping[str, Any] | Codec | None  # a name, {"name": ...}, an object
 
 
 def working(dtype: torch.dtype) -> torch.dtype:
@@ -239,20 +236,6 @@ def int8(chunk: Positive = PLACES, error_decay: Share | None = None) -> Integers
 def int4(chunk: Positive = PLACES, error_decay: Share | None = 1.0) -> Integers:
     """An eighth."""
     return Integers(4, chunk, error_decay)
-
-
-CODECS: dict[str, Callable[..., Codec]] = {"int8": int8, "int4": int4, "topk": TopK}
-
-
-def make_codec(given: CodecSpec) -> Codec | None:
-    """A codec from its name, its name and parameters, or the object itself; ``None``: none.
-
-    Raises:
-        UserError: if the name is not known, or the parameters make no sense.
-    """
-    if given is None:
-        return None
-    return choose("exchange.compress", given, CODECS, Codec)  # type: ignore[type-abstract]
 
 
 def codec_of(exchange: object) -> Codec | None:
