@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hybridtrain.errors import UserError
 from hybridtrain.exchanges.accumulated import Accumulated
+from hybridtrain.exchanges.compression import CODECS, Codec
 from hybridtrain.exchanges.elastic import Elastic
 from hybridtrain.exchanges.exchange import Exchange
 from hybridtrain.exchanges.gradient import Gradient, InPlace
@@ -32,8 +34,14 @@ def make_exchange(given: ExchangeSpec) -> Exchange:
     """An exchange from its name, its name and parameters, or the object itself.
 
     Raises:
-        UserError: if the name is not known, or the parameters make no sense.
+        UserError: if the name is not known, or a codec's, or the parameters make no sense.
     """
+    name = given.get("name") if isinstance(given, Mapping) else given
+    if name in [*CODECS] or isinstance(given, Codec):
+        raise UserError(
+            f"exchange={given} was given, but it encodes what an exchange hands over; use "
+            f"exchange={{name: gradient, compress: {given}}}"
+        )
     return choose("exchange", given, EXCHANGES, Exchange)  # type: ignore[type-abstract]
 
 

@@ -289,6 +289,8 @@ class Short(Weighted):
             "exchange.compress was given.*in_place takes optimizer_state",
         ),
         (2, {"exchange": {"name": "gradient", "compress": "int3"}}, "did you mean int"),
+        (2, {"exchange": PowerSGD()}, "exchange=PowerSGD.* use exchange={name: gradient, comp"),
+        (2, {"exchange": "int8"}, "exchange=int8 .* use exchange={name: gradient, compress: int8}"),
         (
             2,
             {"exchange": {"name": "gradient", "compress": PowerSGD()}, "transport_dtype": "bf16"},
