@@ -39,10 +39,6 @@ What is between them and the server, and what happens to them:
   network.latency_s=X         of every message, one way (default 0)
   network.bandwidth=X         bytes per second of each worker's own link, with parameters=N
   network.server_bandwidth=X  bytes per second of the server's link, which all share in turn
-  shards=N            parameters in N shards, each with a server of its own that knows nothing of
-                      the others; figures are those of shard 0 (default 1)
-  delay.S=X           messages of shard S take longer than the latency by X seconds on average,
-                      exponentially distributed (may be given for several)
   parameters=N        numbers (4 bytes each) in a contribution, and in what a release brings
   script=FILE.yaml    or the YAML itself: [{worker: 3, dies_at: 10}, {worker: 3, joins_at: 25},
                       {worker: [6, 7], joins_at: 30}, {worker: 1, slower: 4, from: 5, until: 20}]

@@ -36,7 +36,7 @@ OPTIONS = [
     *("compute", "compute.mean_s", "compute.shift", "compute.alpha", "compute.sigma", "from"),
     *("compute.seconds_per_step", "slower", "network.latency_s", *BANDWIDTHS, "parameters"),
     *("script", "interrupt", "foresight", "data_shards", "data_visit", "update_s"),
-    *("shards", "delay", "correction", "exchange", "update", *FILES),
+    *("correction", "exchange", "update", *FILES),
 ]
 TRAINING = ("task", "model", "data", "optimizer", "trainer", "experiment")  # as in a training
 
@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str]) -> tuple[SimulationPlan, dict[str, Path]]:
     """
     overrides = [argument for argument in arguments if _is_training(argument)]
     others = [argument for argument in arguments if not _is_training(argument)]
-    said = _of_experiment(overrides) | options(others, OPTIONS, families=("slower", "delay"))
+    said = _of_experiment(overrides) | options(others, OPTIONS, families=("slower",))
     given = {name: value for name, value in said.items() if value != "null"}
     train = _train(given, overrides)
     workers = tuple(_whole("workers", w) for w in given.get("workers", "8").split(","))
@@ -86,7 +86,7 @@ def _of_experiment(overrides: Sequence[str]) -> dict[str, str]:
         return {}
     from hybridtrain.cli.virtual_tasks import usual_options  # imports Lightning
 
-    return options(usual_options(overrides), OPTIONS, families=("slower", "delay"))
+    return options(usual_options(overrides), OPTIONS, families=("slower",))
 
 
 # ---- strategies ---------------------------------------------------------------------------------
@@ -271,24 +271,8 @@ def _network(given: Given, trains: bool) -> Network:
         server_bandwidth=_number(
             "network.server_bandwidth", given.get("network.server_bandwidth", "inf")
         ),
-        shards=_shards(given),
         size_bytes=4 * _whole("parameters", given.get("parameters", "0"), least=0),
     )
-
-
-def _shards(given: Given) -> tuple[float, ...]:
-    """Mean additional latency of each shard's messages, in seconds."""
-    delays_s = [0.0] * _whole("shards", given.get("shards", "1"))
-    for name, value in given.items():
-        if name.startswith("delay."):
-            shard = _whole("delay.S", name.removeprefix("delay."), least=0)
-            if shard >= len(delays_s):
-                raise UserError(
-                    f"{name} was given, but {len(delays_s)} shards have the numbers 0 to "
-                    f"{len(delays_s) - 1}; set shards=N"
-                )
-            delays_s[shard] = _number(name, value)
-    return tuple(delays_s)
 
 
 def _length(given: Given, trains: bool) -> float | None:

@@ -178,6 +178,6 @@ def _row(plan: SimulationPlan, way: Way, world: VirtualWorld, took_s: float) -> 
         staleness=dict(sorted(statistics.ages.items())),
         loss=world.curve.points(),
         events_per_s=world.events / took_s,
-        sent_bytes=sum(server.statistics.sent_bytes for server in world.servers),
+        sent_bytes=statistics.sent_bytes,
         loss_over_bytes=world.curve.over_bytes(),
     )

@@ -281,7 +281,7 @@ def test_who_does_not_fetch_computes_with_what_it_has_read() -> None:
     made = world(Parabola(), 1, lambda p: torch.optim.SGD(p, lr=0.1), exchange, policy="async")
     made.run(updates=2)
     assert made._replicas is not None
-    store = made._replicas.shards[0].store
+    store = made._replicas._store
     assert float(store.parameter(0, store.layout.slots[0])) == 1.0
     assert made.server.statistics.ages == {0: 1, 1: 1}
     made.run(updates=4)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hybridtrain.exchanges import Exchange, check_visits
-from hybridtrain.memory import Store
+from hybridtrain.memory import Layout, Store
 from hybridtrain.protocol.messages import (
     Draw,
     DrawnBatch,
@@ -26,7 +26,6 @@ from hybridtrain.server.server import Server
 from hybridtrain.updates.groups import Groups, Members
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.optimizer_set import Optimizers, Stepped
-from hybridtrain.worlds.virtual.sharding import layouts_of
 from hybridtrain.worlds.virtual.training_task import (
     MakeOptimizer,
     SimulatedReplicas,
@@ -57,7 +56,7 @@ class IdleOptimizers(Optimizers):
 
 
 def register_workers(
-    servers: Sequence[Server],
+    server: Server,
     task: Task | None,
     optimizer: MakeOptimizer | None,
     n_workers: int,
@@ -65,28 +64,22 @@ def register_workers(
     update: NamedUpdate | None = None,
     visits: Visits | None = None,
 ) -> tuple[SimulatedReplicas | None, EpochSource | None]:
-    """Give the servers the task's parameters; returns its replicas and its data, if there is one.
-
-    Each server has a shard of the parameters; the first deals the mini-batches.
+    """Give the server the task's parameters; returns its replicas and its data, if there is one.
 
     Raises:
-        UserError: if the task has fewer parameters than there are servers, or workers cannot draw
-            from shards of the data.
+        UserError: if workers cannot draw from shards of the data.
     """
     if task is None or optimizer is None:
-        for server in servers:
-            server.adopt(None, IdleOptimizers())
+        server.adopt(None, IdleOptimizers())
         return None, None
-    holds = servers[0].requirements.holds
-    layouts = layouts_of(task.parameters(), len(servers))
-    stores = [Store(layout, n_workers, True, holding=holds) for layout in layouts]
-    fresh = servers[0].requirements.whole_rounds
-    replicas = SimulatedReplicas(task, optimizer, stores, exchange, update, fresh)
-    for server, shard in zip(servers, replicas.shards, strict=True):
-        server.adopt(shard.store, shard.optimizers)
+    wants = server.requirements
+    layout = Layout.of((str(number), value) for number, value in enumerate(task.parameters()))
+    store = Store(layout, n_workers, True, holding=wants.holds)
+    replicas = SimulatedReplicas(task, optimizer, store, exchange, update, wants.whole_rounds)
+    server.adopt(store, replicas.optimizers)
     if not isinstance(task, TrainingTask):
         return replicas, None
-    return replicas, EpochSource(task, servers[0], replicas, visits)
+    return replicas, EpochSource(task, server, replicas, visits)
 
 
 class EpochSource:

@@ -6,22 +6,16 @@ with the parameters, the same back; a request without data takes the latency. Co
 workers with their own parameters have their real size, after encoding. Links are independent. With
 ``server_bandwidth`` the server's link is a FIFO queue in each direction. Sending does not overlap
 with computing. Decisions take no time.
-
-With several shards each has its own server and its own links with these figures; a worker continues
-after the last answer. If message delays vary, pushes of several workers reach the shards in
-different orders.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from random import Random
 from typing import Annotated
 
 from hybridtrain.protocol.messages import Visits
-from hybridtrain.util.option_types import FILLED, Checked, Natural, NotNegative, Range
+from hybridtrain.util.option_types import Checked, Natural, NotNegative, Range
 from hybridtrain.worlds.virtual.script import Script
 
 INWARDS, OUTWARDS = 0, 1
@@ -39,8 +33,6 @@ class Network(Checked):
         bandwidth: bytes per second of each worker's link.
         server_bandwidth: bytes per second of the server's link, shared by all.
         size_bytes: of a gradient, and of the parameters.
-        shards: additional seconds per message, one way, of each shard; the mean of an exponential
-            distribution, drawn for each message.
 
     Raises:
         UserError: if a value is negative, or a bandwidth is zero.
@@ -50,37 +42,19 @@ class Network(Checked):
     bandwidth: Bandwidth = math.inf
     server_bandwidth: Bandwidth = math.inf
     size_bytes: Natural = 0
-    shards: Annotated[tuple[NotNegative, ...], FILLED] = (0.0,)
     prefix = "network."
-
-    def links(self, shares: Sequence[float], n_workers: int, seed: int) -> list[Links]:
-        """The links to each shard; ``shares``: of the parameters, per shard."""
-        made = []
-        for shard, (mean_s, share) in enumerate(zip(self.shards, shares, strict=True)):
-            drawn = [Random(f"{seed}/{shard}/{worker}") for worker in range(n_workers)]
-            made.append(Links(self, share * self.size_bytes, mean_s, drawn))
-        return made
 
 
 class Links:
-    """The equal links between the workers and one server.
-
-    Args:
-        network: latency and bandwidths.
-        n_bytes: of a gradient, and of the parameters.
-        mean_s: mean additional time of a message.
-        drawn: random numbers of each worker.
+    """The equal links between the workers and the server.
 
     ``loaded_s``: time of a gradient on a worker's link; ``passing_s``: on the server's link;
     ``latency_s``: time of a request without data.
     """
 
-    def __init__(
-        self, network: Network, n_bytes: float, mean_s: float, drawn: list[Random]
-    ) -> None:
-        self._network, self._drawn, self.mean_s = network, drawn, mean_s
-        self.latency_s = network.latency_s
-        self.loaded_s, self.passing_s = self.loads_s(n_bytes)
+    def __init__(self, network: Network) -> None:
+        self._network, self.latency_s = network, network.latency_s
+        self.loaded_s, self.passing_s = self.loads_s(network.size_bytes)
         self._busy_s = [0.0, 0.0]
         self._inside: set[int] = set()  # workers whose gradient passes the server's link
 
@@ -89,14 +63,13 @@ class Links:
         own_s = self.latency_s + n_bytes / self._network.bandwidth
         return own_s, n_bytes / self._network.server_bandwidth
 
-    def back_s(self, worker: int, now_s: float, loaded: bool) -> float:
+    def back_s(self, now_s: float, loaded: bool) -> float:
         """Arrival time of a release that is sent now; ``loaded``: with parameters."""
         if not loaded:
             return now_s + self.latency_s
         passing_s = self.passing_s
         sent_s = self.passed_s(OUTWARDS, now_s, passing_s) if passing_s else now_s
-        at_s = sent_s + self.loaded_s
-        return at_s + self.delay_s(worker) if self.mean_s else at_s
+        return sent_s + self.loaded_s
 
     def enters_s(self, worker: int, now_s: float, passing_s: float) -> float | None:
         """When the gradient, now at the server's link, has passed it; ``None``: it just has."""
@@ -109,10 +82,6 @@ class Links:
     def forget(self, worker: int) -> None:
         """Drop the worker's gradient on the server's link."""
         self._inside.discard(worker)
-
-    def delay_s(self, worker: int) -> float:
-        """Additional time of the worker's next message."""
-        return self._drawn[worker].expovariate(1 / self.mean_s) if self.mean_s else 0.0
 
     def passed_s(self, way: int, now_s: float, passing_s: float) -> float:
         """When data that enter the server's link now have passed it."""

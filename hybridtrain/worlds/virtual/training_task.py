@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,11 +16,12 @@ from hybridtrain.exchanges import Await, Exchange, Leaving, LocalExchange
 from hybridtrain.exchanges.compression import Compressor
 from hybridtrain.memory import Store
 from hybridtrain.protocol.messages import Clip, DrawnBatch, Push
+from hybridtrain.updates import Optimizers, build_update
 from hybridtrain.updates.groups import Groups
 from hybridtrain.updates.named import NamedUpdate, update_of
 from hybridtrain.updates.per_tensor import clip_gradients
+from hybridtrain.updates.thread_pool import Pool
 from hybridtrain.worker.local_steps import LocalSteps
-from hybridtrain.worlds.virtual.sharding import shards_of
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -138,7 +138,7 @@ class SimulatedReplicas:
     Args:
         task: computes gradients.
         make_optimizer: makes the user's optimizer for the task's parameters.
-        stores: masters and W rows of each shard of the parameters.
+        store: masters and W rows.
         exchange: the workers' exchange.
         update: the masters' optimizer; by default the exchange's.
         fresh: the masters do not move while a worker computes.
@@ -148,28 +148,26 @@ class SimulatedReplicas:
         self,
         task: Task,
         make_optimizer: MakeOptimizer,
-        stores: Sequence[Store],
+        store: Store,
         exchange: Exchange,
         update: NamedUpdate | None = None,
         fresh: bool = True,
     ) -> None:
-        self.task, self._stores = task, stores
-        self._places = [(store, slot) for store in stores for slot in store.layout.slots]
-        for (store, slot), value in zip(self._places, task.parameters(), strict=True):
+        self.task, self._store, self._slots = task, store, store.layout.slots
+        for slot, value in zip(self._slots, task.parameters(), strict=True):
             store.master(slot).copy_(value)
-        masters = [torch.nn.Parameter(store.master(slot)) for store, slot in self._places]
+        masters = [torch.nn.Parameter(store.master(slot)) for slot in self._slots]
         self._users, self._update = make_optimizer(masters), update_of(exchange, update)
-        optimizer = self._update.over(self._users)
-        self.shards = shards_of(optimizer, masters, stores, self._update.merge)
-        workers = range(stores[0].n_workers)
-        for store, worker in product(stores, workers):
+        optimizer, pool = self._update.over(self._users), Pool(1)
+        number_of = {id(master): number for number, master in enumerate(masters)}
+        numbers = [number_of[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        made = build_update(optimizer, numbers, store, pool, self._update.merge)
+        self.optimizers = Optimizers([made], store, pool)
+        workers = range(store.n_workers)
+        for worker in workers:
             store.refresh(worker)
-        self._gradients = [
-            [store.gradient(worker, slot) for store, slot in self._places] for worker in workers
-        ]
-        self._copies = [
-            [store.parameter(worker, slot) for store, slot in self._places] for worker in workers
-        ]
+        self._gradients = [[store.gradient(w, slot) for slot in self._slots] for w in workers]
+        self._copies = [[store.parameter(w, slot) for slot in self._slots] for w in workers]
         self._make_optimizer, self._fresh = make_optimizer, fresh
         self._workers: list[SimulatedWorker] = []
         self._compressors: list[Compressor] = []
@@ -194,16 +192,6 @@ class SimulatedReplicas:
         return SimulatedWorker(worker, len(self._copies), masters, make, exchange, self._fresh)
 
     @property
-    def shares(self) -> list[float]:
-        """Each shard's share of the elements."""
-        sizes = [sum(slot.numel for slot in shard.store.layout.slots) for shard in self.shards]
-        return [size / sum(sizes) for size in sizes]
-
-    def part(self, shard: int, push: Push) -> Push:
-        """This shard's part of a push."""
-        return push if len(self.shards) == 1 else self.shards[shard].part(push)
-
-    @property
     def train_alone(self) -> bool:
         """Whether workers step their own parameters."""
         return bool(self._workers)
@@ -218,18 +206,12 @@ class SimulatedReplicas:
         """The loss of the last mini-batch, if the task knows it."""
         return self.task.loss if isinstance(self.task, TrainingTask) else None
 
-    def bytes_of(self, shard: int, part: Push) -> int:
-        """Size of a push to this shard."""
-        if part.encoded is not None or part.weight <= 0:
-            return part.encoded or 0
-        one = self.shards[shard]
-        first, alone = one.numbers.start, self._workers
-        trained = set(alone[0].numbers if alone else range(len(self._places)))
-        slots = [
-            slot
-            for number, slot in enumerate(one.store.layout.slots)
-            if number + first in trained and number not in part.absent
-        ]
+    def bytes_of(self, push: Push) -> int:
+        """Size of a push."""
+        if push.encoded is not None or push.weight <= 0:
+            return push.encoded or 0
+        trained = self._workers[0].numbers if self._workers else range(len(self._slots))
+        slots = [self._slots[number] for number in trained if number not in push.absent]
         return sum(slot.numel * slot.dtype.itemsize for slot in slots)
 
     def compute(self, worker: int, push: Push) -> Push | Await | None:
@@ -241,7 +223,7 @@ class SimulatedReplicas:
             clip = self.task.clip if isinstance(self.task, TrainingTask) else None
             return self._offered(worker, own, own.advance(gradients, push.weight, clip))
         gradients = self.task.gradient(worker, self._copies[worker])
-        push = self._into_row(push, worker, range(len(self._places)), gradients)
+        push = self._into_row(push, worker, range(len(self._slots)), gradients)
         if isinstance(self.task, TrainingTask):
             return replace(push, loss=self.task.loss, clip=self.task.clip)
         return push
@@ -262,11 +244,9 @@ class SimulatedReplicas:
 
     def join(self, worker: int) -> None:
         """The worker begins with the current masters."""
-        for store in self._stores if self._workers else ():
-            store.refresh(worker)
         if self._workers:
-            own = self._workers[worker]
-            own.begin()
+            self._store.refresh(worker)
+            self._workers[worker].begin()
 
     def take(self, worker: int) -> Push | Await | None:
         """The server has released the worker; returns its next push, if it follows at once."""
@@ -315,7 +295,7 @@ class SimulatedReplicas:
             there = {n: v for n, v in zip(numbers, values, strict=True) if v is not None}
             encoded = self._compressors[worker].encode(there)
         if encoded is not None:
-            self._stores[0].front(worker)[: len(encoded)].copy_(encoded)
+            self._store.front(worker)[: len(encoded)].copy_(encoded)
             return replace(push, absent=_absent(numbers, values), encoded=len(encoded))
         for number, value in zip(numbers, values, strict=True):
             row = self._gradients[worker][number]
@@ -324,7 +304,7 @@ class SimulatedReplicas:
 
     def masters(self) -> list[torch.Tensor]:
         """Copies of the master parameters."""
-        return [store.master(slot).clone() for store, slot in self._places]
+        return [self._store.master(slot).clone() for slot in self._slots]
 
 
 def _absent(numbers: Sequence[int], values: Sequence[torch.Tensor | None]) -> tuple[int, ...]:

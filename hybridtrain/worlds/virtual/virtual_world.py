@@ -19,7 +19,6 @@ import math
 import sys
 from collections import deque
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -45,28 +44,27 @@ from hybridtrain.server.server import Server
 from hybridtrain.updates.named import NamedUpdate
 from hybridtrain.updates.staleness import Correction
 from hybridtrain.worlds.virtual.epoch_source import register_workers
-from hybridtrain.worlds.virtual.network import Conditions
+from hybridtrain.worlds.virtual.network import Conditions, Links
 from hybridtrain.worlds.virtual.script import Dies, Joins
 from hybridtrain.worlds.virtual.service_times import Times
-from hybridtrain.worlds.virtual.sharding import Answers, check_shards, first_timer, servers_of
 from hybridtrain.worlds.virtual.training_task import MakeOptimizer, Task
 
 Point = tuple[float, float, float]  # time, figure, bytes
 
 
 class MessageArrival(NamedTuple):
-    """A worker's message reaches a server."""
+    """A worker's message reaches the server."""
 
     said: Push | Begin | Gather
 
 
 class Free(NamedTuple):
-    """A server has made an update, or handled an event that waited for one."""
+    """The server has made an update, or handled an event that waited for one."""
 
 
 @dataclass(slots=True)
 class BusyServer:
-    """Replies and further events of a server, held until its update has ended.
+    """Replies and further events of the server, held until its update has ended.
 
     Args:
         replies: to be sent at the end of the update; ``None`` once that has ended.
@@ -84,10 +82,10 @@ class BusyServer:
         self.waiting = deque(kept)
 
 
-# Time, worker, number of its activity (events of older ones are ignored), shard, and event; a plain
-# push: the worker has computed it. Events of the script have negative numbers in place of the
+# Time, worker, number of its activity (events of older ones are ignored), and event; a plain push:
+# the worker has computed it. Events of the script have negative numbers in place of the
 # worker's, so that they come first; ends of updates the least.
-Due = tuple[float, int, int, int, Push | MessageArrival | Dies | Joins | Free]
+Due = tuple[float, int, int, Push | MessageArrival | Dies | Joins | Free]
 A_SERVER = -sys.maxsize
 
 
@@ -180,7 +178,7 @@ class ComputingOn:
 
 
 class VirtualWorld:
-    """Simulates W workers and their servers.
+    """Simulates W workers and their server.
 
     Args:
         policy: decides when gradients are applied.
@@ -213,44 +211,36 @@ class VirtualWorld:
         exchange: Exchange | None = None,
         update: NamedUpdate | None = None,
     ) -> None:
-        self.now_s = self._heard_s = 0.0  # and the time of the servers' last event
+        self.now_s = self._heard_s = 0.0  # and the time of the server's last event
         self.events = 0  # gradients that have reached the server
         self.epochs = 0  # completed by all workers
         self.interrupted = 0  # mini-batches that were interrupted
         self.network_s = 0.0  # time of messages, summed over workers
         self.curve = Curve()  # of the losses, if the task has any
-        self._handling: tuple[Server, float, int] | None = None  # time of the event, and version
+        self._handling: tuple[float, int] | None = None  # time of the event, and version
         exchange = exchange or exchange_of(policy)
         self._under = conditions or Conditions()
-        n_shards = len(self._under.network.shards)
         merge = None if update is None else update.merge
-        make = partial(
-            Server, n_workers=n_workers, clock=self._clock, exchange=exchange, merge=merge
-        )
-        self.servers = servers_of(make, policy, correction, n_shards)
-        self.server = self.servers[0]  # which coordinates
-        check_shards(self.server.requirements, task, exchange, n_shards)
+        given = {"correction": correction, "exchange": exchange, "merge": merge}
+        self.server = Server(policy, n_workers, clock=self._clock, **given)
         self._contribution = Push(0, float(batch_size))
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
         self._turns = self.server.requirements.takes_turns
         self._replicas, self._source = register_workers(
-            self.servers, task, optimizer, n_workers, exchange, update, self._under.visits
+            self.server, task, optimizer, n_workers, exchange, update, self._under.visits
         )
         self._alone = self._replicas is not None and self._replicas.train_alone
         self._varies = self._replicas is not None and self._replicas.varies
         self._at_once = self._source is None and not self._turns
-        shares = self._replicas.shares if self._replicas else [1 / n_shards] * n_shards
-        self._links = self._under.network.links(shares, n_workers, seed)
-        near = self._replicas is None or not self._links[0].loaded_s
-        self._direct = n_shards == 1 and near and not self._links[0].mean_s  # pushes take no time
+        self._links = Links(self._under.network)
+        self._direct = self._replicas is None or not self._links.loaded_s  # pushes take no time
         self._start(n_workers)
 
     def _start(self, n_workers: int) -> None:
         """All workers but the absent ones begin to compute at time 0."""
         self._doing = [0] * n_workers  # number of the worker's activity
-        self._answers = [Answers(len(self.servers)) for _ in range(n_workers)]
-        self._version = 0  # updates that the first server has completed
-        self._busy: dict[int, BusyServer] = {}  # by shard: servers that make an update
+        self._version = 0  # updates that the server has completed
+        self._busy: BusyServer | None = None  # while it makes an update
         self._update_s = self._under.update_s
         self._interrupts = self._under.interrupt and self.server.requirements.drops_late
         self._on_its_own = ComputingOn()
@@ -262,11 +252,10 @@ class VirtualWorld:
         script = self._under.script
         self._finish = script.finishes(n_workers)
         comings, absent = script.comings, script.absent()
-        self._due: list[Due] = [(x.at_s, n - len(comings), 0, 0, x) for n, x in enumerate(comings)]
-        for server in self.servers:
-            server.statistics.start()
+        self._due: list[Due] = [(x.at_s, n - len(comings), 0, x) for n, x in enumerate(comings)]
+        self.server.statistics.start()
         for worker in sorted(absent):
-            self._tell(Removed(worker))
+            self._on(Removed(worker))
         for worker in range(n_workers):
             if worker not in absent:
                 self._go_on(worker, self.now_s)
@@ -298,7 +287,13 @@ class VirtualWorld:
 
     def _next_s(self) -> float:
         due_s = self._due[0][0] if self._due else math.inf
-        return min(first_timer(self.servers, self._busy)[0], due_s)
+        return min(self._wake_s, due_s)
+
+    @property
+    def _wake_s(self) -> float:
+        """When the policy's timer is due; a server that makes an update does not hear it."""
+        wake_s = None if self._busy else self.server.wake_at_s
+        return math.inf if wake_s is None else wake_s
 
     def _step(self) -> None:
         """Handle the next event, and its consequences for schedules and interrupts."""
@@ -311,15 +306,15 @@ class VirtualWorld:
                 self._interrupt()
 
     def _happens(self) -> None:
-        wake_s, shard = first_timer(self.servers, self._busy)
+        wake_s = self._wake_s
         due_s, foresees = self._due[0][0] if self._due else math.inf, self._under.foresight
         if wake_s < due_s or (wake_s == due_s < math.inf and not foresees):
             self.now_s = self._heard_s if foresees else max(self.now_s, wake_s)
-            self._on(shard, TimerExpired())
+            self._on(TimerExpired())
             return
         if not self._due:
             raise UserError("nobody is left who computes: all workers have died, or wait for ever")
-        at_s, worker, number, shard, what = heapq.heappop(self._due)
+        at_s, worker, number, what = heapq.heappop(self._due)
         if worker >= 0 and number not in (self._doing[worker], self._on_its_own.number(worker)):
             return  # the activity was interrupted, or the worker has died
         self.now_s = at_s
@@ -327,9 +322,9 @@ class VirtualWorld:
             case Push():
                 self._end_mini_batch(worker, what)
             case MessageArrival():
-                self._arrive(worker, shard, what.said)
+                self._arrive(worker, what.said)
             case Free():
-                self._free(shard)
+                self._free()
             case Dies():
                 self._die(what.worker)
             case Joins():
@@ -341,33 +336,25 @@ class VirtualWorld:
         self._work.pop(worker, None)
         self._asked.discard(worker)
         self._on_its_own.forget(worker)
-        for links in self._links:
-            links.forget(worker)
-        for busy in self._busy.values():
-            busy.forget(worker)
+        self._links.forget(worker)
+        if self._busy is not None:
+            self._busy.forget(worker)
         if self._replicas is not None:
             self._replicas.lose(worker)
-        self._tell(Removed(worker))
+        self._on(Removed(worker))
 
     def _join(self, worker: int) -> None:
         if self._source is not None:
             self._source.admit(worker)
         if self._replicas is not None:
             self._replicas.join(worker)
-        self._admit(worker)
+        self._on(Admitted(worker))
 
     # ---- workers --------------------------------------------------------------------------------
 
-    def _released(self, worker: int, shard: int) -> None:
-        """This server has released the worker; send it the parameters."""
-        loaded = not self._turns or worker in self._asked
-        at_s = self._links[shard].back_s(worker, self.now_s, loaded)
-        if len(self.servers) > 1:
-            answers = self._answers[worker]
-            if not answers.all_there(shard, self.now_s, at_s):
-                return
-            self.network_s += self.now_s - answers.first_s
-            at_s = answers.at_s
+    def _released(self, worker: int) -> None:
+        """The server has released the worker; send it the parameters."""
+        at_s = self._links.back_s(self.now_s, not self._turns or worker in self._asked)
         if self._on_its_own.number(worker) is not None:
             if self._on_its_own.answered(worker, at_s):
                 self._take(worker)
@@ -395,7 +382,7 @@ class VirtualWorld:
         if made is not None:
             said = made if self._source is None else self._source.told(made)
             later = self._on_its_own.offers(worker, said)
-            self._arrive(worker, 0, said) if at_once else self._say(worker, said, at_s)
+            self._arrive(worker, said) if at_once else self._say(worker, said, at_s)
             if not later:
                 return
         self._work.pop(worker, None)
@@ -432,13 +419,13 @@ class VirtualWorld:
         end_s = begin_s + work_s
         if worker in self._finish:
             end_s = self._finish[worker](begin_s, work_s)
-        loaded_s = 0.0 if self._varies else self._links[0].loaded_s  # else counted when it pushes
+        loaded_s = 0.0 if self._varies else self._links.loaded_s  # else counted when it pushes
         self.network_s += begin_s - self.now_s + loaded_s
         if self._interrupts:
             self._read[worker] = self._version
         number = self._doing[worker] = self._doing[worker] + 1
-        at_s = end_s + self._links[0].loaded_s if self._direct else end_s
-        heapq.heappush(self._due, (at_s, worker, number, 0, push))
+        at_s = end_s + self._links.loaded_s if self._direct else end_s
+        heapq.heappush(self._due, (at_s, worker, number, push))
 
     def _end_mini_batch(self, worker: int, push: Push) -> None:
         """The worker has ended its mini-batch, and pushes."""
@@ -447,128 +434,110 @@ class VirtualWorld:
             made = replicas.compute(worker, push)
             loss = made.loss if isinstance(made, Push) else replicas.loss
             if loss is not None:
-                self.curve.add(self.now_s, loss, sum(s.statistics.sent_bytes for s in self.servers))
+                self.curve.add(self.now_s, loss, self.server.statistics.sent_bytes)
         self.events += self._alone
         self._leaves(worker, made, self.now_s, at_once=self._direct)
 
     def _say(self, worker: int, said: Push | Begin | Gather, at_s: float) -> None:
-        """At ``at_s`` the worker sends each server its part; a new activity begins."""
+        """At ``at_s`` the worker sends a message; a new activity begins."""
         if (number := self._on_its_own.number(worker)) is None:
             number = self._doing[worker] = self._doing[worker] + 1
-        self._answers[worker].expect()
-        for shard, links in enumerate(self._links):
-            part, way_s = said, links.latency_s
-            if isinstance(said, Push):
-                part = said if self._replicas is None else self._replicas.part(shard, said)
-                way_s, delay_s = self._loads_s(shard, part)[0], links.delay_s(worker)
-                self.network_s += (way_s * self._varies + delay_s) if shard == 0 else 0.0
-                way_s += delay_s
-            heapq.heappush(self._due, (at_s + way_s, worker, number, shard, MessageArrival(part)))
+        way_s = self._links.latency_s
+        if isinstance(said, Push):
+            way_s = self._loads_s(said)[0]
+            self.network_s += way_s * self._varies
+        heapq.heappush(self._due, (at_s + way_s, worker, number, MessageArrival(said)))
 
-    def _loads_s(self, shard: int, part: Push) -> tuple[float, float]:
-        """Time of the part on the worker's link, and on the server's."""
-        links = self._links[shard]
+    def _loads_s(self, push: Push) -> tuple[float, float]:
+        """Time of a push on the worker's link, and on the server's."""
         if self._replicas is None or not self._varies:
-            return links.loaded_s, links.passing_s
-        return links.loads_s(self._replicas.bytes_of(shard, part))
+            return self._links.loaded_s, self._links.passing_s
+        return self._links.loads_s(self._replicas.bytes_of(push))
 
-    def _arrive(self, worker: int, shard: int, said: Push | Begin | Gather) -> None:
+    def _arrive(self, worker: int, said: Push | Begin | Gather) -> None:
         """A message has passed the worker's link; it may queue for the server's link."""
         if isinstance(said, Push):
-            passing_s = self._loads_s(shard, said)[1]
-            through_s = self._links[shard].enters_s(worker, self.now_s, passing_s)
+            through_s = self._links.enters_s(worker, self.now_s, self._loads_s(said)[1])
             if through_s is not None:
-                self.network_s += through_s - self.now_s if shard == 0 else 0.0
+                self.network_s += through_s - self.now_s
                 number = self._on_its_own.number(worker) or self._doing[worker]
-                heapq.heappush(self._due, (through_s, worker, number, shard, MessageArrival(said)))
+                heapq.heappush(self._due, (through_s, worker, number, MessageArrival(said)))
                 return
-            if shard == 0:
-                self.events += not self._alone
-                self._read.pop(worker, None)
-                if not said.later:
-                    self._work.pop(worker, None)
+            self.events += not self._alone
+            self._read.pop(worker, None)
+            if not said.later:
+                self._work.pop(worker, None)
         elif isinstance(said, Gather):
-            self.servers[shard].statistics.waits(worker)
-        self._on(shard, Received(worker, said))
+            self.server.statistics.waits(worker)
+        self._on(Received(worker, said))
 
-    # ---- servers --------------------------------------------------------------------------------
-
-    def _tell(self, event: Event) -> None:
-        """Pass the event to all servers."""
-        for shard in range(len(self.servers)):
-            self._on(shard, event)
-
-    def _admit(self, worker: int) -> None:
-        """The worker begins with the newest parameters."""
-        self._answers[worker].expect()
-        self._tell(Admitted(worker))
+    # ---- the server -----------------------------------------------------------------------------
 
     def _clock(self) -> float:
-        """The servers' clock: the time of arrival of an event, then of the end of its update."""
+        """The server's clock: the time of arrival of an event, then of the end of its update."""
         if self._handling is None:
             return self.now_s
-        server, told_s, version = self._handling
-        made = server.statistics.version - version
+        told_s, version = self._handling
+        made = self.server.statistics.version - version
         return self.now_s + made * self._update_s if made else told_s
 
-    def _on(self, shard: int, event: Event) -> None:
+    def _on(self, event: Event) -> None:
         """The server handles the event, now or when it has made its update."""
-        if (busy := self._busy.get(shard)) is not None:
-            busy.waiting.append((self.now_s, event))
+        if self._busy is not None:
+            self._busy.waiting.append((self.now_s, event))
         else:
-            self._handle(shard, event, self.now_s)
+            self._handle(event, self.now_s)
 
-    def _handle(self, shard: int, event: Event, told_s: float) -> None:
+    def _handle(self, event: Event, told_s: float) -> None:
         """The server handles the event, and sends its replies when it has made the updates."""
-        server, self._heard_s = self.servers[shard], self.now_s
+        server, self._heard_s = self.server, self.now_s
         before = server.statistics.version
-        self._handling = (server, told_s, before) if self._update_s else None
+        self._handling = (told_s, before) if self._update_s else None
         replies = server.on(event)
         self._handling = None
         end_s = self.now_s + self._update_s * (server.statistics.version - before)
         if end_s == self.now_s:
-            self._answer(shard, replies)
+            self._answer(replies)
             return
-        self._busy.setdefault(shard, BusyServer()).replies = replies
-        heapq.heappush(self._due, (end_s, A_SERVER, 0, shard, Free()))
+        self._busy = self._busy or BusyServer()
+        self._busy.replies = replies
+        heapq.heappush(self._due, (end_s, A_SERVER, 0, Free()))
 
-    def _free(self, shard: int) -> None:
+    def _free(self) -> None:
         """An update has ended, or the server is free for the next event that waits."""
-        busy = self._busy[shard]
+        busy = self._busy
+        assert busy is not None, "it makes an update"
         if busy.replies is not None:
             replies, busy.replies = busy.replies, None
-            self._answer(shard, replies)
+            self._answer(replies)
         elif busy.waiting:
             told_s, event = busy.waiting.popleft()
-            self._handle(shard, event, told_s)
-        if self._busy[shard].replies is not None:
+            self._handle(event, told_s)
+        if busy.replies is not None:
             return  # it makes another update
         if busy.waiting:
-            heapq.heappush(self._due, (self.now_s, A_SERVER, 0, shard, Free()))
+            heapq.heappush(self._due, (self.now_s, A_SERVER, 0, Free()))
         else:
-            del self._busy[shard]
+            self._busy = None
 
-    def _answer(self, shard: int, replies: Replies) -> None:
+    def _answer(self, replies: Replies) -> None:
         """Send the server's replies."""
-        if shard == 0:
-            self._version = self.server.statistics.version
+        self._version = self.server.statistics.version
         for worker, reply in replies:
             if isinstance(reply, Released):
-                self._released(worker, shard)
+                self._released(worker)
             elif isinstance(reply, Gathered):
-                self._gathered(worker, shard, reply)
+                self._gathered(worker, reply)
             elif isinstance(reply, Refused):
                 raise UserError(reply.reason)
 
-    def _gathered(self, worker: int, shard: int, reply: Gathered) -> None:
-        """All workers have met at this server; after the last, the worker begins the next epoch."""
-        if not self._answers[worker].all_there(shard, self.now_s, self.now_s):
-            return
+    def _gathered(self, worker: int, reply: Gathered) -> None:
+        """All workers have met; the worker begins the next epoch with the newest parameters."""
         if self._source is not None and reply is not self._met:
             self._met = reply
             self._source.meet()
             self.epochs += 1
-        self._admit(worker)
+        self._on(Admitted(worker))
 
     def _interrupt(self) -> None:
         """Workers whose gradients would be dropped begin anew, with the newest parameters."""
@@ -576,5 +545,5 @@ class VirtualWorld:
             self.interrupted += 1
             self._doing[worker] += 1
             del self._read[worker]
-            self._links[0].forget(worker)
-            self._admit(worker)
+            self._links.forget(worker)
+            self._on(Admitted(worker))
