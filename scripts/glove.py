@@ -29,8 +29,7 @@ from words import Clock
 
 import hybridtrain  # noqa: F401  (registers the strategies)
 from hybridtrain.cli.quiet import hush, hush_lightning
-from hybridtrain.tasks.words.cooccurrences import ENTRY, Entries, count_cooccurrences
-from hybridtrain.tasks.words.glove import Cooccurrences, GloVe
+from hybridtrain.tasks.words.glove import ENTRY, Cooccurrences, Entries, GloVe, count_cooccurrences
 from hybridtrain.tasks.words.word_kernels import glove_steps
 
 X_MAX, ALPHA, RATE = 100.0, 0.75, 0.05

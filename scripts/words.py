@@ -33,10 +33,8 @@ from gensim.test.utils import datapath
 
 import hybridtrain  # noqa: F401  (registers the strategies)
 from hybridtrain.cli.quiet import hush, hush_lightning
-from hybridtrain.tasks.words.questions import KnownWords
-from hybridtrain.tasks.words.text_data import TextData, TextFiles
-from hybridtrain.tasks.words.vector_files import Vectors
-from hybridtrain.tasks.words.vocabulary import Vocabulary, count
+from hybridtrain.tasks.words.questions import KnownWords, Vectors
+from hybridtrain.tasks.words.text_data import TextData, TextFiles, Vocabulary, count
 from hybridtrain.tasks.words.word2vec import Word2Vec
 
 RATE, MIN_RATE, WINDOW = 0.025, 1e-4, 5

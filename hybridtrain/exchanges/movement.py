@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -26,31 +26,6 @@ FIRST_DECAY = "first_decay"
 At = int | Literal["first_decay"]
 
 
-class Interval(Protocol):
-    """Says how many steps there are between two exchanges; one for each worker."""
-
-    @property
-    def usual(self) -> int:
-        """Steps between two exchanges, of an average worker, in the end."""
-        ...
-
-    def check(self, n_workers: int, whole_rounds: bool) -> None:
-        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
-        ...
-
-    def length(self, local: Local) -> int:
-        """Asked once after each step of this worker: steps between its exchanges, as of now."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """What it remembers."""
-        ...
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
-        ...
-
-
 @dataclass
 class Fixed:
     """So many steps for each worker, or one number for all.
@@ -63,9 +38,11 @@ class Fixed:
 
     @property
     def usual(self) -> int:
+        """Steps between two exchanges, of an average worker, in the end."""
         return max(round(sum(self.lengths) / len(self.lengths)), 1)
 
     def check(self, n_workers: int, whole_rounds: bool) -> None:
+        """Raises ``UserError`` if it makes no sense for so many workers under such a policy."""
         if self.said is not None and len(self.lengths) != n_workers:
             raise UserError(
                 f"{self.said} was given, but there are {n_workers} workers; give a number for "
@@ -79,9 +56,11 @@ class Fixed:
             )
 
     def length(self, local: Local) -> int:
+        """Asked once after each step of this worker: steps between its exchanges, as of now."""
         return self.lengths[0 if self.said is None else local.worker]
 
     def state(self) -> dict[str, Any]:
+        """What it remembers."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -126,6 +105,9 @@ class Later:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._steps, self._highest = state["steps"], state["highest"]
         self._over = state["over"]
+
+
+Interval = Fixed | Later
 
 
 def interval(given: Every) -> Interval:

@@ -25,8 +25,7 @@ from hybridtrain.lightning.checkpointing.slurm_requeue import Warned, listen, wa
 from hybridtrain.lightning.failover.rejoin import MEMORY, Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
 from hybridtrain.lightning.failover.worker_end import end_worker, report_failure, take_turn_saving
-from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
-from hybridtrain.lightning.fault_injection.in_worker import inject
+from hybridtrain.lightning.fault_injection.in_worker import inject, interrupt_updates
 from hybridtrain.lightning.hooks.lean_hooks import be_lean, take_for_an_error
 from hybridtrain.lightning.hooks.trainer_hooks import (
     GlobalState,
@@ -40,16 +39,16 @@ from hybridtrain.lightning.preflight.strategy_checks import (
     check_correction,
     check_lock_free,
     check_own_parameters,
+    check_parameters,
+    check_trainer,
 )
-from hybridtrain.lightning.preflight.trainer_checks import check_parameters, check_trainer
 from hybridtrain.lightning.replay.run_record import Runner, serving
 from hybridtrain.lightning.results.logger_state import logger_states, logs_open
 from hybridtrain.lightning.results.worker_result import pack, save_finished, unpack
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.lightning.step_profiler import WorkerWatch, leave_profile, watch_worker
 from hybridtrain.memory.scratch_file import Scratch
-from hybridtrain.monitoring.stragglers import SlowReport
-from hybridtrain.monitoring.watchdog import Watchdog, to_stderr
+from hybridtrain.monitoring.watchdog import SlowReport, Watchdog, to_stderr
 from hybridtrain.options.strategy_arguments import check_sizes
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.recovery.failure_policy import Judge

@@ -27,8 +27,7 @@ from hybridtrain.lightning.hooks.trainer_hooks import MODULE
 from hybridtrain.lightning.run_context import context_of, strategy_of
 from hybridtrain.profiling import Phase, Track, follow, timed
 from hybridtrain.profiling.profile_report import Report
-from hybridtrain.profiling.server_profile import ServerWatch
-from hybridtrain.profiling.time_spans import LIMIT, phase_of, short_name
+from hybridtrain.profiling.time_spans import LIMIT, ServerWatch, phase_of, short_name
 from hybridtrain.util.option_types import Positive, typed
 from hybridtrain.worker.client import Client
 from hybridtrain.worlds.local.cleanup import removed_in_the_end

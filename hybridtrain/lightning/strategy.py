@@ -36,7 +36,7 @@ from hybridtrain.lightning.device_memory import DeviceMemory
 from hybridtrain.lightning.failover.lost_samples import LostSampleRedistribution, prepare_for_losses
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.failover.rng_mailbox import RngMailbox
-from hybridtrain.lightning.fault_injection.in_parent import Faults
+from hybridtrain.lightning.fault_injection.in_worker import Faults
 from hybridtrain.lightning.hooks.loop_hooks import has_ended_epoch, has_made_last_step
 from hybridtrain.lightning.hooks.points import Point, around, before
 from hybridtrain.lightning.hooks.trainer_hooks import dumper, layer_sync, plain_optimizer

@@ -13,7 +13,7 @@ from hybridtrain.lightning.data.epoch_state import EpochEvent
 from hybridtrain.lightning.hooks.loop_hooks import validation_seconds
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.preflight.strategy_checks import advise, advise_on_interval
-from hybridtrain.monitoring.heartbeat import Doing
+from hybridtrain.monitoring.hang_detector import Doing
 from hybridtrain.worker.client import Client
 
 if TYPE_CHECKING:

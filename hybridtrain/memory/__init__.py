@@ -1,8 +1,7 @@
 """Anonymous shared memory, and each parameter's place in it."""
 
-from hybridtrain.memory.aliasing import overlapping
 from hybridtrain.memory.arena import Arena
-from hybridtrain.memory.layout import Layout, Slot
+from hybridtrain.memory.layout import Layout, Slot, overlapping
 from hybridtrain.memory.sparse_rows import Packed, Rows, Table, pack, unpack
 from hybridtrain.memory.store import Store
 from hybridtrain.memory.worker_view import WorkerView, open_window

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -69,18 +69,6 @@ _ENTRY_BYTES = 8
 _OF_FILE, _SWAPPED, _PRESENT = 1, 2, 4
 
 
-class Pages(Protocol):
-    """The pages of one private mapping."""
-
-    def own(self) -> list[Run]:
-        """The pages written to since they were last dropped, in ascending order."""
-        ...
-
-    def drop(self, run: Run) -> None:
-        """Discard this process's writes to these pages: they show the shared memory again."""
-        ...
-
-
 class ProtectedPages:
     """Write-protected pages, by ``userfaultfd``.
 
@@ -117,6 +105,7 @@ class ProtectedPages:
         _control(self._faults, _PROTECT, "<QQQ", start, n_bytes, 1)
 
     def own(self) -> list[Run]:
+        """The pages written to since they were last dropped, in ascending order."""
         if (faults := _page_faults()) != self._looked_at:
             self._found, self._looked_at = self._look(), faults
         return list(self._found)
@@ -134,6 +123,7 @@ class ProtectedPages:
         return found
 
     def drop(self, run: Run) -> None:
+        """Discard this process's writes to these pages: they show the shared memory again."""
         start, n_bytes = run[0] * mmap.PAGESIZE, run[1] * mmap.PAGESIZE
         self._mapping.madvise(mmap.MADV_DONTNEED, start, n_bytes)
         self._mapping.madvise(_MADV_POPULATE_READ, start, n_bytes)
@@ -171,6 +161,9 @@ class MappedPages:
     def drop(self, run: Run) -> None:
         start, n_bytes = run[0] * mmap.PAGESIZE, run[1] * mmap.PAGESIZE
         self._mapping.madvise(mmap.MADV_DONTNEED, start, n_bytes)
+
+
+Pages = ProtectedPages | MappedPages
 
 
 def map_private(fd: int, start: int, n_bytes: int) -> mmap.mmap:
@@ -262,26 +255,6 @@ class _Span(NamedTuple):
     stop: int
 
 
-class WorkerView(Protocol):
-    """One worker's view of the parameters."""
-
-    def view(self, slot: Slot) -> torch.Tensor:
-        """The parameter in its own shape, in memory that only this worker writes to."""
-        ...
-
-    def written(self, slots: Sequence[Slot]) -> list[Slot]:
-        """The slots that this worker has changed since it last refreshed them."""
-        ...
-
-    def refresh(self, slots: Sequence[Slot]) -> None:
-        """Show the shared values of these again. Follows ``written``, with no write in between."""
-        ...
-
-    def follow(self, slots: Sequence[Slot]) -> None:
-        """From now on only these are refreshed; all others are this worker's own."""
-        ...
-
-
 def open_window(store: Store, worker: int) -> WorkerView:
     """The cheapest view that this system has; the masters where workers write to them."""
     if store.lock_free:
@@ -318,6 +291,7 @@ class CopyOnWrite:
         return _Span(first, first + slot.numel * slot.dtype.itemsize)
 
     def view(self, slot: Slot) -> torch.Tensor:
+        """The parameter in its own shape, in memory that only this worker writes to."""
         if slot.numel == 0:
             return slot.view(torch.empty(0, dtype=slot.dtype))
         start = self._at[slot].start
@@ -326,6 +300,7 @@ class CopyOnWrite:
         )
 
     def written(self, slots: Sequence[Slot]) -> list[Slot]:
+        """The slots that this worker has changed since it last refreshed them."""
         self._own = self._pages.own()
         if not self._own:
             return []
@@ -333,6 +308,7 @@ class CopyOnWrite:
         return [slot for slot in slots if slot in changed]
 
     def refresh(self, slots: Sequence[Slot]) -> None:
+        """Show the shared values of these again. Follows ``written``, with no write in between."""
         if not self._own:
             return
         mine = set(slots)
@@ -427,3 +403,6 @@ class Direct:
     def follow(self, slots: Sequence[Slot]) -> None:
         others = set(self._store.layout.slots) - set(slots)
         self._own = {slot: self.view(slot).clone() for slot in others}
+
+
+WorkerView = CopyOnWrite | Copied | Direct

@@ -6,15 +6,13 @@ clocks.
 
 from __future__ import annotations
 
+from hybridtrain.policies.basic import LockFree, NotTooLate, OnArrival, RoundRobin, WaitForAll
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.policies.grace import Grace
-from hybridtrain.policies.on_arrival import LockFree, NotTooLate, OnArrival
 from hybridtrain.policies.policy import Needs, Policy
 from hybridtrain.policies.registry import POLICIES, Spec, make_policy
-from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
-from hybridtrain.policies.wait_for_all import WaitForAll
 from hybridtrain.protocol.facts import (
     Accumulate,
     Apply,

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from hybridtrain.errors import UserError
+from hybridtrain.policies.basic import LockFree, NotTooLate, OnArrival, RoundRobin, WaitForAll
 from hybridtrain.policies.bounded_staleness import BoundedStaleness
 from hybridtrain.policies.first_k import Deadline, FirstK, Softsync
 from hybridtrain.policies.grace import Grace
-from hybridtrain.policies.on_arrival import LockFree, NotTooLate, OnArrival
 from hybridtrain.policies.policy import Policy
-from hybridtrain.policies.round_robin import RoundRobin
 from hybridtrain.policies.switch import Switch
-from hybridtrain.policies.wait_for_all import WaitForAll
 from hybridtrain.policies.warm_start import WarmStart
 from hybridtrain.util.option_types import Natural, NotNegative, Positive, choose
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hybridtrain.errors import UserError
-from hybridtrain.policies.on_arrival import LockFree
+from hybridtrain.policies.basic import LockFree
 from hybridtrain.policies.policy import Needs, Policy
 from hybridtrain.protocol.facts import (
     Accumulate,

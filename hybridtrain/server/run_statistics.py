@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from hybridtrain.policies.step_counts import StepCounts
+from hybridtrain.policies.bounded_staleness import StepCounts
 from hybridtrain.protocol.shared_round import MadeRounds
 
 

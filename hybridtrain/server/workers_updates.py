@@ -11,8 +11,7 @@ from contextlib import contextmanager
 
 from hybridtrain.memory import Store
 from hybridtrain.memory.arena import LentState
-from hybridtrain.protocol.kernel_lock import Frees
-from hybridtrain.protocol.locked_steps import LockedSteps
+from hybridtrain.protocol.locked_steps import Frees, LockedSteps
 from hybridtrain.protocol.shared_round import SharedRound
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.run_statistics import RunStatistics

@@ -6,22 +6,18 @@ The toy of Liu et al., *Asynchronous Local-SGD Training for Language Modeling*, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 
+from hybridtrain.tasks.digits import Batch, Classifier, MakeOptimizer
 from hybridtrain.util.option_types import Natural, NotNegative, Positive, typed
 
-MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
-Batch = Sequence[Tensor]  # points (B, D) fp32; classes (B,) int64
 
-
-class ClustersModule(pl.LightningModule):
+class ClustersModule(Classifier):
     """One hidden layer of rectified units.
 
     Args:
@@ -38,34 +34,8 @@ class ClustersModule(pl.LightningModule):
         hidden: int = 128,
         optimizer: MakeOptimizer = AdamW,
     ) -> None:
-        super().__init__()
-        self.make_optimizer = optimizer
-        self.net = nn.Sequential(
-            nn.Linear(dimensions, hidden), nn.ReLU(), nn.Linear(hidden, classes)
-        )
-
-    def forward(self, points: Tensor) -> Tensor:
-        """Logits (B, classes) of points (B, D)."""
-        return self.net(points)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean cross entropy of the mini-batch."""
-        points, classes = batch
-        loss = F.cross_entropy(self(points), classes)
-        self.log("train/loss", loss, batch_size=len(classes))
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``val/loss`` and ``val/acc``."""
-        points, classes = batch
-        logits = self(points)
-        right = (logits.argmax(1) == classes).float().mean()
-        scores = {"val/loss": F.cross_entropy(logits, classes), "val/acc": right}
-        self.log_dict(scores, prog_bar=True, sync_dist=True, batch_size=len(classes))
-
-    def configure_optimizers(self) -> Optimizer:
-        """One optimizer for all parameters."""
-        return self.make_optimizer(self.parameters())
+        units = (nn.Linear(dimensions, hidden), nn.ReLU(), nn.Linear(hidden, classes))
+        super().__init__(nn.Sequential(*units), optimizer)
 
 
 class ClustersData(pl.LightningDataModule):

@@ -23,7 +23,41 @@ MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 Batch = Sequence[Tensor]  # images (B, 1, 8, 8) fp32 in [0, 1]; labels (B,) int64
 
 
-class DigitsModule(pl.LightningModule):
+class Classifier(pl.LightningModule):
+    """Trains ``net`` on mean cross entropy; its accuracy is logged, too."""
+
+    def __init__(self, net: nn.Module, optimizer: MakeOptimizer) -> None:
+        super().__init__()
+        self.net, self.make_optimizer = net, optimizer
+
+    def forward(self, samples: Tensor) -> Tensor:
+        """Logits (B, classes) of samples (B, ...)."""
+        return self.net(samples)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Mean cross entropy of the mini-batch."""
+        samples, labels = batch
+        loss = F.cross_entropy(self(samples), labels)
+        self.log("train/loss", loss, batch_size=len(labels))
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Log ``val/loss`` and ``val/acc``."""
+        self._score(batch, "val")
+
+    def _score(self, batch: Batch, stage: str) -> None:
+        samples, labels = batch
+        logits = self(samples)
+        right = (logits.argmax(1) == labels).float().mean()
+        scores = {f"{stage}/loss": F.cross_entropy(logits, labels), f"{stage}/acc": right}
+        self.log_dict(scores, prog_bar=True, sync_dist=True, batch_size=len(labels))
+
+    def configure_optimizers(self) -> Optimizer:
+        """One optimizer for all parameters."""
+        return self.make_optimizer(self.parameters())
+
+
+class DigitsModule(Classifier):
     """Two convolutions, each halving the image, and two dense layers.
 
     Args:
@@ -38,10 +72,8 @@ class DigitsModule(pl.LightningModule):
         hidden: int = 64,
         optimizer: MakeOptimizer = Adam,
     ) -> None:
-        super().__init__()
         first, second = channels
-        self.make_optimizer = optimizer
-        self.net = nn.Sequential(
+        net = nn.Sequential(
             nn.Conv2d(1, first, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),  # (B, first, 4, 4)
@@ -53,36 +85,11 @@ class DigitsModule(pl.LightningModule):
             nn.ReLU(),
             nn.Linear(hidden, 10),
         )
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Logits (B, 10) of images (B, 1, 8, 8)."""
-        return self.net(images)
-
-    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """Mean cross entropy of the mini-batch."""
-        images, labels = batch
-        loss = F.cross_entropy(self(images), labels)
-        self.log("train/loss", loss, batch_size=len(labels))
-        return loss
-
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log ``val/loss`` and ``val/acc``."""
-        self._score(batch, "val")
+        super().__init__(net, optimizer)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """Log ``test/loss`` and ``test/acc``."""
         self._score(batch, "test")
-
-    def _score(self, batch: Batch, stage: str) -> None:
-        images, labels = batch
-        logits = self(images)
-        right = (logits.argmax(1) == labels).float().mean()
-        scores = {f"{stage}/loss": F.cross_entropy(logits, labels), f"{stage}/acc": right}
-        self.log_dict(scores, prog_bar=True, sync_dist=True, batch_size=len(labels))
-
-    def configure_optimizers(self) -> Optimizer:
-        """One optimizer for all parameters."""
-        return self.make_optimizer(self.parameters())
 
 
 class DigitsData(pl.LightningDataModule):

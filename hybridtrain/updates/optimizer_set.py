@@ -17,7 +17,7 @@ from hybridtrain.memory.scratch_file import fill
 from hybridtrain.protocol.messages import Clip, Push, StepNumber
 from hybridtrain.updates.base import Again, Contribution, Evaluation, StepInput, Update
 from hybridtrain.updates.factory import build_update, for_sparse
-from hybridtrain.updates.flat.reduce import merge_mixed
+from hybridtrain.updates.flat.chunks import merge_mixed
 from hybridtrain.updates.groups import Groups, Members, numbers_of
 from hybridtrain.updates.shared_state import SharedStateOptimizer
 from hybridtrain.updates.staleness.correction import LateGradients

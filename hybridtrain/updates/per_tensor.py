@@ -20,7 +20,7 @@ from hybridtrain.updates.base import (
     Update,
     clip_factor,
 )
-from hybridtrain.updates.flat.reduce import merge_mixed
+from hybridtrain.updates.flat.chunks import merge_mixed
 from hybridtrain.updates.groups import (
     Groups,
     differences,

@@ -21,7 +21,7 @@ from hybridtrain.exchanges import Requirements
 from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.memory.arena import LentState, SharedState
 from hybridtrain.memory.scratch_file import Scratch, read
-from hybridtrain.monitoring.heartbeat import Heartbeat
+from hybridtrain.monitoring.hang_detector import Heartbeat
 from hybridtrain.protocol.messages import (
     Average,
     Averaged,

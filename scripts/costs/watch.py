@@ -31,10 +31,8 @@ import torch
 
 from costs.training import fit, pairs_asked_for
 from hybridtrain import HybridStrategy
-from hybridtrain.monitoring.hang_detector import HangTimeout
-from hybridtrain.monitoring.heartbeat import Doing, Heartbeat, heartbeat_file
-from hybridtrain.monitoring.stragglers import SlowReport
-from hybridtrain.monitoring.watchdog import Watchdog
+from hybridtrain.monitoring.hang_detector import Doing, HangTimeout, Heartbeat, heartbeat_file
+from hybridtrain.monitoring.watchdog import SlowReport, Watchdog
 from hybridtrain.tasks.digits import DigitsData, DigitsModule
 
 

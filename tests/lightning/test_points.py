@@ -88,7 +88,7 @@ OTHERS = {
     ("lightning/data/user_loaders.py", "batch_sampler"): "of a copy of the user's loader",
     ("lightning/failover/lost_samples.py", "fetched"): "a count of mini-batches",
     ("lightning/failover/lost_samples.py", "is_last_batch"): "a value of Lightning's progress",
-    ("lightning/fault_injection/in_parent.py", "_step"): "of our rounds",
+    ("lightning/fault_injection/in_worker.py", "_step"): "of our rounds",
     ("lightning/fault_injection/in_worker.py", "training_step"): "of our session",
     ("lightning/launcher.py", "loggers"): "of our job",
     ("lightning/participation/absent_steps.py", "is_last_batch"): "a value of progress",

@@ -189,7 +189,7 @@ def test_the_installed_lightning_can_import_it(name: str) -> None:
 
 # Private names that others have, too, or that are no use of what they name.
 NOT_LIGHTNINGS = {
-    ("lightning/fault_injection/in_parent.py", "_step"): "of our rounds",
+    ("lightning/fault_injection/in_worker.py", "_step"): "of our rounds",
     ("lightning/step/in_place.py", "_step"): "of our in-place step",
     ("lightning/step_profiler.py", "_step"): "of updates that workers make",
     ("lightning/preflight/machine_checks.py", "_fabric"): "a list of attributes that are no parts",

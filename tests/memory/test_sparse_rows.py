@@ -13,7 +13,7 @@ from hybridtrain.policies import OnArrival
 from hybridtrain.protocol.messages import Average, Averaged, Clip, Push, Received
 from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.factory import for_sparse
-from hybridtrain.updates.flat.reduce import merge_mixed
+from hybridtrain.updates.flat.chunks import merge_mixed
 from hybridtrain.updates.groups import takes_sparse
 from hybridtrain.updates.thread_pool import Pool
 from hybridtrain.worker.finite import FiniteCheck

@@ -10,13 +10,14 @@ from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.monitoring import hang_detector
 from hybridtrain.monitoring.hang_detector import (
+    Doing,
     HangDetector,
     HangTimeout,
+    Heartbeat,
     Sign,
     Silent,
     Standstill,
 )
-from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
 
 
 class Life:

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.monitoring.hang_detector import HangTimeout
-from hybridtrain.monitoring.heartbeat import Doing, Heartbeat, heartbeat_file
+from hybridtrain.monitoring.hang_detector import Doing, HangTimeout, Heartbeat, heartbeat_file
 from hybridtrain.monitoring.watchdog import CpuWaits, Watchdog
 from hybridtrain.policies import WaitForAll
 from hybridtrain.protocol.messages import Gather, Gone, Push, Released, Stop

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hybridtrain.policies import BoundedStaleness, FirstK, Policy
-from hybridtrain.policies.on_arrival import NotTooLate
+from hybridtrain.policies.basic import NotTooLate
 from hybridtrain.protocol.facts import Accumulate, Apply, Drop, Joined, Pushed, Release
 from hybridtrain.protocol.messages import BrokenOff, Released, Removed
 from tests.support.served import Served, refusals

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.monitoring.stragglers import Slow, SlowReport, slow_worker
+from hybridtrain.monitoring.watchdog import Slow, SlowReport, slow_worker
 from hybridtrain.server.barrier import Barrier, BarrierMismatch
 from hybridtrain.server.run_statistics import RunStatistics
 

@@ -15,8 +15,7 @@ from hybridtrain.memory import Layout, Store, pack
 from hybridtrain.protocol.messages import Clip
 from hybridtrain.updates import Contribution, StepInput, build_update
 from hybridtrain.updates.factory import for_sparse
-from hybridtrain.updates.sparse.by_row import ByRow
-from hybridtrain.updates.sparse.touched_rows import Merger, Touched
+from hybridtrain.updates.sparse.by_row import ByRow, Merger, Touched
 from hybridtrain.updates.thread_pool import Pool
 
 OPTIM = torch.optim

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridtrain.monitoring.heartbeat import Doing
+from hybridtrain.monitoring.hang_detector import Doing
 from hybridtrain.policies import WaitForAll
 from hybridtrain.server.server import Server
 from hybridtrain.worker.client import Client

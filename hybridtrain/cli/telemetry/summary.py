@@ -17,8 +17,7 @@ import torch
 from hybridtrain.cli.exit_status import FAILED
 from hybridtrain.cli.telemetry.monitor import STATS_FILE, VALIDATED, RunMonitor, RunStats
 from hybridtrain.lightning.run_context import checkpoints_of
-from hybridtrain.monitoring.stragglers import Slow, slow_worker
-from hybridtrain.monitoring.watchdog import to_stderr
+from hybridtrain.monitoring.watchdog import Slow, slow_worker, to_stderr
 from hybridtrain.report.runs import SUMMARY_FILE, as_json
 from hybridtrain.util.files import read_text, short, write_whole
 

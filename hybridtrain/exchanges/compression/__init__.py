@@ -4,8 +4,13 @@ A codec encodes one parameter; a compressor does so for one worker and one optim
 what rounding has left out.
 """
 
-from hybridtrain.exchanges.compression.codecs import Codec, codec_of
-from hybridtrain.exchanges.compression.compressor import Compressor, bytes_of, decode
+from hybridtrain.exchanges.compression.compressor import (
+    Codec,
+    Compressor,
+    bytes_of,
+    codec_of,
+    decode,
+)
 from hybridtrain.exchanges.compression.known import CODECS, CodecSpec, make_codec
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from hybridtrain.exchanges.compression.codecs import Codec, TopK, int4, int8
+from hybridtrain.exchanges.compression.compressor import Codec, TopK, int4, int8
 from hybridtrain.exchanges.compression.power_sgd import PowerSGD
 from hybridtrain.util.option_types import choose
 

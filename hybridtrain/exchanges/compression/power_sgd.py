@@ -14,7 +14,7 @@ from math import prod
 
 import torch
 
-from hybridtrain.exchanges.compression.codecs import as_bytes, as_numbers, working
+from hybridtrain.exchanges.compression.compressor import as_bytes, as_numbers, working
 from hybridtrain.util.option_types import Checked, Positive, Share
 
 

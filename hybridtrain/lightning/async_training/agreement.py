@@ -20,7 +20,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from hybridtrain.lightning.async_training.counting import UpdateCount
 from hybridtrain.lightning.async_training.update_count import multiples
-from hybridtrain.lightning.checkpointing.epoch_ends import EpochIsOver
+from hybridtrain.lightning.checkpointing.mid_epoch import EpochIsOver
 from hybridtrain.lightning.collectives import Collectives
 from hybridtrain.lightning.hooks.loop_hooks import (
     has_trained_epoch,

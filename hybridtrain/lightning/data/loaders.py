@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, SequentialSampler
 
 from hybridtrain.exchanges import Requirements
 from hybridtrain.lightning.checkpointing.checkpoint_content import check_content, restoring
-from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
 from hybridtrain.lightning.checkpointing.mid_epoch import (
     KEY,
+    EpochEnds,
     EpochPosition,
     count_from_zero,
     describe,

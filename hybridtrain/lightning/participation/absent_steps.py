@@ -55,7 +55,7 @@ from hybridtrain.lightning.participation.logged_metrics import (
 )
 from hybridtrain.lightning.run_context import checkpoints_of
 from hybridtrain.lightning.step.session import Session
-from hybridtrain.monitoring.heartbeat import Doing
+from hybridtrain.monitoring.hang_detector import Doing
 from hybridtrain.worker.client import Client
 
 if TYPE_CHECKING:

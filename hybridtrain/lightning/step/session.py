@@ -13,8 +13,7 @@ from pytorch_lightning import LightningModule, Trainer
 from hybridtrain.exchanges import Exchange, Requirements
 from hybridtrain.lightning.async_training.update_count import last_version, set_global_step
 from hybridtrain.lightning.hooks.loop_hooks import accumulates
-from hybridtrain.lightning.preflight.strategy_checks import Transport
-from hybridtrain.lightning.preflight.trainer_checks import check_parameters
+from hybridtrain.lightning.preflight.strategy_checks import Transport, check_parameters
 from hybridtrain.lightning.step.accumulation import Accumulation
 from hybridtrain.lightning.step.gradient_guard import GradientGuard, OnFault
 from hybridtrain.lightning.step.gradient_readers import gradients_are_final

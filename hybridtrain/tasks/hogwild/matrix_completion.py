@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, array
 from hybridtrain.tasks.hogwild.text_examples import Batch, Triples, as_it_is, read_triples
-from hybridtrain.tasks.shared_tables import MakeOptimizer
+from hybridtrain.tasks.shared_tables import InPlaceModule, MakeOptimizer, array
 from hybridtrain.util.option_types import Natural, NotNegative, Positive, Range, typed
 
 

@@ -17,14 +17,13 @@ from pytorch_lightning.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hybridtrain.tasks.hogwild.in_place_module import InPlaceModule, array
 from hybridtrain.tasks.hogwild.text_examples import (
     Examples,
     as_it_is,
     planted_examples,
     read_examples,
 )
-from hybridtrain.tasks.shared_tables import MakeOptimizer
+from hybridtrain.tasks.shared_tables import InPlaceModule, MakeOptimizer, array
 from hybridtrain.util.option_types import Natural, NotNegative, Positive, Range, typed
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from hybridtrain.errors import UserError
@@ -11,6 +13,7 @@ from hybridtrain.util.files import read_text
 ENGLISH = " abcdefghijklmnopqrstuvwxyz'"  # 28 symbols, the order of DeepSpeech's alphabet.txt
 
 
+@dataclass(frozen=True)
 class Alphabet:
     """An ordered set of single characters; character i is label i, CTC's blank comes last.
 
@@ -18,14 +21,18 @@ class Alphabet:
     Raises ``UserError`` if it is empty or a character occurs twice.
     """
 
-    def __init__(self, symbols: str = ENGLISH) -> None:
-        if not symbols:
+    symbols: str = ENGLISH
+
+    def __post_init__(self) -> None:
+        if not self.symbols:
             raise UserError("the alphabet is empty: give at least one character")
-        twice = sorted({symbol for symbol in symbols if symbols.count(symbol) > 1})
+        twice = sorted({symbol for symbol in self.symbols if self.symbols.count(symbol) > 1})
         if twice:
             raise UserError(f"the alphabet contains {twice[0]!r} twice: list every character once")
-        self.symbols = symbols
-        self._label = {symbol: label for label, symbol in enumerate(symbols)}
+
+    @cached_property
+    def _label(self) -> dict[str, int]:
+        return {symbol: label for label, symbol in enumerate(self.symbols)}
 
     @classmethod
     def from_file(cls, path: str | Path) -> Alphabet:
@@ -81,12 +88,3 @@ class Alphabet:
 
     def __len__(self) -> int:
         return len(self.symbols)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Alphabet) and self.symbols == other.symbols
-
-    def __hash__(self) -> int:
-        return hash(self.symbols)
-
-    def __repr__(self) -> str:
-        return f"Alphabet({self.symbols!r})"

@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.shared_tables import CompiledSteps, MakeOptimizer
-from hybridtrain.tasks.words.vector_files import Vectors, write_vectors
-from hybridtrain.tasks.words.vocabulary import Vocabulary
+from hybridtrain.tasks.words.questions import Vectors, write_vectors
+from hybridtrain.tasks.words.text_data import Vocabulary
 from hybridtrain.util.option_types import Positive, typed
 
 _WORDS, _COUNTS = "words", "word_counts"  # in checkpoints

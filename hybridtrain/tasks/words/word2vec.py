@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hybridtrain.tasks.shared_tables import MakeOptimizer, check_size
-from hybridtrain.tasks.words.vector_files import Vectors
+from hybridtrain.tasks.words.questions import Vectors
+from hybridtrain.tasks.words.text_data import Floats, Ints, Paths, alias_table, huffman
 from hybridtrain.tasks.words.vectors_module import WordVectors
-from hybridtrain.tasks.words.vocabulary import Floats, Ints, Paths, alias_table, huffman
 from hybridtrain.util.option_types import Above0, Natural, NotNegative, Positive, typed
 
 Architecture = Literal["skip_gram", "cbow"]

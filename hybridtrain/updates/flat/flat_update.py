@@ -40,12 +40,12 @@ from hybridtrain.updates.flat.chunks import (
     StepCountGroup,
     StepCountGroups,
     make_plan,
+    merge,
     pieces,
     present_in,
     scalar,
     total,
 )
-from hybridtrain.updates.flat.reduce import merge
 from hybridtrain.updates.groups import Groups, members_of, plain, slowed
 from hybridtrain.updates.kernels import Figures, Kernel, StepChunk, scalar_dtype
 from hybridtrain.updates.thread_pool import Pool

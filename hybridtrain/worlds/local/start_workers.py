@@ -25,7 +25,7 @@ from queue import SimpleQueue
 from selectors import BaseSelector
 from typing import Any
 
-from hybridtrain.monitoring.heartbeat import Doing, Heartbeat, heartbeat_file
+from hybridtrain.monitoring.hang_detector import Doing, Heartbeat, heartbeat_file
 from hybridtrain.protocol.messages import (
     Answer,
     Average,

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from hybridtrain.monitoring.heartbeat import Doing, Heartbeat
+from hybridtrain.monitoring.hang_detector import Doing, Heartbeat
 from hybridtrain.protocol.messages import Stopped
 from hybridtrain.util.anonymous_files import stop_sharing_maps
 from hybridtrain.worker.client import Client, StopRequested

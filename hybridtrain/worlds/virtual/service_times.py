@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from itertools import chain, cycle, islice
 from pathlib import Path
 from random import Random
-from typing import Protocol
 
 from hybridtrain.errors import UserError
 from hybridtrain.util.files import read_text
@@ -30,18 +29,6 @@ SHAPES: dict[str, tuple[str, float]] = {
     "pareto": ("alpha", 2.5),  # the tail's exponent; below 2 its variance is infinite
     "lognormal": ("sigma", 0.5),  # standard deviation of the logarithm
 }
-
-
-class Times(Protocol):
-    """Service times of any number of workers."""
-
-    def stream(self, worker: int, seed: int) -> Draw:
-        """Draws the worker's service times in seconds, the same for a seed."""
-        ...
-
-    def expected_s(self, worker: int) -> float:
-        """The mean of :meth:`stream`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +148,9 @@ class Measured:
 
     def _own(self, worker: int) -> Sequence[float]:
         return self.seconds[worker % len(self.seconds)]
+
+
+Times = ServiceTimes | Measured
 
 
 def read_times(path: Path) -> dict[int, list[float]]:

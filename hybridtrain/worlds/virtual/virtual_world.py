@@ -221,8 +221,9 @@ class VirtualWorld:
         exchange = exchange or exchange_of(policy)
         self._under = conditions or Conditions()
         merge = None if update is None else update.merge
-        given = {"correction": correction, "exchange": exchange, "merge": merge}
-        self.server = Server(policy, n_workers, clock=self._clock, **given)
+        self.server = Server(
+            policy, n_workers, 1, self._clock, correction, exchange=exchange, merge=merge
+        )
         self._contribution = Push(0, float(batch_size))
         self._draws = [times.stream(worker, seed) for worker in range(n_workers)]
         self._turns = self.server.requirements.takes_turns
@@ -505,15 +506,15 @@ class VirtualWorld:
 
     def _free(self) -> None:
         """An update has ended, or the server is free for the next event that waits."""
+        assert self._busy is not None, "it makes an update"
         busy = self._busy
-        assert busy is not None, "it makes an update"
         if busy.replies is not None:
             replies, busy.replies = busy.replies, None
             self._answer(replies)
         elif busy.waiting:
             told_s, event = busy.waiting.popleft()
             self._handle(event, told_s)
-        if busy.replies is not None:
+        if self._busy.replies is not None:
             return  # it makes another update
         if busy.waiting:
             heapq.heappush(self._due, (self.now_s, A_SERVER, 0, Free()))

@@ -19,8 +19,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
-from hybridtrain.lightning.checkpointing.epoch_ends import EpochEnds
-from hybridtrain.lightning.checkpointing.mid_epoch import EpochPosition, Resumed
+from hybridtrain.lightning.checkpointing.mid_epoch import EpochEnds, EpochPosition, Resumed
 from hybridtrain.lightning.data.epoch_state import EpochEvent
 from tests.lightning.failover.test_broken_off import (
     BATCHES,

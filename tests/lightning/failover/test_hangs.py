@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.monitoring import stragglers
+from hybridtrain.monitoring import watchdog
 from hybridtrain.worlds.local.worker_exit import WorkerDied
 from tests.lightning.spawnable import SpawnRegression
 from tests.lightning.toys import Regression, fit, regression_data
@@ -135,7 +135,7 @@ def test_a_long_stay_anywhere_is_no_hang_unless_asked(policy: str, where: str) -
 def test_a_slow_worker_is_named_and_the_share_of_waiting_for_it(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stragglers, "_LEAST_S", 1.0)
+    monkeypatch.setattr(watchdog, "_LEAST_S", 1.0)
 
     class Crawling(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:

@@ -16,8 +16,11 @@ from torch.utils.data import DataLoader
 
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
-from hybridtrain.lightning.fault_injection.in_parent import interrupt_updates
-from hybridtrain.lightning.fault_injection.in_worker import EXIT_CODE, InjectedFault
+from hybridtrain.lightning.fault_injection.in_worker import (
+    EXIT_CODE,
+    InjectedFault,
+    interrupt_updates,
+)
 from hybridtrain.lightning.replay.replay_fit import replay_fit
 from hybridtrain.recording import read_record
 from hybridtrain.testing.faults import PHASES

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as pl
 
+from hybridtrain.tasks.words.questions import Vectors, unit
 from hybridtrain.tasks.words.text_data import TextData
-from hybridtrain.tasks.words.vector_files import Vectors, unit
 from hybridtrain.tasks.words.vectors_module import WordVectors
 from tests.lightning.toys import make_trainer
 

@@ -11,9 +11,15 @@ import pytorch_lightning as pl
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words.cooccurrences import ENTRY, Entries, count_cooccurrences, counted
-from hybridtrain.tasks.words.glove import Cooccurrences, GloVe
-from hybridtrain.tasks.words.vocabulary import Vocabulary
+from hybridtrain.tasks.words.glove import (
+    ENTRY,
+    Cooccurrences,
+    Entries,
+    GloVe,
+    count_cooccurrences,
+    counted,
+)
+from hybridtrain.tasks.words.text_data import Vocabulary
 from hybridtrain.tasks.words.word_kernels import glove_steps
 from tests.lightning.toys import make_trainer
 from tests.tasks.words.made import margin, write_text

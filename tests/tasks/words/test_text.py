@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.words import text_data
-from hybridtrain.tasks.words.text_data import END, EncodedText, TextData, TextFiles, encode, shipped
-from hybridtrain.tasks.words.vocabulary import Vocabulary, count
+from hybridtrain.tasks.words.text_data import (
+    END,
+    EncodedText,
+    TextData,
+    TextFiles,
+    Vocabulary,
+    count,
+    encode,
+    shipped,
+)
 from hybridtrain.tasks.words.word2vec import Word2Vec, bags, neighbours, thinned
 from tests.tasks.words.made import train
 

@@ -11,8 +11,12 @@ import pytest
 
 from hybridtrain import vectors as command
 from hybridtrain.errors import UserError
-from hybridtrain.tasks.words.questions import KnownWords
-from hybridtrain.tasks.words.vector_files import rank_correlation, read_vectors, write_vectors
+from hybridtrain.tasks.words.questions import (
+    KnownWords,
+    rank_correlation,
+    read_vectors,
+    write_vectors,
+)
 
 WORDS = ["king", "queen", "man", "woman", "größe", "apple"]
 VECTORS = np.array(

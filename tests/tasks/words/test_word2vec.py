@@ -15,9 +15,8 @@ import torch
 from hybridtrain.errors import UserError
 from hybridtrain.tasks import shared_tables
 from hybridtrain.tasks.words import word_kernels as kernels
-from hybridtrain.tasks.words.text_data import EncodedText
-from hybridtrain.tasks.words.vector_files import read_vectors
-from hybridtrain.tasks.words.vocabulary import Vocabulary, alias_table, huffman
+from hybridtrain.tasks.words.questions import read_vectors
+from hybridtrain.tasks.words.text_data import EncodedText, Vocabulary, alias_table, huffman
 from hybridtrain.tasks.words.word2vec import Architecture, Output, Word2Vec
 from tests.tasks.words.made import margin, train, write_text
 
