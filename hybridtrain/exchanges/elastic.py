@@ -18,7 +18,7 @@ from typing import ClassVar
 
 import torch
 
-from hybridtrain.exchanges.compression.compressor import Remembering
+from hybridtrain.exchanges.compression import Remembering
 from hybridtrain.exchanges.exchange import Local, Offer, StepsOwnParameters
 from hybridtrain.options.exchange_options import ElasticOptions
 

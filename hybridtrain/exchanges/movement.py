@@ -14,8 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.exchanges.compression.compressor import Remembering
+from hybridtrain.exchanges.compression import Compressor, Remembering, make_codec
 from hybridtrain.exchanges.exchange import Local, Offer, StepsOwnParameters
 from hybridtrain.options.exchange_options import Every, MovementOptions
 from hybridtrain.util.option_types import BriefRepr

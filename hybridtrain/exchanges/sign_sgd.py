@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from hybridtrain.exchanges.compression.compressor import pack, packed_bytes, unpack
+from hybridtrain.exchanges.compression import pack, packed_bytes, unpack
 from hybridtrain.exchanges.exchange import MergeRule, WorkerGradients, by_parameter
 from hybridtrain.exchanges.gradient import Gradient
 

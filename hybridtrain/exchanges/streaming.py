@@ -19,8 +19,7 @@ from typing import ClassVar
 import torch
 
 from hybridtrain.errors import UserError
-from hybridtrain.exchanges.compression import Compressor, make_codec
-from hybridtrain.exchanges.compression.compressor import Remembering
+from hybridtrain.exchanges.compression import Compressor, Remembering, make_codec
 from hybridtrain.exchanges.exchange import Await, Leaving, Local, Offer, StepsOwnParameters
 from hybridtrain.options.exchange_options import StreamingOptions
 from hybridtrain.util.option_types import BriefRepr

@@ -10,8 +10,16 @@ import torch
 
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import make_exchange
-from hybridtrain.exchanges.compression import Compressor, bytes_of, decode, make_codec
-from hybridtrain.exchanges.compression.compressor import pack, pack_places, unpack, unpack_places
+from hybridtrain.exchanges.compression import (
+    Compressor,
+    bytes_of,
+    decode,
+    make_codec,
+    pack,
+    pack_places,
+    unpack,
+    unpack_places,
+)
 from hybridtrain.exchanges.movement import Movement
 
 SIZES = (0, 1, 2, 63, 4095, 4096, 4097, 9000)

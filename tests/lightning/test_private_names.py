@@ -196,7 +196,7 @@ NOT_LIGHTNINGS = {
     ("lightning/preflight/machine_checks.py", "_modules"): "of torch",
     ("lightning/preflight/machine_checks.py", "_trainer"): "a list of attributes that are no parts",
     ("lightning/step/remote_state.py", "_version"): "of torch",
-    ("tasks/speech/batching.py", "_cache"): "of that class",
+    ("tasks/speech/datamodule.py", "_cache"): "of that class",
     ("worker/device/cuda.py", "_is_in_bad_fork"): "of torch",
     ("worker/replica_cuda.py", "_version"): "of torch",
 }

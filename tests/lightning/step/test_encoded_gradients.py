@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from hybridtrain import HybridStrategy
 from hybridtrain.errors import UserError
 from hybridtrain.exchanges import WorkerGradients, make_exchange
-from hybridtrain.exchanges.compression.power_sgd import PowerSGD
+from hybridtrain.exchanges.compression import PowerSGD
 from hybridtrain.exchanges.sign_sgd import SignSGD
 from hybridtrain.updates.named import Median, TrimmedMean
 from hybridtrain.worlds.local.worker_exit import WorkerDied

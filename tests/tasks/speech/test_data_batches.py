@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from hybridtrain.errors import UserError
 from hybridtrain.tasks.speech.augment import Augment
-from hybridtrain.tasks.speech.batching import bucketed
-from hybridtrain.tasks.speech.datamodule import SpeechDataModule
+from hybridtrain.tasks.speech.datamodule import SpeechDataModule, bucketed
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.sources.manifest import CsvManifest
 

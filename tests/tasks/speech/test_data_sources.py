@@ -17,8 +17,7 @@ from hybridtrain.tasks.speech.alphabet import Alphabet
 from hybridtrain.tasks.speech.datamodule import SpeechDataModule, check_all
 from hybridtrain.tasks.speech.features import Features
 from hybridtrain.tasks.speech.sources.fsdd import Fsdd
-from hybridtrain.tasks.speech.sources.librispeech import LibriSpeech
-from hybridtrain.tasks.speech.sources.manifest import CsvManifest
+from hybridtrain.tasks.speech.sources.manifest import CsvManifest, LibriSpeech
 from hybridtrain.tasks.speech.sources.utterance import Clip, Utterance, frames_needed
 
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

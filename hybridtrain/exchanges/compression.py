@@ -1,4 +1,7 @@
-"""Encodes what one worker hands over, and keeps what rounding has left out (error feedback).
+"""What a worker hands over, in fewer bytes: whole numbers with a scale, or the largest elements.
+
+A codec encodes one parameter; a compressor does so for one worker and one optimizer, and remembers
+what rounding has left out (error feedback).
 
 With e for what is left, Δ for a movement and Q for encoding and decoding, each exchange does::
 
@@ -12,7 +15,7 @@ make smaller travels as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from math import prod
@@ -21,7 +24,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol, runtime_checkabl
 import torch
 
 from hybridtrain.exchanges.exchange import RESIDUALS, Offer
-from hybridtrain.util.option_types import Checked, Positive, Range, Share
+from hybridtrain.util.option_types import Checked, Positive, Range, Share, choose
 
 # ---- how one parameter's gradient or movement is encoded, by name: int8, int4, topk -------------
 # A parameter is cut into chunks, the last of which may be shorter; each has scales of its own, so
@@ -442,3 +445,73 @@ class Remembering:
         for name in self.remembers:
             setattr(self, f"_{name}", copy(state.get(name, getattr(self, f"_{name}"))))
         self.compressor.load_state(state.get(RESIDUALS, {}))
+
+
+# ---- PowerSGD: a matrix travels as the product of two with few columns --------------------------
+# Vogels, Karimireddy, Jaggi, *PowerSGD*, NeurIPS 2019 (arXiv:1905.13727), algorithm 1, with the
+# error feedback of algorithm 2. There all workers multiply the mean of their matrices; here each
+# worker factors its own, and the server takes the mean of the products. In place of the warm start,
+# which would be one more memory of each worker, every encoding makes ``iterations`` from the same
+# matrix.
+
+
+@dataclass(frozen=True)
+class PowerSGD(Checked):
+    """A tensor of more than two dimensions is a matrix with its first; a vector is not encoded.
+
+    Args:
+        rank: r, the columns of both factors, of at most as many as the matrix has rows and columns.
+        iterations: of the subspace iteration, from a fixed random matrix.
+        error_decay: of what is left out, which the next gradient gets.
+    """
+
+    rank: Positive = 4
+    iterations: Positive = 2
+    error_decay: Share = 1.0
+
+    def _width(self, shape: Sequence[int]) -> int:
+        """The columns of both factors."""
+        return min(self.rank, shape[0], prod(shape[1:]))
+
+    def n_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
+        if len(shape) < 2:
+            return prod(shape) * dtype.itemsize
+        return (shape[0] + prod(shape[1:])) * self._width(shape) * working(dtype).itemsize
+
+    def encode(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        matrix = values.reshape(len(values), -1)  # (n, m)
+        seeded = torch.Generator().manual_seed(0)
+        right = torch.randn(matrix.shape[1], self._width(values.shape), generator=seeded)  # (m, r)
+        right = left = right.to(matrix)
+        for _ in range(self.iterations):
+            left = torch.linalg.qr(matrix @ right).Q  # (n, r), orthonormal
+            right = matrix.T @ left
+        return torch.cat([as_bytes(left), as_bytes(right)])
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor) -> None:
+        factors = as_numbers(encoded, working(out.dtype)).view(-1, self._width(out.shape))
+        left, right = factors.split((len(out), len(factors) - len(out)))
+        out.copy_((left @ right.T).view(out.shape))
+
+
+# ---- codecs by name -----------------------------------------------------------------------------
+
+CodecSpec = str | Mapping[str, Any] | Codec | None  # a name, {"name": ...}, an object
+
+CODECS: dict[str, Callable[..., Codec]] = {
+    "int8": int8,
+    "int4": int4,
+    "topk": TopK,
+    "power_sgd": PowerSGD,
+}
+
+
+def make_codec(given: CodecSpec) -> Codec | None:
+    """A codec from its name, its name and parameters, or the object itself; ``None``: none.
+
+    Raises:
+        UserError: if the name is not known, or the parameters make no sense.
+    """
+    if given is None:
+        return None
+    return choose("exchange.compress", given, CODECS, Codec)  # type: ignore[type-abstract]
