@@ -337,6 +337,8 @@ class HybridStrategy(SingleHost, ParallelStrategy):
         if asks and self._session is not None and self._count is not None:
             self._has_asked = True
             self._count.reach(self._session.await_turn())
+        if self._count is not None:
+            self._count.begin_batch()
 
     def flush(self, ends: bool = False) -> None:
         """Exchange the results of own steps, if all workers do so here.

@@ -19,7 +19,7 @@ from hybridtrain.lightning.async_training.update_count import (
     set_global_step,
     step_schedulers,
 )
-from hybridtrain.lightning.hooks.loop_hooks import accumulates, set_logged_step
+from hybridtrain.lightning.hooks.loop_hooks import accumulates, logged_step, set_logged_step
 from hybridtrain.lightning.hooks.points import Point, around
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.worker.client import Client
@@ -29,19 +29,38 @@ if TYPE_CHECKING:
 
 
 class LogEvery(int):
-    """A ``log_every_n_steps``: a worker's first step at or after a multiple counts as one."""
+    """A ``log_every_n_steps``: a worker's first step at or after a multiple counts as one.
+
+    In a mini-batch that has not stepped the number of its update is not known. A callback that asks
+    there (``LearningRateMonitor``) gets the first mini-batch that can make a multiple or has begun
+    after it.
+    """
 
     trainer: Any
     before = 0  # the last step that may have had a row
+    begun_before = 0  # the least step that the last mini-batch could have made
+    begun = 0  # the same of this one
+    stepped = False  # this one
 
     def __rmod__(self, step: int) -> int:
         if not self.trainer.training:  # an evaluation counts its own mini-batches
             return step % int(self)
-        return 0 if multiples(int(self), self.before, step) > 0 else 1
+        span = (self.before, step) if self.stepped else (self.begun_before, self.begun)
+        return 0 if multiples(int(self), *span) > 0 else 1
+
+    def begin(self, step: int) -> None:
+        """A mini-batch begins that makes at least this step."""
+        self.begun = max(self.begun, step)
+
+    def end(self, step: int) -> None:
+        """The mini-batch has made this step."""
+        self.before, self.begun_before = max(self.before, step), self.begun
+        self.stepped = False
 
     def pass_over(self, step: int) -> None:
         """Leave rows up to this step to another worker."""
-        self.before = max(self.before, step)
+        self.begin(step)
+        self.end(step)
 
 
 class UpdateCount:
@@ -85,6 +104,11 @@ class UpdateCount:
         self.reach(version)
         self._every.pass_over(version)
 
+    def begin_batch(self) -> None:
+        """A mini-batch begins, with the parameters that this worker has now."""
+        self._number_rows()  # a dropped one has left the number of the last update
+        self._every.begin(logged_step(self._trainer) + 1)
+
     def begin_rows(self) -> None:
         """Give the next rows the number of the last update, which Lightning has not counted."""
         if not accumulates(self._trainer):
@@ -99,13 +123,14 @@ class UpdateCount:
                     self._client.settle()
                 self._step_own(proceed) if self._own else self._catch_up()
                 self._made, self._counted = self._client.expected_version, False
+                self._every.stepped = True
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
         if interval == "epoch" or not self._absence.passed:
             proceed(interval, update_plateau_schedulers)
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True
-            self._every.pass_over(self._made)
+            self._every.end(self._made)
 
     def _must_be_exact(self) -> bool:
         """Whether a logger or scheduler needs the update's number before the release brings it."""
