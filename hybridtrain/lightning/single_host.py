@@ -22,7 +22,8 @@ from hybridtrain.lightning.device_memory import DeviceMemory, out_of_memory
 from hybridtrain.lightning.failover.rejoin import Rejoin
 from hybridtrain.lightning.hooks.trainer_hooks import MODULE, forget_compiler
 from hybridtrain.lightning.preflight.machine_checks import check_loader
-from hybridtrain.lightning.results.training_at_home import UpdatesAtHome, trained_optimizers
+from hybridtrain.lightning.results.optimizers_at_home import Trained
+from hybridtrain.lightning.results.training_at_home import UpdatesAtHome
 from hybridtrain.worker.client import Client
 
 _OPTIMIZERS: Any = Strategy.optimizers
@@ -36,7 +37,7 @@ class SingleHost:
     keeping: CheckpointWriting
     device_memory: DeviceMemory
     workers_per_device: int
-    _trained: dict[str, Any] | None = None  # the workers' trained optimizer states
+    _trained: Trained | None = None  # in the calling process, after training
     _client: Client | None = None  # of a worker
     _final_stats: dict[str, Any] | None = None
     # in free-running workers, and after training
@@ -86,9 +87,9 @@ class SingleHost:
         """Measure this worker's need of its device."""
         self.device_memory.measure(self.root_device, self.workers_per_device, self.global_rank)
 
-    def remember_training(self, parts: dict[str, Any], expected: UpdatesAtHome) -> None:
-        """In the calling process: keep the trained states for its checkpoints and optimizers."""
-        self._trained, self.expected_updates = parts, expected
+    def remember_training(self, trained: Trained, expected: UpdatesAtHome) -> None:
+        """In the calling process: keep what was trained for its checkpoints and optimizers."""
+        self._trained, self.expected_updates = trained, expected
         self._lacks_optimizers = True
         answer_for_all_workers()
 
@@ -113,7 +114,7 @@ class SingleHost:
         if self._lacks_optimizers and self._client is None and self._trained is not None:
             self._lacks_optimizers = False  # before the user's hook runs
             module = self.lightning_module  # type: ignore[attr-defined]
-            self.optimizers, self._schedules = trained_optimizers(module, self._trained)
+            self.optimizers, self._schedules = self._trained.made_here(module)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -144,7 +145,7 @@ class SingleHost:
         if self._loaders is not None:
             checkpoint = self._loaders.write(checkpoint)
         if self._client is None and self._trained is not None and "optimizer_states" in checkpoint:
-            checkpoint = {**checkpoint, **self._trained}
+            checkpoint = {**checkpoint, **self._trained.saved}
         super().save_checkpoint(checkpoint, filepath, storage_options)  # type: ignore[misc]
 
     @property

@@ -512,7 +512,8 @@ class HybridStrategy(SingleHost, ParallelStrategy):
             return without_fetching(optimizer)
         if self._snapshot is None:
             self._snapshot = session.snapshot()
-        return self._snapshot[self.optimizers.index(optimizer)]
+        number = session.number_of(optimizer)  # none: put into the trainer since the last step
+        return without_fetching(optimizer) if number is None else self._snapshot[number]
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """As in Lightning, but the state stays in host memory."""

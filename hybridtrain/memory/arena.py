@@ -150,11 +150,13 @@ class LentState:
 
     ``count_groups``: parameter group, positions of its parameters in the optimizer, scalars,
     whether it has state. ``kept``: room for a backup of the masters, then of each tensor.
+    ``members``: slot numbers of its parameters, group by group.
     """
 
     flats: dict[str, Place]
     count_groups: tuple[tuple[int, tuple[int, ...], dict[str, Place], bool], ...]
     kept: tuple[Place, ...]
+    members: tuple[tuple[int, ...], ...]
 
     @property
     def arenas(self) -> set[int]:

@@ -93,7 +93,7 @@ class _Unpickler(pickle.Unpickler):
         try:
             return self.find_class(module, qualname)
         except (ImportError, AttributeError) as error:
-            for kind in reversed(_subclasses(torch.optim.Optimizer)):  # the latest of its name
+            for kind in reversed(subclasses(torch.optim.Optimizer)):  # the latest of its name
                 if (kind.__module__, kind.__qualname__) == (module, qualname):
                     return kind
             raise UserError(
@@ -102,6 +102,7 @@ class _Unpickler(pickle.Unpickler):
             ) from error
 
 
-def _subclasses(kind: type) -> list[type]:
+def subclasses(kind: type) -> list[type]:
+    """All classes below this one that the process has loaded."""
     found: list[type] = list(kind.__subclasses__())
-    return found + [deeper for child in found for deeper in _subclasses(child)]
+    return found + [deeper for child in found for deeper in subclasses(child)]

@@ -157,6 +157,6 @@ def instead_in(point: Point, owner: Any, method: Callable[..., Any]) -> Callable
     """
     kind, (name,) = type(owner), point.methods
     changed = {name: lambda self, *args, **kwargs: method(*args, **kwargs)}
-    about = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    about = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     owner.__class__ = type(kind.__name__, (kind,), changed | about)
     return partial(getattr(kind, name), owner)

@@ -66,14 +66,14 @@ def of_callback(callback: pl.Callback, module: pl.LightningModule) -> CallbackSt
     """In worker 0."""
     found = isinstance(callback, LearningRateFinder)
     plain = {} if found else plain_attributes(callback)
-    return CallbackState(_kind(callback), plain, state_of(callback, module))
+    return CallbackState(class_name(callback), plain, state_of(callback, module))
 
 
 def of_module(module: pl.LightningModule) -> ModuleState:
     """In worker 0. Weights and buffers are sent separately."""
     return ModuleState(
         {
-            name: CallbackState(_kind(layer), plain_attributes(layer, _comes_home), {})
+            name: CallbackState(class_name(layer), plain_attributes(layer, _comes_home), {})
             for name, layer in module.named_modules()
         },
         {name: parameter.requires_grad for name, parameter in module.named_parameters()},
@@ -89,7 +89,7 @@ def give_to_module(module: pl.LightningModule, belongings: ModuleState) -> None:
     """In the calling process, to the layers that are there, too."""
     for name, layer in module.named_modules():
         theirs = belongings.layers.get(name)
-        if theirs is not None and theirs.kind == _kind(layer):
+        if theirs is not None and theirs.kind == class_name(layer):
             give_plain(layer, theirs.plain)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(belongings.needs_gradient.get(name, parameter.requires_grad))
@@ -102,17 +102,18 @@ def pairs(
     waiting = list(brought)
     found = []
     for callback in callbacks:
-        mine = next((each for each in waiting if each.kind == _kind(callback)), None)
+        mine = next((each for each in waiting if each.kind == class_name(callback)), None)
         if mine is not None:
             waiting.remove(mine)
             found.append((callback, mine))
     return found
 
 
-def _kind(thing: object) -> str:
-    """The name of its class; spawned workers name a script's module differently."""
-    module = type(thing).__module__
-    return f"{'__main__' if module == '__mp_main__' else module}.{type(thing).__qualname__}"
+def class_name(thing: object) -> str:
+    """The name of its class, or of a class; spawned workers name a script's module differently."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
+    return f"{module}.{kind.__qualname__}"
 
 
 # ---- states -------------------------------------------------------------------------------------

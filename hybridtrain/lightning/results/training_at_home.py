@@ -1,8 +1,7 @@
 """Attributes of ``trainer`` after a run, in the calling process, which did not train.
 
-Worker 0 sends the sizes. Loaders, optimizers and schedulers are made on first use, by the user's
-hooks (``train_dataloader``, ``configure_optimizers``); optimizers and schedulers then load the
-trained states.
+Worker 0 sends the sizes. Loaders are made on first use, by the user's hooks; so are optimizers and
+schedulers (:mod:`hybridtrain.lightning.results.optimizers_at_home`).
 
 Lightning calls ``configure_model`` after ``setup``, in the workers. The calling process calls it
 once, before it loads the weights, so that the module has all layers. It does not call ``setup``,
@@ -32,7 +31,7 @@ from hybridtrain.lightning.hooks.loop_hooks import (
     sizes_of,
     source_of,
 )
-from hybridtrain.lightning.hooks.trainer_hooks import attach_data, configured_optimizers
+from hybridtrain.lightning.hooks.trainer_hooks import attach_data
 from hybridtrain.lightning.results.callback_state import ModuleState, give_to_module, of_module
 from hybridtrain.lightning.run_context import context_of
 
@@ -112,18 +111,6 @@ class LoadersAtHome(CombinedLoader):
             return self._source.dataloader()
         self._source.instance.setup(self._stage)
         return self._source.dataloader()
-
-
-def trained_optimizers(module: Any, states: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Optimizers and schedulers with their trained states; none if making them fails."""
-    made = made_or_none(lambda: configured_optimizers(module), "the optimizers")
-    optimizers, schedules = made or ([], [])
-    for optimizer, state in zip(optimizers, states["optimizer_states"], strict=False):
-        if state:
-            optimizer.load_state_dict(state)
-    for config, state in zip(schedules, states["lr_schedulers"], strict=False):
-        config.scheduler.load_state_dict(state)
-    return optimizers, schedules
 
 
 def made_or_none(make: Callable[[], Any], what: str) -> Any:

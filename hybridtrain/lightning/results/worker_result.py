@@ -38,6 +38,7 @@ from hybridtrain.lightning.results.callback_state import (
     pairs,
 )
 from hybridtrain.lightning.results.logger_state import give_to_logger, of_logger
+from hybridtrain.lightning.results.optimizers_at_home import Trained
 from hybridtrain.lightning.results.training_at_home import Sizes, UpdatesAtHome, load_weights
 from hybridtrain.lightning.run_context import context_of
 from hybridtrain.memory.scratch_file import Scratch, as_bytes, fill
@@ -79,7 +80,7 @@ def pack(trainer: pl.Trainer, returned: Any, room: str = "") -> WorkerResult | O
     heavy = {
         "weights": weights,
         "buffers": dict(module.named_buffers(remove_duplicate=False)),
-        "trained": _trained(trainer) if trainer.state.fn == "fit" else None,
+        "trained": Trained.of(trainer) if trainer.state.fn == "fit" else None,
     }
     return WorkerResult(
         returned=None if outputs is not None else returned,
@@ -154,16 +155,6 @@ def save_finished(
             warnings.warn(f"no checkpoint could be written to {path}: {error}", stacklevel=2)
             return
         print(f"stopped after step {trainer.global_step}, checkpoint: {path}", flush=True)
-
-
-def _trained(trainer: Any) -> dict[str, Any]:
-    """States of optimizers and schedulers, as for a checkpoint."""
-    context = context_of(trainer)
-    context.before_checkpoint()
-    return {
-        "optimizer_states": [context.optimizer_state(o) for o in trainer.optimizers],
-        "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
-    }
 
 
 def _load(payload: bytes) -> Any:

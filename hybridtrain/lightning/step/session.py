@@ -233,6 +233,11 @@ class Session:
         for optimizer, inside in zip(self._optimizers, numbers, strict=True):
             self.replica.admit(inside, takes_sparse(optimizer))
 
+    def number_of(self, optimizer: torch.optim.Optimizer) -> int | None:
+        """Its place among those that training has stepped."""
+        places = (n for n, step in enumerate(self.steps) if step.optimizer is optimizer)
+        return next(places, None)
+
     def snapshot(
         self, reach: Callable[[int], object] = int, between: bool = False
     ) -> list[dict[str, Any]]:

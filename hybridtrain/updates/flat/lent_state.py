@@ -11,7 +11,7 @@ from hybridtrain.memory import Arena, Layout, Store
 from hybridtrain.memory.arena import LentState, Place
 from hybridtrain.updates.flat.chunks import StepCountGroup
 from hybridtrain.updates.flat.flat_update import FlatUpdate
-from hybridtrain.updates.groups import Groups
+from hybridtrain.updates.groups import Groups, members_of
 from hybridtrain.updates.kernels import kernel_for
 from hybridtrain.updates.thread_pool import Pool
 
@@ -97,7 +97,8 @@ class Lender:
         arenas = store.lending.arenas
         self._lent = LentFlatUpdate(update, [place.view(arenas) for place in kept], store)
         self._known = _shape_of(update)
-        return LentState(dict(zip(names, places, strict=False)), tuple(told), kept)
+        flats = dict(zip(names, places, strict=False))
+        return LentState(flats, tuple(told), kept, update.members)
 
     def _room_for(self, tensors: list[torch.Tensor]) -> list[Place]:
         missing = [tensor for tensor in tensors if tensor.data_ptr() not in self._room]
@@ -153,7 +154,13 @@ def borrow(
     lent: LentState,
     arenas: Mapping[int, Arena],
 ) -> LentFlatUpdate | None:
-    """The lent update in a worker, with this optimizer's hyper-parameters, if possible."""
+    """The lent update in a worker, with this optimizer's hyper-parameters, if possible.
+
+    Not where this worker's optimizer has other groups: workers that run freely change them one by
+    one, and the server knows whose parameters have no gradient.
+    """
+    if members_of(optimizer, numbers) != lent.members:
+        return None
     bare: Any = object.__new__(type(optimizer))
     vars(bare).update(vars(optimizer) | {"state": {}})  # the user's is not changed
     vars(bare).pop("step", None)

@@ -48,6 +48,8 @@ class OwnUpdates:
         Afterwards the worker's parameters are those of its update.
         """
         borrowed = self.borrowed
+        if push.members is not None:
+            borrowed.begin()
         if not (is_usual(push) and self._is_ready() and borrowed.takes(push.groups)):
             borrowed.server_steps()
             return False
