@@ -16,8 +16,9 @@ from hybridtrain.memory.sparse_rows import Packed
 from hybridtrain.protocol.spans import Spans
 
 Writes = Mapping[int, bytes]  # slot number -> elements, in the order of the slot's shape
-# Number of a learning-rate schedule, arguments of its ``step``.
-ScheduleCall = tuple[int, tuple[Any, ...], dict[str, Any]]
+# Number of a learning-rate schedule, arguments of its ``step``, and if only one worker may call it
+# for an update: the updates that this call may be for.
+ScheduleCall = tuple[int, tuple[Any, ...], dict[str, Any], tuple[int, ...]]
 
 # ---- requests -----------------------------------------------------------------------------------
 
@@ -292,7 +293,8 @@ class Changed:
 class Called:
     """A worker has called ``step`` of learning-rate schedules in its mini-batches.
 
-    The server forwards it to each other worker before its next answer.
+    The server forwards it to each other worker before its next answer. Calls for an update it
+    forwards to all, in one order, the first of each update only.
     """
 
     calls: tuple[ScheduleCall, ...]

@@ -16,6 +16,7 @@ before any worker can be a step ahead; if a worker runs out of data early, the o
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridtrain.errors import UserError
@@ -80,6 +81,8 @@ from hybridtrain.updates.staleness import Correction
 from hybridtrain.updates.staleness.correction import LateGradients
 from hybridtrain.updates.thread_pool import Pool
 
+_CALLS = 1024  # updates of a schedule's calls that are remembered
+
 
 class Server:
     """The server of ``n_workers`` workers.
@@ -135,6 +138,7 @@ class Server:
         )
         self._wishes = StopRequests(members, self.statistics, self.requirements.whole_rounds)
         self._calls: dict[int, list[ScheduleCall]] = {}  # of others, which a worker must repeat
+        self._called_for: dict[int, deque[int]] = {}  # by schedule: updates that have their call
         self._stopped: set[int] = set()
         self._finished: set[int] = set()
 
@@ -227,13 +231,28 @@ class Server:
             case Resumed():
                 self.statistics.resume()
             case Called(calls):
-                for other in self._members - {worker}:
-                    self._calls.setdefault(other, []).extend(calls)
+                for call in calls:
+                    self._forward(worker, call)
             case Changed(number, groups):
                 self.optimizers.hear(worker, Push(number, 0.0, groups=groups))
             case Stopped():
                 return self._wishes.answer() + self._stop_waiting_for(worker)
         return []
+
+    def _forward(self, worker: int, call: ScheduleCall) -> None:
+        """Keep the call for other workers, or for all if it is the first of an update."""
+        number, _, _, updates = call
+        workers = self._members - {worker}
+        if updates:
+            made = self._called_for.setdefault(number, deque(maxlen=_CALLS))
+            oldest = min(made) if len(made) == _CALLS else -1
+            left = [u for u in (updates[-1], *updates) if u > oldest and u not in made]
+            if not left:
+                return
+            made.append(left[0])
+            workers = self._members
+        for each in workers:
+            self._calls.setdefault(each, []).append(call)
 
     def _with_calls(self, replies: Replies) -> Replies:
         """Before its next answer a worker receives the schedule calls of the others.

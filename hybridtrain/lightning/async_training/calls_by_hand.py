@@ -5,6 +5,11 @@ has its own scheduler and runs some of the mini-batches. So a worker sends each 
 mini-batch to the other workers, which repeat it, and the calls of all workers add up. A call that
 every worker makes (in a hook at the end of an epoch, in a validation, or because
 ``trainer.is_last_batch``) counts once and is not sent.
+
+Lightning steps a schedule on a plateau by hand, too, with a metric of the mini-batch. With
+``interval=step``, ``frequency`` counts the updates of all workers, as for other schedules: behind
+each that is due one worker calls, with its own metric, and all follow, the caller included. It is
+the worker that has made the update, or the first that has made a later one. The server decides.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ from hybridtrain.lightning.async_training.update_count import (
     Schedules,
     schedules_of,
     take_schedules,
+    updates_due,
 )
 from hybridtrain.lightning.hooks.points import Point, instead_in
 from hybridtrain.lightning.run_context import context_of
@@ -28,6 +34,15 @@ from hybridtrain.protocol.messages import ScheduleCall
 from hybridtrain.worker.client import Client
 
 Step = Callable[..., Any]
+
+
+class Due(int):
+    """A ``frequency`` of mini-batches that is reached where this worker may call for an update."""
+
+    updates: tuple[int, ...] = ()
+
+    def __rmod__(self, batches: int) -> int:
+        return 0 if self.updates else 1
 
 
 class CallsByHand:
@@ -44,12 +59,16 @@ class CallsByHand:
         self._manual = not trainer.lightning_module.automatic_optimization
         self._together = True  # all workers make the current calls
         self._steps: dict[int, Step] = {}  # by the number of the scheduler
-        alone = client.n_workers == 1 or context_of(trainer).requirements.parameters == "own"
+        self._due: dict[int, Due] = {}  # of those that Lightning steps with a metric
+        self._seen = client.version  # up to here this worker has looked for updates that are due
+        alone = client.n_workers == 1 or context_of(trainer).requirements.schedules_own_steps
         for number, config in enumerate(() if alone else trainer.lr_scheduler_configs):
             by_step = config.reduce_on_plateau and config.interval == "step"
             if self._manual or by_step:  # Lightning steps the others by the number of updates
                 call = partial(self.call, number)
                 self._steps[number] = instead_in(Point.SCHEDULER_STEP, config.scheduler, call)
+            if by_step and not self._manual:
+                config.frequency = self._due[number] = Due(config.frequency)
         client.take_calls = self._take
 
     def begin_batch(self) -> None:
@@ -60,27 +79,49 @@ class CallsByHand:
     def meet(self) -> None:
         """All workers meet and take over the schedulers with most calls."""
         self._together = self._manual
+        self.pass_over()
         if not self._steps:
             return
         known = self._client.gather("schedules", schedules_of(self._trainer))
         take_schedules(self._trainer, *max(known, key=_n_calls))
 
+    def pass_over(self) -> None:
+        """Leave the calls for updates up to now to other workers."""
+        self._seen = self._client.version
+
+    def find_due(self, batches: float) -> None:
+        """Find the updates, since this worker's last mini-batch, for which it may call.
+
+        ``batches``: of the epoch.
+        """
+        if not self._due:
+            return
+        self._client.settle()
+        before, now = self._seen, self._client.version
+        for due in self._due.values():
+            due.updates = updates_due(self._trainer, int(due), before, now, batches)
+        self.pass_over()
+
     def call(self, number: int, *args: Any, **options: Any) -> Any:
         """User code has called ``step`` of this worker's scheduler."""
-        step = self._steps[number]
+        step, sent = self._steps[number], apply_to_collection((args, options), Tensor, Tensor.item)
+        if number in self._due:
+            self._client.call((number, *sent, self._due[number].updates))
+            self._client.stats()  # its answer comes after the call, if the server lets that through
+            return None
         if self._together or self._expected.asked_for_end:
             return step(*args, **options)
         self._client.settle()
         if not self._client.counted:  # another worker repeats the mini-batch and its call
             return None
-        self._client.call((number, *apply_to_collection((args, options), Tensor, Tensor.item)))
+        self._client.call((number, *sent, ()))
         return step(*args, **options)
 
     def _take(self, calls: Sequence[ScheduleCall]) -> None:
-        """Repeat calls of other workers."""
+        """Repeat calls of other workers, and make those that the server has let through."""
         for optimizer in self._trainer.optimizers:
             vars(optimizer)["_opt_called"] = True  # or schedules warn about the order
-        for number, args, options in calls:
+        for number, args, options, _ in calls:
             self._steps[number](*args, **options)
 
 

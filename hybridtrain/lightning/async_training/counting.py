@@ -103,6 +103,7 @@ class UpdateCount:
         """As ``reach``, in a restarted worker: another worker has logged meanwhile."""
         self.reach(version)
         self._every.pass_over(version)
+        self.by_hand.pass_over()
 
     def begin_batch(self) -> None:
         """A mini-batch begins, with the parameters that this worker has now."""
@@ -127,6 +128,8 @@ class UpdateCount:
                 self._number_rows(least=-1)  # no update yet, and so no row
             return
         if interval == "epoch" or not self._absence.passed:
+            if interval == "step" and not accumulates(self._trainer):
+                self.by_hand.find_due(self._batches())
             proceed(interval, update_plateau_schedulers)
         if interval == "step" and not self._counted:  # Lightning counts it now
             self._counted = True

@@ -7,7 +7,7 @@ the same under every policy (:mod:`hybridtrain.lightning.async_training.counting
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -48,18 +48,34 @@ def step_schedulers(trainer: pl.Trainer, before: int, now: int, most: float) -> 
     As in Lightning, ``frequency`` counts the epoch's mini-batches: of one device that has made as
     many updates, and has ``most`` mini-batches in the epoch.
     """
+    for _, batches in _updates(trainer, before, now, most):
+        _step_after(trainer, batches)
+
+
+def updates_due(
+    trainer: pl.Trainer, frequency: int, before: int, now: int, most: float
+) -> tuple[int, ...]:
+    """The updates among these behind which a schedule of this frequency steps."""
+    updates = _updates(trainer, before, now, most)
+    return tuple(update for update, batches in updates if batches % frequency == 0)
+
+
+def _updates(
+    trainer: pl.Trainer, before: int, now: int, most: float
+) -> Iterator[tuple[int, float]]:
+    """Each update, and how many of the epoch's mini-batches one device has made with it."""
     counts, accumulated = _counts(trainer), int(trainer.accumulate_grad_batches)
     began = counts.total.completed - counts.current.completed
     for update in range(before + 1, now + 1):
-        _step_after(trainer, min((update - began) * accumulated, most))
+        yield update, min((update - began) * accumulated, most)
 
 
 def _step_after(trainer: pl.Trainer, batches: float) -> None:
     """Step the schedulers that are due after so many of the epoch's mini-batches."""
     progress = trainer.fit_loop.epoch_loop.scheduler_progress
     for config in trainer.lr_scheduler_configs:
-        due = config.interval == "step" and batches % config.frequency == 0
-        if due and not config.reduce_on_plateau:
+        by_step = config.interval == "step" and not config.reduce_on_plateau
+        if by_step and batches % config.frequency == 0:
             progress.increment_ready()
             step_scheduler(trainer, config.scheduler)
             progress.increment_completed()

@@ -53,6 +53,7 @@ class ScheduleForm:
         """The form of the configuration's scheduler."""
         places = (n for n, each in enumerate(optimizers) if each is config.scheduler.optimizer)
         about = {f.name: getattr(config, f.name) for f in fields(config) if f.name != "scheduler"}
+        about["frequency"] = int(config.frequency)  # or one that counts in this worker
         return cls(class_name(config.scheduler), next(places, None), about)
 
 
