@@ -7,7 +7,7 @@ Any round can be *called off*, also while workers wait in it: each then sends it
 server makes the update as without this module. So the server handles everything unusual: a worker
 that is late, has no gradient, changes its optimizer, or is gone.
 
-The kernel releases the lock of a dead process (:mod:`hybridtrain.protocol.locked_steps`). A worker
+The kernel releases the lock of a dead process (:mod:`hybridtrain.protocol.kernel_lock`). A worker
 that dies during an update leaves the word ``_MAKING`` set; the next holder of the lock restores the
 backup made before the update, so that an update is made whole or not at all. There are two sets of
 counts: one write of ``_MADE`` names the newest round and its set, and the next round writes to the
@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from hybridtrain.protocol.locked_steps import Frees, KernelLock
+from hybridtrain.protocol.kernel_lock import Frees, KernelLock
 
 # _MADE: 2 * newest round, + 1 if its counts are in the second set. _MADE_AT and the counts of
 # _COUNTS have two sets.

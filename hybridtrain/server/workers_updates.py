@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 from hybridtrain.memory import Store
 from hybridtrain.memory.arena import LentState
-from hybridtrain.protocol.locked_steps import Frees, LockedSteps
+from hybridtrain.protocol.kernel_lock import Frees
+from hybridtrain.protocol.locked_steps import LockedSteps
 from hybridtrain.protocol.shared_round import SharedRound
 from hybridtrain.server.handed_over import HandedOver
 from hybridtrain.server.run_statistics import RunStatistics

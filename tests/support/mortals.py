@@ -247,7 +247,7 @@ class Model:
 
 
 class VirtualLock:
-    """As :class:`hybridtrain.protocol.locked_steps.KernelLock`, among the threads of a model."""
+    """As :class:`hybridtrain.protocol.kernel_lock.KernelLock`, among the threads of a model."""
 
     model: Model
 
